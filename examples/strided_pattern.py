@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mtraining_jax import Choice, Pattern, Shards
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import PositiveInt, check_limits
 from pallas_kernels import BlockSparseIndex
 
 
@@ -26,9 +26,9 @@ class Strided(Pattern):
         block_size: block size in tokens.
     """
 
-    window: limited(int, ge=1) = 2
-    stride: limited(int, ge=1) = 8
-    block_size: limited(int, ge=1) = 128
+    window: PositiveInt = 2
+    stride: PositiveInt = 8
+    block_size: PositiveInt = 128
 
     def __post_init__(self):
         check_limits(self)

@@ -727,7 +727,6 @@ def test_output_to_a_url(minimal):
 def test_settings_are_built_once(minimal):
     config = load_config(minimal)
     assert config.sparsity.settings is config.sparsity.settings
-    assert config.choosing is config.choosing
     assert dataclasses.replace(config.sparsity, tau=0.5).settings.tau == 0.5
 
 

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> str:
     page.add("", "Selection, from queries and keys to bits:", "", *table_head(_SELECTION_COLUMNS))
     for kind in args.choose:
         all_sparse, short_dense = (
-            _selection(args, _PATTERNS[kind](below).for_documents()) for below in (BLOCK, 8192)
+            _selection(args, _PATTERNS[kind](below)) for below in (BLOCK, 8192)
         )
         first = _selection(args, _PATTERNS[kind](BLOCK))(inputs, None)
         for name, lengths in cases.items():

@@ -65,7 +65,7 @@ class Run:
     @property
     def dense_below(self) -> int:
         """Shorter documents, including padding, are dense."""
-        return self.config.choosing.dense_below
+        return self.config.sparsity.settings.dense_below
 
     @functools.cached_property
     def rest_ms(self) -> float:

@@ -63,6 +63,7 @@ class DrawnLists(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
     chooses = False
     density_name = "drawn density"
 
@@ -74,16 +75,13 @@ class DrawnLists(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
-    def for_documents(self) -> "DrawnLists":
-        return self
-
     def kept_share(self) -> KeptShare:
         return KeptShare("tau", SHARE_BITS)
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
         return DENSITY, f"drawn by length; {DENSITY:g} at {AT} tokens"
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         return num_blocks * -(-num_blocks // 32), 0
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:

@@ -93,8 +93,8 @@ def sparse_attention(
             Must have the pattern's block size. Queries attend only to their own document, and
             pairs are selected per document. Documents shorter than `pattern.dense_below` use dense
             attention. Blocks without a document get output 0, lse -inf and zero gradients.
-            Requires a pattern that implements `for_documents` (every causal pattern of this
-            package), or a `BlockMaskIndex` or `DenseDocumentsIndex` that is then restricted to
+            Requires a pattern with `reads_documents` (every causal pattern of this package), or
+            a `BlockMaskIndex` or `DenseDocumentsIndex` that is then restricted to
             the documents.
         return_lse: also return the log-sum-exp of the logits, differentiable.
         return_index: also return the index, for `inspect` or as `pattern` of another call.

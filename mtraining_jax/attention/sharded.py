@@ -98,21 +98,19 @@ def attend(
     """
     if shares is not None and isinstance(pattern, Index):
         raise ValueError("shares override the mass fraction of a pattern, but pattern is an index")
-    if documents is not None and isinstance(pattern, Pattern):
-        # A pattern's variant for documents is a pattern too.
-        pattern = cast(Pattern, pattern.for_documents())
     placement = spec.placement
     others = shared_axes((*placement.batch, *placement.heads))
     arrays, static = partition(pattern)
     heads = P(placement.batch, placement.sequence, placement.heads)
     per_head = P(placement.batch, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
-    of_index = rows if pattern.by_rows else per_head
+    by_rows = _by_rows(pattern, documents)
+    of_index = rows if by_rows else per_head
     array_spec = of_index if isinstance(pattern, Index) else P(placement.heads)
     of_batch = P(placement.batch)
     in_specs = heads, heads, heads, array_spec, P(), P(), of_batch, of_batch
     out_specs = AttentionOutput(*cast(Any, (heads, rows, of_index, P(), of_batch)))
-    order = _order_of_rows(spec) if pattern.by_rows else None
+    order = _order_of_rows(spec) if by_rows else None
     if order is not None and isinstance(pattern, Index):
         arrays = [placement.take(x, order, axis=2) for x in arrays]
 
@@ -155,6 +153,12 @@ def attend(
         return output
     back = functools.partial(placement.take, order=np.argsort(order), axis=2)
     return output._replace(index=jax.tree.map(back, output.index))
+
+
+def _by_rows(pattern: Pattern | Index, documents: DocumentBlocks | None) -> bool:
+    if isinstance(pattern, Index):
+        return pattern.by_rows
+    return pattern.row_sharded(documents is not None)
 
 
 def _run(placement: Placement, in_specs: tuple, function: Callable, args: tuple) -> Any:
@@ -208,9 +212,10 @@ def _attend_on_shard(
     if isinstance(pattern, Pattern):
         with jax.named_scope("selection"):
             choice = choose(pattern, q, k, shards)
-        if choice.index.by_rows != pattern.by_rows:
+        by_rows = _by_rows(pattern, shards.documents)
+        if choice.index.by_rows != by_rows:
             raise ValueError(
-                f"{type(pattern).__name__}.by_rows={pattern.by_rows}, but it returned a "
+                f"{type(pattern).__name__}.by_rows={by_rows}, but it returned a "
                 f"{type(choice.index).__name__} with by_rows={choice.index.by_rows}; "
                 "they must be equal"
             )

@@ -1,6 +1,5 @@
 """Sizes derived from a configuration."""
 
-import functools
 from typing import TYPE_CHECKING
 
 from mtraining_jax.config.dense_steps import DenseSteps
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
         RunConfig,
         SparsityConfig,
     )
-    from mtraining_jax.sparsity.pattern import Settings
 
 
 class Sizes:
@@ -27,16 +25,6 @@ class Sizes:
         optimizer: OptimizerConfig
         sparsity: SparsityConfig
         audit: AuditConfig
-
-    @functools.cached_property
-    def choosing(self) -> "Settings":
-        """Settings of the sparse pattern, adapted to documents if `data.has_documents`.
-
-        Raises:
-            UserError: the pattern does not support documents.
-        """
-        settings = self.sparsity.settings
-        return settings.for_documents() if self.data.has_documents else settings
 
     @property
     def dense_steps(self) -> DenseSteps:

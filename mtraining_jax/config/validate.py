@@ -153,7 +153,7 @@ def _sparsity(config: Config) -> Iterator[str]:
     parallel = config.parallel
     devices = parallel.devices_per_node
     turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
-    if settings.by_rows and turns and not config.data.has_documents:
+    if settings.row_sharded(False) and turns and not config.data.has_documents:
         yield (
             f'sparsity.kind = "{config.sparsity.kind}" lists key blocks for each query block, '
             f'which a ring that rotates keys (parallel.ring = "{parallel.ring}", '
@@ -256,13 +256,13 @@ def _within_documents(config: Config) -> Iterator[str]:
     documents = f'data.mode = "{name}"' if name == "pack" else "data.documents = true"
     kind = f'sparsity.kind = "{config.sparsity.kind}"'
     try:
-        config.choosing  # noqa: B018 (raises)
+        config.sparsity.settings.check_documents()
     except UserError as error:
         yield f"{documents} cannot be combined with {kind}: {error}"
         return
     devices = parallel.devices_per_node
     turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
-    if turns and config.choosing.by_rows:
+    if turns and config.sparsity.settings.row_sharded(True):
         yield (
             f"{documents} with {kind} lists key blocks for each query block, which a ring that "
             f'rotates keys (parallel.ring = "{parallel.ring}", parallel.devices_per_node = '

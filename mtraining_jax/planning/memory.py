@@ -136,7 +136,7 @@ def index_bytes(config: Config) -> int:
     """Bytes of one layer's index on one device; indices `by_rows` are sharded."""
     numbers, _ = _capacities(config)
     whole = 4 * config.local_rows * config.model.num_heads * numbers
-    return whole // config.ranks if config.choosing.by_rows else whole
+    return whole // config.ranks if _row_sharded(config) else whole
 
 
 def _work_lists(config: Config) -> int:
@@ -147,7 +147,7 @@ def _work_lists(config: Config) -> int:
     # keep bits are packed.
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
     lists = 0
-    if config.choosing.by_rows:
+    if _row_sharded(config):
         # int32 per pair of local query block and key block of the node, and the transpose.
         keys = config.data.seq_len // config.parallel.nodes // config.sparsity.block_size
         lists = 2 * 4 * blocks * model.num_heads * keys
@@ -158,7 +158,11 @@ def _work_lists(config: Config) -> int:
 def _capacities(config: Config) -> tuple[int, int]:
     """Capacity of one head's index: entries, and columns among them."""
     num_blocks = config.data.seq_len // config.sparsity.block_size
-    return config.choosing.capacities(num_blocks)
+    return config.sparsity.settings.capacities(num_blocks, config.data.has_documents)
+
+
+def _row_sharded(config: Config) -> bool:
+    return config.sparsity.settings.row_sharded(config.data.has_documents)
 
 
 def _layer(config: Config) -> int:
@@ -175,7 +179,8 @@ def _layer(config: Config) -> int:
 def _query_copies(config: Config) -> int:
     """Bytes of query copies and their intermediate results in one layer."""
     model = config.model
-    copies = config.choosing.query_copies(config.data.seq_len // config.sparsity.block_size)
+    num_blocks = config.data.seq_len // config.sparsity.block_size
+    copies = config.sparsity.settings.query_copies(num_blocks)
     queries = config.local_tokens * model.num_heads * model.head_dim * _dtype_bytes(config)
     return _COPY_ARRAYS * copies * queries
 

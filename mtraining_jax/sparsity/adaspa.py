@@ -1,9 +1,9 @@
 """AdaSpa: key blocks by exact attention mass, for non-causal denoising models."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import Ge, Lt, NonNegativeInt, PositiveInt, check_limits
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class AdaSpa(Pattern):
 
     also_not_causal = True
 
-    sparsity: limited(float, ge=1 / 3, lt=1) = 0.8
+    sparsity: Annotated[float, Ge(1 / 3), Lt(1)] = 0.8
     adaptive: bool = True
-    first_blocks: limited(int, ge=0) = 0
-    last_blocks: limited(int, ge=0) = 0
-    block_size: limited(int, ge=1) = 128
+    first_blocks: NonNegativeInt = 0
+    last_blocks: NonNegativeInt = 0
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -71,11 +71,6 @@ class AdaSpa(Pattern):
         return Choice(index, {"recall": recall(masses, kept)})
 
     def kept(self, masses: "Array") -> "Array":
-        """Returns the key blocks that each row of blocks keeps: bool [B, Hq, NB, NB].
-
-        Args:
-            masses: fp32 [B, Hq, NB, NB], from `exact_masses`.
-        """
         import jax.numpy as jnp
 
         num_heads, num_blocks = masses.shape[1], masses.shape[-1]

@@ -29,28 +29,18 @@ def reach(shares: np.ndarray | float) -> np.ndarray:
 
 
 def density_of_lists(tokens: int, share: float = _LISTS_SHARE) -> float:
-    """Returns the expected density of patterns with block lists per query block.
+    """Returns the expected density of patterns with block lists per query block, at most 1.
 
     Args:
-        tokens: length of a sequence, or of a document in one.
+        tokens: length of a sequence, or of a document in one; clamped to the measured range.
         share: fraction of the estimated mass kept, 0 to 1.
-
-    Returns:
-        Computed over causal pairs, at most 1. Lengths outside the measured range are clamped.
     """
     growth = np.exp(EXPONENT * (reach(share) - reach(_LISTS_SHARE)))
     return min(1.0, float(_between(_LISTS, tokens) * growth))
 
 
 def density_of_vertical_slash(tokens: int) -> float:
-    """Returns the expected density of vertical-slash patterns.
-
-    Args:
-        tokens: length of a sequence, or of a document in one.
-
-    Returns:
-        Computed over causal pairs. Lengths outside the measured range are clamped.
-    """
+    """Returns the expected density of vertical-slash patterns; lengths as in `density_of_lists`."""
     return _between(_VERTICAL_SLASH, tokens)
 
 

@@ -86,6 +86,7 @@ def forward_figures(
 
     recall = found.share(found.kept)
     counted = (counts & everywhere)[..., None]
+    assert found.out is not None and found.out_kept is not None and found.marked is not None
     error, norm = (
         jnp.where(counted, x**2, 0).sum((0, 2, 3)) for x in (found.out_kept - found.out, found.out)
     )
@@ -119,7 +120,7 @@ def gradient_figures(
 
     Args:
         found: attention of the rows, from `forward_figures`.
-        d_out_BnHD: [B, n, Hq, D], local gradient of the loss with respect to the output.
+        d_out_BnHD: local gradient of the loss with respect to the output.
         positions: int32 [R], the rows everywhere.
         keys, batch_axes: as in `forward_figures`.
 
@@ -151,5 +152,5 @@ def _over_batch(sums, batch_axes: Sequence[str]):
 
 def _first_rows(found: RowAttention, count: int) -> RowAttention:
     """Returns attention of the first rows only."""
-    q = found.q[:, :count]
-    return RowAttention(q, *(x[:, :, :count] for x in found[1:]))
+    some = {name: x for name, x in found._asdict().items() if name != "q" and x is not None}
+    return found._replace(q=found.q[:, :count], **{n: x[:, :, :count] for n, x in some.items()})

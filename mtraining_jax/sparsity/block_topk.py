@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import PositiveInt, check_limits
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 
 if TYPE_CHECKING:
@@ -35,9 +35,10 @@ class BlockTopK(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
 
-    top_blocks: limited(int, ge=1) = 32
-    block_size: limited(int, ge=1) = 128
+    top_blocks: PositiveInt = 32
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -62,9 +63,6 @@ class BlockTopK(Pattern):
             bits &= shards.documents.causal_blocks(shards.block_ids, shards.num_blocks)
         return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
 
-    def for_documents(self) -> "BlockTopK":
-        return self
-
     def describe(self) -> str:
         return f"block top-k, {self.top_blocks} key blocks per query block, scored by block means"
 
@@ -77,6 +75,6 @@ class BlockTopK(Pattern):
         # 1/g^2, for one of two products.
         return 0.5 / self.block_size**2
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # One bit per block; ranks share the rows.
         return num_blocks * -(-num_blocks // 32), 0

@@ -26,7 +26,7 @@ def pairs_by_length(
     Class k has the documents of 2^k to 2^(k+1) - 1 blocks (`data.densities.length_classes`).
 
     Args:
-        index: index with this rank's rows.
+        index: index with this rank's rows, at `rows`.
         rows: positions of these rows.
         documents: documents of each sequence, [B, NB].
         seq_len: S.
@@ -55,13 +55,9 @@ def pairs_by_length(
 
 
 def take_pairs_by_length(statistics: MutableMapping[str, Any]) -> np.ndarray | None:
-    """Takes these numbers out of the statistics of a step.
+    """Takes these numbers out of the statistics of a step, floats [L] by name.
 
-    Args:
-        statistics: floats [L] by name, means over the batch and heads.
-
-    Returns:
-        Mean over layers, float64 [K] by class; None if they were not measured.
+    Returns the mean over layers, float64 [K] by class; None if they were not measured.
     """
     names = sorted((name for name in statistics if name.startswith(_NAME)), key=_class)
     if not names:

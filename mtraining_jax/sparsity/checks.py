@@ -8,15 +8,7 @@ from mtraining_jax.sparsity.pattern import Pattern, Shards
 
 
 def check_heads(pattern: Pattern, num_heads: int) -> None:
-    """Checks that each array of a pattern has one entry per query head.
-
-    Args:
-        pattern: a pattern with `arrays` of shape [Hq].
-        num_heads: Hq.
-
-    Raises:
-        ValueError: if an array has another shape; the message names it.
-    """
+    """Raises a ValueError unless each array of a pattern has one entry per query head."""
     for name in pattern.arrays:
         shape = np.shape(getattr(pattern, name))
         if shape != (num_heads,):
@@ -25,15 +17,6 @@ def check_heads(pattern: Pattern, num_heads: int) -> None:
 
 def check_choice(q: Array, k: Array, shards: Shards, block_size: int) -> float:
     """Checks queries and keys of a selection.
-
-    Args:
-        q: local queries.
-        k: local keys.
-        shards: the shards of the sequence.
-        block_size: tokens per block (g).
-
-    Returns:
-        The scale of the logits.
 
     Raises:
         ValueError: if shapes, dtypes or sizes are invalid.

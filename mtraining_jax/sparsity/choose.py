@@ -24,9 +24,12 @@ def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
         shards: the shards of the sequence.
 
     Raises:
+        UserError: if there are documents, and the pattern does not support them.
         ValueError: if `shards.shares` are given for a pattern without a mass fraction.
         TypeError: if the pattern does not return a `Choice`.
     """
+    if shards.documents is not None:
+        pattern.check_documents()
     if shards.shares is not None and pattern.kept_share() is None:
         raise ValueError(f"{type(pattern).__name__} has no mass fraction to override with shares")
     choice = pattern.choose(*lax.stop_gradient((q, k)), shards)

@@ -17,11 +17,11 @@ from pallas_kernels.index.token_chunks import chunk_starts, chunks_of
 def chosen_chunks(q: Array, k: Array, shards: Shards, chunk_blocks: int, most: int) -> Array:
     """Selects each query's own chunk and the best earlier chunks.
 
+    With documents, chunks start at document boundaries, and queries select chunks of their own
+    document.
+
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, n, Hk, D], local keys.
-        shards: the shards of the sequence. With documents, chunks start at document boundaries,
-            and queries select chunks of their own document.
+        q, k, shards: as in `Pattern.choose`.
         chunk_blocks: blocks per chunk.
         most: maximum number of chunks per query, including its own; at most the number of chunks.
 
@@ -39,13 +39,11 @@ def chosen_chunks(q: Array, k: Array, shards: Shards, chunk_blocks: int, most: i
 def chosen_blocks(q: Array, k: Array, shards: Shards, most: int) -> Array:
     """Selects each query block's own key block and the best earlier ones, by block means.
 
+    Means ignore padding. With documents, query blocks select blocks of their own document.
+
     Args:
-        q: [B, n, Hq, D], local queries.
-        k: [B, n, Hk, D], local keys.
-        shards: the shards of the sequence; means ignore padding. With documents, query blocks
-            select blocks of their own document.
-        most: maximum number of blocks per query block, including its own; at most the number of
-            blocks.
+        q, k, shards: as in `Pattern.choose`.
+        most: maximum number of blocks per query block, including its own.
 
     Returns:
         uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; undefined for blocks without
@@ -69,8 +67,8 @@ def _chosen(
 ) -> Array:
     """Selects chunks by means [B, Hk, NC, D], with blocks of any size.
 
-    `own_chunks`, int32 [B or 1, n/g], is the own chunk of the queries of a block, -1 for blocks
-    that select nothing. No chunk before `first_chunks`, int32 [B, n/g] or None for 0, is selected.
+    The own chunk of a block, int32 [B or 1, n/g], is -1 for blocks that select nothing. No chunk
+    before `first_chunks`, int32 [B, n/g], is selected.
     """
     batch, kv_heads, num_chunks, dim = means.shape
     num_local = shards.block_ids.shape[0]
@@ -114,9 +112,8 @@ def _chosen(
 def chunk_means(k: Array, shards: Shards, chunk_blocks: int, ends: Array | None = None) -> Array:
     """Computes the mean key of every chunk in the keys' dtype: [B, Hk, NC, D], replicated.
 
-    Chunks are numbered as in `TokenChunksIndex`. The mean of an incomplete last chunk is undefined:
-    no query has it before its own. So are means of chunks with padding, except chunks of one block
-    with `ends`.
+    Undefined for an incomplete last chunk, which no query has before its own, and for chunks with
+    padding, except chunks of one block with `ends`.
     """
     means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
     means = exchange.all_blocks(
@@ -136,10 +133,7 @@ def chunk_means(k: Array, shards: Shards, chunk_blocks: int, ends: Array | None 
 
 
 def _best(gate: Array, count: int, words: int) -> Array:
-    """Marks the largest entries of the last axis as bits: fp32 [..., NC] to uint32 [..., words].
-
-    Entries of -inf are ignored. Ties go to the first entry, as guaranteed by `top_k`.
-    """
+    """Marks the largest entries of fp32 [..., NC] as bits, without -inf; ties go to the first."""
     if count == 0:
         return jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
     values, places = lax.top_k(gate, count)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import PositiveInt, check_limits
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Pattern):
-    """Every causal pair; with `causal=False` every pair.
+    """Every causal pair (of each document); with `causal=False` every pair.
 
     Attributes:
         block_size: Block size in tokens (g).
@@ -22,20 +22,24 @@ class Dense(Pattern):
     """
 
     also_not_causal = True
+    reads_documents = True
     sparse = False
 
-    block_size: limited(int, ge=1) = 128
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        from pallas_kernels.index import DenseIndex
+        import jax.numpy as jnp
 
-        return Choice(DenseIndex(self.block_size, shards.causal))
+        from pallas_kernels.index import DenseDocumentsIndex, DenseIndex
 
-    def for_documents(self) -> "DenseDocuments":
-        return DenseDocuments(self.block_size)
+        if shards.documents is None:
+            return Choice(DenseIndex(self.block_size, shards.causal))
+        shape = q.shape[0], q.shape[2], shards.num_blocks
+        first, end = (jnp.broadcast_to(x[:, None], shape) for x in shards.documents.spans())
+        return Choice(DenseDocumentsIndex(first, end, self.block_size))
 
     def describe(self) -> str:
         return "dense"
@@ -43,40 +47,6 @@ class Dense(Pattern):
     def expected_density(self, tokens: int) -> tuple[float, str]:
         return 1.0, "dense"
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
-        return 0, 0
-
-
-@dataclasses.dataclass(frozen=True)
-class DenseDocuments(Pattern):
-    """Every causal pair within each document: `Dense` for packed sequences.
-
-    Attributes:
-        block_size: Block size in tokens (g).
-    """
-
-    sparse = False
-
-    block_size: int = 128
-
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        import jax.numpy as jnp
-
-        from pallas_kernels.index import DenseDocumentsIndex
-
-        shape = q.shape[0], q.shape[2], shards.num_blocks
-        spans = (jnp.broadcast_to(x[:, None], shape) for x in shards.documents.spans())
-        return Choice(DenseDocumentsIndex(*spans, self.block_size))
-
-    def for_documents(self) -> "DenseDocuments":
-        return self
-
-    def describe(self) -> str:
-        return "dense within documents"
-
-    def expected_density(self, tokens: int) -> tuple[float, str]:
-        return 1.0, "dense, if each sequence is one document"
-
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # Beginning and end of each block's document.
-        return 2 * num_blocks, 0
+        return 2 * num_blocks if documents else 0, 0

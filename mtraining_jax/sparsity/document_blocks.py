@@ -39,10 +39,7 @@ class DocumentBlocks(NamedTuple):
         return DocumentBlocks(*(x[:, blocks] for x in self))
 
     def spans(self) -> tuple[Array, Array]:
-        """Returns the first and one past the last block of each block's document: int32 [B, NB].
-
-        NB and 0 for blocks without a document.
-        """
+        """Returns first and one past the last block of each block's document: NB and 0 for none."""
         return self.first, jnp.where(self.length > 0, self.first + self.length, 0)
 
     def ends(self, block_size: int) -> Array:
@@ -50,34 +47,24 @@ class DocumentBlocks(NamedTuple):
         return jnp.where(self.length > 0, self.first * block_size + self.tokens, 0)
 
     def contain(self, blocks: Array) -> Array:
-        """Whether the document of each block contains each of the given blocks.
+        """Whether the document of each block contains each given block: bool [B, NB, C].
 
-        Args:
-            blocks: int32 [C], global numbers.
-
-        Returns:
-            bool [B, NB, C]; all False for blocks without a document.
+        False for blocks without a document.
         """
         first = self.first[..., None]
         return (blocks >= first) & (blocks < first + self.length[..., None])
 
     def causal_blocks(self, rows: Array, num_blocks: int) -> Array:
-        """Returns all blocks of each row's document up to the row's own, as bit sets.
+        """Returns all blocks of each row's document up to the row, int32 [n], as bit sets.
 
-        Args:
-            rows: int32 [n], global numbers of the rows of blocks.
-            num_blocks: NB.
-
-        Returns:
-            uint32 [B, 1, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
+        The result is uint32 [B, 1, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
         """
         return sets.ranges(self.of(rows).first, rows, num_blocks)[:, None]
 
     def causal_pairs(self, block_size: int) -> Array:
-        """Counts the causal pairs within documents, including their padding.
+        """Counts the causal pairs within documents, including their padding: float [B, 1].
 
-        Returns:
-            float [B, 1], rounded, since it may exceed 2^31.
+        Rounded, since it may exceed 2^31.
         """
         blocks = jnp.arange(self.first.shape[1], dtype=jnp.int32)
         inside = self.length > 0

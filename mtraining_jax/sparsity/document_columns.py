@@ -5,12 +5,13 @@ its own queries, so all documents together cost as much as one sequence.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.sparsity import document_slots, estimate, row_columns, select
-from mtraining_jax.sparsity.document_slots import DocumentSlots, OwnBlocks
+from mtraining_jax.sparsity import document_scores, estimate, row_columns, select
+from mtraining_jax.sparsity.document_scores import OwnBlocks
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_rule import RowRule
 from mtraining_jax.sparsity.spans import PackedSpans
@@ -20,12 +21,12 @@ def heaviest_columns(
     q: Array,
     k: Array,
     shards: Shards,
-    slots: DocumentSlots,
+    slots: PackedSpans,
     block_size: int,
     count: int,
     rule: RowRule,
 ) -> Array:
-    """Applies `row_columns.heaviest_columns` to each document in a slot.
+    """Selects up to `count` columns of each document, int32 [B, Hq, E, C], as in `row_columns`.
 
     Args:
         q, k, shards: as in `RowPattern.scores`.
@@ -33,22 +34,21 @@ def heaviest_columns(
         block_size: tokens per block (g).
         count: C, maximum number of columns of a head in a document.
         rule: defines the forced blocks, which need no columns.
-
-    Returns:
-        int32 [B, Hq, E, C], global positions, ascending, padded with S; replicated.
     """
     batch, heads, num_blocks = q.shape[0], q.shape[2], shards.num_blocks
-    num_slots, seq_len = slots.first.shape[1], num_blocks * block_size
+    num_slots, seq_len = slots.slots, num_blocks * block_size
     places = row_columns.spread_places(seq_len, slots.tokens[..., None])  # [B, E, u]
     positions = slots.first[..., None] * block_size + places
-    rows_of = document_slots.queries_of(q, jnp.clip(positions, 0, seq_len - 1), shards)
+    rows_of = document_scores.queries_of(q, jnp.clip(positions, 0, seq_len - 1), shards)
     every = dataclasses.replace(
         shards, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
     )
     blocks = OwnBlocks(k, slots, every)
     scale = shards.scale_for(q.shape[-1])
 
-    def look(body, k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+    def look(
+        body: Callable, k: Array, slot: Array, place: Array, entry: Array
+    ) -> tuple[Array, ...]:
         """Applies a body of `estimate.map_logits` to one block of keys."""
         seen_by = jnp.where(slot < num_slots, places[entry, slot] - place * block_size, -1)
         one = jnp.zeros(1, jnp.int32)
@@ -56,10 +56,11 @@ def heaviest_columns(
         found = estimate.map_logits(body, rows[None], seen_by, k[None], one, 1)
         return tuple(x[0, :, 0] for x in found)
 
-    def statistics(*of_block: Array) -> tuple[Array, ...]:
-        return look(lambda logits, _: row_columns.in_block(logits, scale), *of_block)
+    def statistics(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
+        return look(lambda logits, _: row_columns.in_block(logits, scale), k, slot, place, entry)
 
-    peak, total = document_slots.joined(*blocks.map(statistics), blocks.slot, num_slots, scale, ())
+    block_peak, block_total = blocks.map(statistics)
+    peak, total = document_scores.joined(block_peak, block_total, blocks.slot, num_slots, scale, ())
 
     def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
         distance = places[entry, slot] // block_size - place
@@ -72,7 +73,7 @@ def heaviest_columns(
         return look(of_keys, k, slot, place, entry)
 
     mass = blocks.map(masses)[0].swapaxes(1, 2).reshape(batch * heads, num_blocks, block_size)
-    spans = PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in slots))
+    spans = slots.repeat(heads)
     kept, _ = select.kept_entries(
         mass.astype(jnp.uint32), select.Rule(0, jnp.full_like(spans.tokens, count)), spans
     )
@@ -88,24 +89,13 @@ def masses_without(
     k: Array,
     places: Array,
     tokens: Array,
-    slots: DocumentSlots,
+    slots: PackedSpans,
     shards: Shards,
     block_size: int,
     *,
     like: Array,
 ) -> tuple[Array, Array]:
-    """Variant of `row_columns.masses_without` with separate columns for each document.
-
-    Args:
-        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
-        k: [B, S, Hk, D], all keys, in sequence order.
-        places: int32 [B, n, r], positions of the queries; -1 for queries without keys.
-        tokens: int32 [B, Hq, E, C], columns of each document; S for padding.
-        slots: the documents.
-        shards: the shards of the sequence.
-        block_size: tokens per block (g).
-        like: [B, n, Hq, D], the queries of the attention.
-    """
+    """Variant of `row_columns.masses_without` with columns [B, Hq, E, C] for each document."""
     batch, heads, num_slots, count = tokens.shape
     slot = slots.of_block[:, shards.block_ids]  # [B, n]
     held = jnp.minimum(slot, num_slots - 1)
@@ -117,8 +107,7 @@ def masses_without(
     def logits(rows: Array, start: Array, size: int) -> Array:
         """Computes logits of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C].
 
-        Gathers keys for these blocks only. Most slots may be empty, so gathering the keys of all
-        slots would be wasteful.
+        Gathers keys for these blocks only: most slots may be empty.
         """
         of_rows = lax.dynamic_slice_in_dim(places_in_keys, start, size, axis=2)
         keys = flat.at[of_rows].get(mode="promise_in_bounds")  # [B, Hq, size, C, D]

@@ -3,14 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+
+Integers = Sequence[int] | np.ndarray | Array
 
 
 @functools.partial(
@@ -60,10 +64,10 @@ class Documents:
     @classmethod
     def from_cu_seqlens(
         cls,
-        cu_seqlens: ArrayLike | Sequence[ArrayLike],
+        cu_seqlens: Integers | Sequence[Integers],
         seq_len: int,
         block_size: int = 128,
-        lengths: ArrayLike | Sequence[ArrayLike] | None = None,
+        lengths: Integers | Sequence[Integers] | None = None,
     ) -> "Documents":
         """Builds documents from cumulative lengths.
 
@@ -169,8 +173,8 @@ class Documents:
         return DocumentBlocks.from_table(jax.numpy.asarray(self.table))
 
 
-def _integers(name: str, x: ArrayLike, axes: tuple[int, ...] = (1,)) -> np.ndarray:
-    if isinstance(x, jax.core.Tracer):
+def _integers(name: str, x: Any, axes: tuple[int, ...] = (1,)) -> np.ndarray:
+    if isinstance(x, Tracer):
         raise UserError(
             f"{name} is a traced array; its values must be known at trace time. Build Documents "
             "outside of jax.jit and pass them as an argument"

@@ -17,6 +17,7 @@ there too.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -55,23 +56,19 @@ def softmax_scores(
     The softmax of the last queries runs over all keys of all ranks.
 
     Args:
-        q_BHuD: [B, Hq, last_q, D], the last queries, replicated.
-        k_BnHD: [B, n, Hk, D], local keys; Hq is a multiple of Hk.
-        scale: positive scale of the logits.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB.
-        axis_names: mesh axes the sequence is sharded over.
-        backend: kernel backend; None for the fastest available one. If it has no kernels for this
-            estimate (`pallas_kernels.backends.Estimate`), XLA computes it.
-        valid_len: int32 scalar, end of the last queries, as in `Shards`; None is the end of the
-            sequence.
+        q_BHuD: the last queries, replicated.
+        k_BnHD: local keys.
+        scale, block_ids, num_blocks, axis_names, backend, valid_len: as in `Shards`; XLA computes
+            what the backend has no kernels for.
 
     Returns:
         (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, last_q-1].
         2^30 is the total mass of a head; the columns of the whole sequence sum to it, up to
         rounding. The diagonals are complete after `join_diagonals`.
     """
-    where = dict(scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len)
+    where: dict[str, Any] = dict(
+        scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len
+    )
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
     kernels = estimate_kernels(backend, q_BHuD, block_size)
     if kernels is None:
@@ -183,9 +180,7 @@ class XlaTiles:
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
         """Computes mean masses of columns and diagonals, from peaks and normalizers [B, Hq, u].
 
-        Returns:
-            int32 (columns [B, Hq, n/g, g], diagonals [B, Hq, n/g, g], tails [B, Hq, n/g, u-1]);
-            tails are this block's contributions to the diagonals of the next block's first keys.
+        Tails are this block's contributions to the diagonals of the next block's first keys.
         """
         last_q = self.q.shape[2]
         to_mass = MASS_ONE / normaliser
@@ -211,17 +206,8 @@ def logit_scores(
     """Sums raw logits over columns, and over diagonals of blocks, without softmax or scale.
 
     Columns not seen by all of the last queries get -inf, as in the reference implementation. The
-    scale is omitted because it does not change the order.
-
-    Args:
-        q_BHuD: [B, Hq, last_q, D], the last queries, replicated.
-        k_BnHD: [B, n, Hk, D], local keys.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB.
-        valid_len: as in `softmax_scores`.
-
-    Returns:
-        (columns, own, tails), fp32, shaped as in `softmax_scores`.
+    scale is omitted because it does not change the order. Arguments and results as in
+    `softmax_scores`, in fp32.
     """
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
 
@@ -236,18 +222,10 @@ def logit_scores(
 
 
 def join_diagonals(own: Array, tails: Array) -> Array:
-    """Adds the contributions of the previous block to the diagonals of every block.
+    """Adds the tails [..., NB, last_q - 1] of each block to the next block's [..., NB, g].
 
     Diagonal s is stored at the key that the last query sees at distance s: token V-1-s if that
     query is the last of V tokens.
-
-    Args:
-        own: [..., NB, g], contributions within the block that stores the diagonal.
-        tails: [..., NB, last_q - 1], contributions of each block to diagonals stored at the first
-            keys of the next one.
-
-    Returns:
-        [..., NB, g].
     """
     lead = [(0, 0)] * (tails.ndim - 2)
     received = jnp.pad(tails[..., :-1, :], [*lead, (1, 0), (0, own.shape[-1] - tails.shape[-1])])
@@ -274,11 +252,8 @@ def map_logits(
         body: maps logits fp32 [C, B, Hq, u, g] (-inf for keys after the query) and the global
             numbers of the chunk's blocks, int32 [C], to a tuple of arrays [C, B, Hq, ...]. Blocks
             numbered NB are padding, after every query.
-        q_BHuD: [B, Hq, u, D], some queries.
-        query_positions: int32 [u], their global positions.
-        k_BnHD: [B, n, Hk, D], local keys.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB.
+        q_BHuD: some queries, at `query_positions` int32 [u].
+        k_BnHD, block_ids, num_blocks: as in `softmax_scores`.
         chunk: C, the same for any number of ranks; None for a sixteenth of the sequence, at most 64
             blocks.
 

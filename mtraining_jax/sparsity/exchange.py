@@ -32,17 +32,12 @@ def local_index(block_ids: Array, num_blocks: int) -> Array:
 def gather_rows(
     x_BnHD: Array, positions: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
 ) -> Array:
-    """Gathers rows of a sequence-sharded array at global positions, replicated.
+    """Gathers rows of a sequence-sharded array at global positions int32 [R], replicated.
 
     Args:
-        x_BnHD: [B, n, H, D], the local blocks.
-        positions: int32 [R], global token positions.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes the sequence is sharded over.
-
-    Returns:
-        [B, R, H, D] in the dtype of x.
+        x_BnHD: the local blocks.
+        positions: global token positions.
+        block_ids, num_blocks, axis_names: as in `Shards`.
     """
     block_size = x_BnHD.shape[1] // block_ids.shape[0]
     local = local_index(block_ids, num_blocks)[positions // block_size]
@@ -53,27 +48,12 @@ def gather_rows(
 
 
 def rows_of(block_ids: Array, axis_names: AxisNames) -> Rows:
-    """Returns the positions of the rows of a `by_rows` index, for reductions over all rows.
-
-    Args:
-        block_ids: int32 [n/g], global number of each local block.
-        axis_names: mesh axes the sequence is sharded over.
-    """
+    """Returns the positions of the rows of a `by_rows` index, for reductions over all rows."""
     return Rows(block_ids, functools.partial(exact_sum, axis_names=axis_names))
 
 
 def all_blocks(x_BnHD: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames) -> Array:
-    """Gathers the blocks of a sequence-sharded array from all ranks, in sequence order.
-
-    Args:
-        x_BnHD: [B, n, H, D], the local blocks.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes the sequence is sharded over; () if all blocks are local.
-
-    Returns:
-        [B, S, H, D], replicated.
-    """
+    """Gathers the blocks of a sequence-sharded array: [B, S, H, D] in order, replicated."""
     if axis_names:
         axes = tuple(axis_names)
         block_ids = lax.all_gather(block_ids, axes, tiled=True)
@@ -85,11 +65,7 @@ def all_blocks(x_BnHD: Array, block_ids: Array, num_blocks: int, axis_names: Axi
 def all_rows(index: Index, block_ids: Array, num_blocks: int, axis_names: AxisNames) -> Index:
     """Gathers all rows of an index, in sequence order; replicated.
 
-    Args:
-        index: any index.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes the sequence is sharded over; () if all rows are local and in order.
+    Without `axis_names` all rows are local and in order.
     """
     if not index.by_rows or not axis_names:
         return index
@@ -108,9 +84,7 @@ def to_heads(
 
     Args:
         parts: arrays [B, Hq, n/g, w] of 32-bit numbers, of the local blocks.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB, blocks of all ranks.
-        axis_names: mesh axes the sequence is sharded over.
+        block_ids, num_blocks, axis_names: as in `Shards`.
 
     Returns:
         (whole, heads): arrays [R, NB, w] with blocks in global order, where R = ceil(B*Hq / ranks)
@@ -151,17 +125,7 @@ def entries_of(batch: int, heads: int, axis_names: AxisNames) -> Array:
 
 
 def from_heads(x: Array, batch: int, heads: int, axis_names: AxisNames) -> Array:
-    """Gathers the results for the rows of `to_heads`, replicated.
-
-    Args:
-        x: [R, T], results of this rank's rows.
-        batch: B.
-        heads: Hq.
-        axis_names: mesh axes the sequence is sharded over.
-
-    Returns:
-        [B, Hq, T].
-    """
+    """Gathers [R, T], results for the rows of `to_heads`: [B, Hq, T], replicated."""
     if axis_names:
         x = lax.all_gather(x, tuple(axis_names), axis=0, tiled=True)
     return x[: batch * heads].reshape(batch, heads, -1)

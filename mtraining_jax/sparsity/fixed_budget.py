@@ -7,19 +7,38 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.limits import check_at_most, check_limits, limited
+from mtraining_jax.limits import NonNegativeInt, PositiveInt, check_at_most, check_limits
 from mtraining_jax.sparsity.budget_file import read_heads
-from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Settings, Shards
+from mtraining_jax.sparsity.pattern import ModelSizes, Settings
+from mtraining_jax.sparsity.probe_pattern import ProbePattern
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from mtraining_jax.sparsity.last_queries import Rule
+    from mtraining_jax.sparsity import select
     from mtraining_jax.sparsity.spans import Spans
 
 
+class BudgetPattern(ProbePattern):
+    """Common base of patterns with a number of columns and of diagonals for each head."""
+
+    verticals: "Array | np.ndarray"
+    slashes: "Array | np.ndarray"
+
+    def rule(self, heads: "Array", spans: "Spans") -> "select.Rule":
+        """Returns the rule that keeps as many entries as the budgets of int32 [R] heads."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity import last_queries, select
+
+        budgets = jnp.stack([jnp.asarray(self.verticals), jnp.asarray(self.slashes)])
+        caps = last_queries.per_kind([self.max_verticals, self.max_slashes], spans)
+        budgets = jnp.clip(spans.per_row(budgets[:, heads]), 0, jnp.minimum(caps, spans.tokens))
+        return select.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
+
+
 @dataclasses.dataclass(frozen=True)
-class FixedBudget(Pattern):
+class FixedBudget(BudgetPattern):
     """A fixed number of verticals and slashes for each head.
 
     A pytree: budgets are data, so layers can be stacked as [L, Hq] and scanned over; the caps are
@@ -42,9 +61,10 @@ class FixedBudget(Pattern):
     """
 
     arrays = ("verticals", "slashes")
+    by_logits = True
 
-    verticals: "Array"
-    slashes: "Array"
+    verticals: "Array | np.ndarray"
+    slashes: "Array | np.ndarray"
     max_verticals: int
     max_slashes: int
     last_q: int = 64
@@ -67,23 +87,26 @@ class FixedBudget(Pattern):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         check_at_most(self, "last_q", "block_size")
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Keeps the columns and diagonals with the largest sums of logits, up to the budgets."""
-        from mtraining_jax.sparsity import last_queries
-        from mtraining_jax.sparsity.checks import check_heads
+    def keys(
+        self, by_distance: "Array", heads: "Array", spans: "Spans", shares: "Array | None"
+    ) -> "tuple[Array, select.Rule]":
+        """Returns keys in the order of the sums of logits; forced entries rank first."""
+        import jax.numpy as jnp
 
-        check_heads(self, q.shape[2])
-        return Choice(last_queries.choose(q, k, shards, self, self.rule())[0])
+        from mtraining_jax.sparsity import select
 
-    def rule(self) -> "Rule":
-        return _Rule(self)
+        numbers = spans.entries(by_distance.shape[-1])
+        forced = jnp.stack([numbers < self.sink_tokens, numbers < self.sliding_window])
+        # Rows with a single sequence share these numbers; rows with several have one set each.
+        forced = forced.reshape(2, -1, *numbers.shape[-2:])
+        scores = jnp.where(forced, jnp.inf, by_distance)
+        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
+        keys = select.float_keys(jnp.where(numbers < tokens, scores, -jnp.inf))
+        return keys, self.rule(heads, spans)
 
-    def for_documents(self) -> "FixedBudget":
-        """Returns the variant with these budgets for each document."""
-        from mtraining_jax.sparsity.document_budgets import DocumentFixedBudget
-        from mtraining_jax.sparsity.document_last_queries import for_documents
-
-        return for_documents(self, DocumentFixedBudget)
+    def least_columns(self) -> int:
+        # The sinks.
+        return min(self.sink_tokens, self.max_verticals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +127,14 @@ class BudgetFile(Settings):
         ValueError: if a field is invalid; the message names it.
     """
 
+    reads_documents = True
+
     budget_file: str | None = None
-    last_q: limited(int, ge=1) = 64
-    sink_tokens: limited(int, ge=0) = 30
-    sliding_window: limited(int, ge=0) = 100
-    block_size: limited(int, ge=1) = 128
-    dense_below: limited(int, ge=0) = 8192
+    last_q: PositiveInt = 64
+    sink_tokens: NonNegativeInt = 30
+    sliding_window: NonNegativeInt = 100
+    block_size: PositiveInt = 128
+    dense_below: NonNegativeInt = 8192
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -117,7 +142,7 @@ class BudgetFile(Settings):
         if not self.budget_file:
             raise ValueError("budget_file=none is not allowed; set it to a MInference JSON file")
 
-    def pattern(self, model: ModelSizes) -> Pattern:
+    def pattern(self, model: ModelSizes) -> BudgetPattern:
         """Returns the budgets of all layers, [L, Hq].
 
         Raises:
@@ -132,15 +157,11 @@ class BudgetFile(Settings):
             )
         return budgets
 
-    def for_documents(self) -> "BudgetFile":
-        """Returns the variant with these budgets for each document."""
-        from mtraining_jax.sparsity.document_budgets import DocumentBudgetFile
-        from mtraining_jax.sparsity.document_last_queries import for_documents
+    def row_sharded(self, documents: bool) -> bool:
+        return documents
 
-        return for_documents(self, DocumentBudgetFile)
-
-    def _budgets(self) -> Pattern:
-        return load_budgets(self.budget_file).pattern(
+    def _budgets(self) -> BudgetPattern:
+        return load_budgets(str(self.budget_file)).pattern(
             last_q=self.last_q,
             block_size=self.block_size,
             sink_tokens=self.sink_tokens,
@@ -154,55 +175,9 @@ class BudgetFile(Settings):
     def more_pairs(self) -> str:
         return f"increase the budgets in sparsity.budget_file = {self.budget_file}"
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # Those of the largest budgets of any layer.
-        from mtraining_jax.sparsity.vertical_slash import index_capacities
-
-        columns, diagonals = index_capacities(self._budgets(), num_blocks)
-        return diagonals + columns + 2, columns
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """Rule of `last_queries.choose`: scores, counts, and what is always kept."""
-
-    pattern: FixedBudget
-
-    def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
-        """Returns sums of raw logits; a scale would not change their order."""
-        from mtraining_jax.sparsity import estimate
-
-        del scale
-        return estimate.logit_scores(
-            q_last,
-            k,
-            block_ids=shards.block_ids,
-            num_blocks=shards.num_blocks,
-            valid_len=shards.valid_len,
-        )
-
-    def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
-        """Returns keys in the order of the sums; entries that are always kept rank first."""
-        import jax.numpy as jnp
-
-        from mtraining_jax.sparsity import last_queries, select
-
-        pattern = self.pattern
-        numbers = spans.entries(by_distance.shape[-1])
-        forced = jnp.stack([numbers < pattern.sink_tokens, numbers < pattern.sliding_window])
-        # Rows with a single sequence share these numbers; rows with several have one set each.
-        forced = forced.reshape(2, -1, *numbers.shape[-2:])
-        scores = jnp.where(forced, jnp.inf, by_distance)
-        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
-        keys = select.float_keys(jnp.where(numbers < tokens, scores, -jnp.inf))
-        budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
-        caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes], spans)
-        budgets = jnp.clip(spans.per_row(budgets[:, heads]), 0, jnp.minimum(caps, spans.tokens))
-        return keys, select.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
-
-    def nearest(self, slash_count: "Array", spans: "Spans") -> int:
-        # The main block diagonal.
-        return 1
+        return self._budgets().capacities(num_blocks, documents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,11 +195,8 @@ class FixedBudgets:
     def pattern(self, **settings: int) -> FixedBudget:
         """Returns the pattern of all layers, to scan over or index by layer (`jax.tree.map`).
 
-        Its arrays are [L, Hq]; `choose_index` takes one layer's row, [Hq]. The caps are the
-        largest budgets of any layer.
-
-        Args:
-            **settings: other fields of `FixedBudget`, such as last_q and block_size.
+        Its arrays are [L, Hq]; `choose_index` takes one layer's row, [Hq]. The caps are the largest
+        budgets of any layer. `settings` are other fields of `FixedBudget`, such as last_q.
         """
         return FixedBudget(
             verticals=self.verticals,

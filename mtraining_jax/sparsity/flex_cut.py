@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity import exchange
-from mtraining_jax.sparsity.document_slots import DocumentSlots
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_rule import first_of
+from mtraining_jax.sparsity.spans import PackedSpans
 from pallas_kernels.index import bits as sets
 
 _GAMMA_BITS = 15
@@ -69,20 +69,15 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows
 
 
 class Rows(NamedTuple):
-    """The sequences that rows of blocks belong to.
-
-    Attributes:
-        shards: the shards of the sequence.
-        slots: the documents, E in each batch entry; None for one sequence per batch entry (E is 1).
-    """
+    """The sequences that rows of blocks belong to: documents, or one (E is 1) without slots."""
 
     shards: Shards
-    slots: DocumentSlots | None
+    slots: PackedSpans | None
 
     @property
     def sequences(self) -> int:
         """E."""
-        return 1 if self.slots is None else self.slots.first.shape[1]
+        return 1 if self.slots is None else self.slots.slots
 
     def spread(self, x: Array) -> Array:
         """Looks up [B, Hq, E] for the sequence of each row: broadcasts with [B, Hq, n]."""
@@ -113,6 +108,7 @@ class Rows(NamedTuple):
     @property
     def _slot(self) -> Array:
         """Slot of each local row: int32 [B, n]; E for a row without one."""
+        assert self.slots is not None
         return self.slots.of_block[:, self.shards.block_ids]
 
 

@@ -3,9 +3,15 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import (
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
+    check_limits,
+)
 from mtraining_jax.sparsity.assumed_density import density_of_lists
-from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
+from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards, blocks_of, most_documents
 
 if TYPE_CHECKING:
     from jax import Array
@@ -57,13 +63,14 @@ class FlexPrefill(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
 
-    gamma: limited(float, gt=0, le=1) = 0.9
-    js_threshold: limited(float, ge=0, le=1) = 0.1
-    min_budget: limited(int, ge=1) = 512
-    max_budget: limited(int, ge=1) | None = None
-    dense_below: limited(int, ge=0) = 8192
-    block_size: limited(int, ge=1) = 128
+    gamma: PositiveFraction = 0.9
+    js_threshold: UnitFraction = 0.1
+    min_budget: PositiveInt = 512
+    max_budget: PositiveInt | None = None
+    dense_below: NonNegativeInt = 8192
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -76,70 +83,52 @@ class FlexPrefill(Pattern):
         return f"increase sparsity.gamma = {self.gamma}"
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Selects lists, and reports the fraction of query-aware heads as `query_aware`."""
+        """Selects lists, and reports the fraction of query-aware heads as `query_aware`.
+
+        With documents it is a fraction of heads and non-dense documents.
+        """
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import flex_steps
         from mtraining_jax.sparsity.checks import check_choice
+        from mtraining_jax.sparsity.flex_cut import Rows
+        from mtraining_jax.sparsity.spans import PackedSpans
         from pallas_kernels.index import BlockMaskIndex
 
         check_choice(q, k, shards, self.block_size)
-        if shards.documents is not None:
-            return self._choose_for_documents(q, k, shards)
-        num_blocks, size = shards.num_blocks, self.block_size
-        rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
-        heads = q.shape[0], q.shape[2]
-        if num_blocks <= self._dense_blocks():
-            listed = jnp.ones((*heads, len(shards.block_ids), num_blocks), bool)
-            aware = jnp.zeros(heads, bool)
-        else:
-            found = flex_steps.last_attention(q, k, shards, size, self.gamma)
-            aware = jnp.zeros(heads, bool)
-            if self.js_threshold:
-                distance = flex_steps.distances(q, k, shards, found.masses[0])
-                aware = distance < self.js_threshold
-            counts = self._counts(found.tokens, aware, num_blocks)
-            columns, diagonals = flex_steps.largest(found.masses, counts)
-            lag = rows - blocks
-            listed = columns[:, :, None] | diagonals[:, :, jnp.maximum(lag, 0)]
-            if self.js_threshold:
-                pooled = flex_steps.pooled_lists(q, k, shards, self.gamma)
-                listed = listed | (pooled & aware[:, :, None, None])
-        index = BlockMaskIndex.from_block_mask(listed, size, shards.block_ids)
-        return Choice(index, {"query_aware": aware.astype(jnp.float32)})
-
-    def _choose_for_documents(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Selects lists per document; dense documents do not count in `query_aware`."""
-        import jax.numpy as jnp
-
-        from mtraining_jax.sparsity import document_flex, document_slots, flex_steps
-        from mtraining_jax.sparsity.flex_cut import Rows
-        from pallas_kernels.index import BlockMaskIndex
-
-        least = max(self._blocks(self.dense_below), self._dense_blocks() + 1)
-        documents = shards.documents.dense_below(least)
-        shards = dataclasses.replace(shards, documents=documents)
-        slots = document_slots.DocumentSlots.of(documents, max(shards.num_blocks // least, 1))
-        q_last = document_slots.last_queries(q, slots, shards, self.block_size)
-        found = document_flex.last_attention(q_last, k, slots, shards, self.gamma)
-        aware = jnp.zeros(found.tokens.shape[1:], bool)  # [B, Hq, E]
+        rows, num_blocks, slots = shards.block_ids, shards.num_blocks, None
+        documents = shards.documents
+        if documents is not None:
+            least = max(self._blocks(self.dense_below), self._dense_blocks() + 1)
+            documents = documents.dense_below(least)
+            shards = dataclasses.replace(shards, documents=documents)
+            slots = PackedSpans.of(documents, most_documents(num_blocks, least))
+        elif num_blocks <= self._dense_blocks():
+            shape = q.shape[0], q.shape[2]
+            listed = jnp.ones((*shape, len(rows), num_blocks), bool)
+            index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
+            return Choice(index, {"query_aware": jnp.zeros(shape, jnp.float32)})
+        found = flex_steps.last_attention(q, k, shards, self.block_size, self.gamma, slots)
+        aware = jnp.zeros(found.tokens.shape[1:], bool)
         if self.js_threshold:
-            distance = document_flex.distances(q_last, k, slots, shards, found.masses[0])
+            distance = flex_steps.distances(q, k, shards, found, slots)
             aware = distance < self.js_threshold
-        counts = self._counts(found.tokens, aware, slots.blocks[:, None])
-        listed = document_flex.kept_blocks(found, counts, slots, shards)
+        most = num_blocks if slots is None else slots.length[:, None]
+        counts = self._counts(found.tokens, aware, most)
+        listed = flex_steps.kept_blocks(found, counts, shards, slots)
         if self.js_threshold:
             pooled = flex_steps.pooled_lists(q, k, shards, self.gamma, slots)
-            listed = listed | (pooled & Rows(shards, slots).spread(aware)[..., None])
-        listed = listed | documents.of(shards.block_ids).dense[:, None, :, None]
-        index = BlockMaskIndex.from_block_mask(listed, self.block_size, shards.block_ids)
-        index = index.within_documents(*documents.spans(), shards.block_ids)
+            of_rows = aware[..., None] if slots is None else Rows(shards, slots).spread(aware)
+            listed = listed | (pooled & of_rows[..., None])
+        if slots is None or documents is None:
+            index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
+            return Choice(index, {"query_aware": aware.astype(jnp.float32)})
+        listed = listed | documents.of(rows).dense[:, None, :, None]
+        index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
+        index = index.within_documents(*documents.spans(), rows)
         aware = (aware & (slots.tokens > 0)[:, None]).sum(-1, dtype=jnp.int32)
         share = aware.astype(jnp.float32) / jnp.maximum(slots.count(), 1)[:, None]
         return Choice(index, {"query_aware": share})
-
-    def for_documents(self) -> "FlexPrefill":
-        return self
 
     def _counts(self, tokens: "Array", aware: "Array", num_blocks: "int | Array") -> "Array":
         """Returns the number of column blocks and of diagonals to keep per sequence."""
@@ -156,7 +145,7 @@ class FlexPrefill(Pattern):
         return max(2, self._blocks(self.min_budget))
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        return blocks_of(tokens, self.block_size)
 
     def describe(self) -> str:
         return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"
@@ -169,6 +158,6 @@ class FlexPrefill(Pattern):
         # 1/g^2: one product per pair of blocks; the last queries are few.
         return 1 / self.block_size**2 if self.js_threshold else 0.0
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # One bit per block; ranks share the rows.
         return num_blocks * -(-num_blocks // 32), 0

@@ -2,18 +2,24 @@
 
 Sums are integer sums. Floats that affect the selection are computed elementwise, or by products
 with shapes that depend only on the whole sequence (see `estimate.py`).
+
+With `slots`, each document is treated as a sequence: its last queries, its key blocks, one head
+type and one cut each. Columns and diagonals are then stored by blocks of the pack, diagonal d of a
+document at its d-th block.
 """
 
+import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.sparsity import estimate, exchange, pooling, row_scores, select
-from mtraining_jax.sparsity.document_slots import DocumentSlots
+from mtraining_jax.sparsity import document_scores, estimate, exchange, pooling, row_scores, select
 from mtraining_jax.sparsity.flex_cut import Rows, largest_within
+from mtraining_jax.sparsity.last_queries import on_diagonals
 from mtraining_jax.sparsity.pattern import Shards
-from mtraining_jax.sparsity.spans import OneSpan, Spans
+from mtraining_jax.sparsity.spans import OneSpan, PackedSpans, Spans
 
 # Queries per pass of the estimate: what its kernels support.
 _QUERIES = 64
@@ -21,88 +27,108 @@ _DISTANCE_BITS = 28  # the few terms of the divergence, each below 1, sum to les
 
 
 class LastAttention(NamedTuple):
-    """Attention of the last queries over the whole sequence, replicated.
+    """Attention of the last queries over their whole sequences, replicated.
 
     Attributes:
-        tokens: int32 [2, B, Hq], number of largest columns and diagonals (by token) within gamma,
-            plus one.
+        tokens: int32 [2, B, Hq], or [2, B, Hq, E] with slots, number of largest columns and
+            diagonals (by token) within gamma, plus one.
         masses: int32 [2, B, Hq, NB], masses of key blocks and of block distances; total 2^30.
+        q_last: [B, E, Hq, g, D], the last queries of each document; None without slots.
     """
 
     tokens: Array
     masses: Array
-
-
-def passes_of(block_size: int) -> int:
-    """Returns the number of passes of the estimate, with as many queries as kernels support.
-
-    Passes have equal sizes, so the mean of their means is the overall mean.
-    """
-    return block_size // _QUERIES if block_size % _QUERIES == 0 else 1
+    q_last: Array | None = None
 
 
 def last_attention(
-    q: Array, k: Array, shards: Shards, block_size: int, gamma: float
+    q: Array, k: Array, shards: Shards, block_size: int, gamma: float, slots: PackedSpans | None
 ) -> LastAttention:
-    """Computes masses of columns and diagonals from the last `block_size` queries.
-
-    Args:
-        q, k, shards: as in `Pattern.choose`.
-        block_size: tokens per block (g).
-        gamma: fraction of the mass up to which tokens are counted.
-    """
-    where = dict(block_ids=shards.block_ids, num_blocks=shards.num_blocks)
-    seq_len = shards.num_blocks * block_size
-    end = jnp.int32(seq_len) if shards.valid_len is None else shards.valid_len
-    passes = passes_of(block_size)
+    """Computes masses of columns and diagonals from the last `block_size` queries."""
+    batch, heads = q.shape[0], q.shape[2]
+    # As many queries a pass as kernels support. Equal passes: the mean of means is the mean of all.
+    passes = block_size // _QUERIES if block_size % _QUERIES == 0 else 1
     count = block_size // passes
+    if slots is None:
+        scores, spans = _of_sequences(q, k, shards, block_size, passes, count)
+        found = _counted(scores, gamma, spans, (batch, heads), shards.axis_names)
+        return found._replace(tokens=found.tokens[..., 0])
+    q_last = document_scores.last_queries(q, slots, shards, block_size)
+    scores, spans = _of_documents(q_last, k, shards, passes, slots)
+    found = _counted(scores, gamma, spans, (batch, heads), shards.axis_names)
+    return found._replace(q_last=q_last)
+
+
+def _of_sequences(
+    q: Array, k: Array, shards: Shards, block_size: int, passes: int, count: int
+) -> tuple[list[Array], OneSpan]:
+    """Returns masses int32 [2, R, NB, g] by distance of each pass, and the sequences."""
+    ids, num_blocks, axes = shards.block_ids, shards.num_blocks, shards.axis_names
+    seq_len = num_blocks * block_size
+    end = jnp.int32(seq_len) if shards.valid_len is None else shards.valid_len
     ends = [end - i * count for i in range(passes)]
     parts = []
     for last in ends:
         positions = estimate.last_positions(count, last)
-        q_last = exchange.gather_rows(q, positions, **where, axis_names=shards.axis_names)
+        q_last = exchange.gather_rows(q, positions, ids, num_blocks, axes)
         parts += estimate.softmax_scores(
             q_last.transpose(0, 2, 1, 3),
             k,
             scale=shards.scale_for(q.shape[3]),
             backend=shards.backend,
-            axis_names=shards.axis_names,
+            axis_names=axes,
             valid_len=last,
-            **where,
+            block_ids=ids,
+            num_blocks=num_blocks,
         )
-    whole, _ = exchange.to_heads(parts, **where, axis_names=shards.axis_names)
-    sums = []
+    whole, _ = exchange.to_heads(parts, ids, num_blocks, axes)
+    scores = []
     for number, last in enumerate(ends):
         columns, own, tails = whole[3 * number : 3 * number + 3]
         # Token V-1-s stores diagonal s; after flip and roll, diagonal s is entry s.
         slash = jnp.flip(estimate.join_diagonals(own, tails), axis=(-2, -1))
         flat = jnp.roll(slash.reshape(slash.shape[0], -1), last - seq_len, 1)
-        sums.append(jnp.stack([columns, flat.reshape(slash.shape)]) // passes)
-    masses = sum(sums[1:], sums[0])  # [2, R, NB, g]
-    spans = OneSpan(shards.num_blocks, jnp.minimum(end, seq_len))
-    found = counted(masses, gamma, spans, (q.shape[0], q.shape[2]), shards.axis_names)
-    return found._replace(tokens=found.tokens[..., 0])
+        scores.append(jnp.stack([columns, flat.reshape(slash.shape)]) // passes)
+    return scores, OneSpan(num_blocks, jnp.minimum(end, seq_len))
 
 
-def counted(
-    masses: Array,
+def _of_documents(
+    q_last: Array, k: Array, shards: Shards, passes: int, slots: PackedSpans
+) -> tuple[list[Array], PackedSpans]:
+    """Variant of `_of_sequences` for documents of at least g tokens, given their last g queries."""
+    axes, (batch, _, heads, size, _) = shards.axis_names, q_last.shape
+    count = size // passes
+    # Each pass has the queries before an earlier end of each document.
+    tokens = [jnp.maximum(slots.tokens - i * count, 0) for i in range(passes)]
+    parts = []
+    for number, ends in enumerate(tokens):
+        own = q_last[:, :, :, size - (number + 1) * count : size - number * count]
+        of_pass = dataclasses.replace(slots, tokens=ends)
+        parts += document_scores.softmax_scores(own, k, of_pass, shards)
+    whole, _ = exchange.to_heads(parts, shards.block_ids, shards.num_blocks, axes)
+    entries = exchange.entries_of(batch, heads, axes)
+    spans = slots.rows(entries)
+    scores = []
+    for number, ends in enumerate(tokens):
+        columns, own, tails = whole[3 * number : 3 * number + 3]
+        of_pass = dataclasses.replace(spans, tokens=ends[entries])
+        slash = estimate.join_diagonals(own, tails)
+        scores.append(document_scores.by_distance(columns, slash, of_pass) // passes)
+    return scores, spans
+
+
+def _counted(
+    scores: list[Array],
     gamma: float,
     spans: Spans,
     sizes: tuple[int, int],
     axis_names: exchange.AxisNames,
 ) -> LastAttention:
-    """Collects results on all ranks from masses that are distributed by heads.
+    """Collects results on all ranks from summands int32 [2, R, NB, g] distributed by heads.
 
-    Args:
-        masses: int32 [2, R, NB, g], of columns and of diagonals in order of distance.
-        gamma: fraction of the mass up to which tokens are counted.
-        spans: the sequences; if rows are single sequences, E is 1 in the result.
-        sizes: B and Hq.
-        axis_names: mesh axes that the heads are distributed over.
-
-    Returns:
-        `LastAttention`, with tokens [2, B, Hq, E].
+    E is 1 in the result if rows are single sequences.
     """
+    masses = sum(scores[1:], scores[0])
     rule = select.Rule(
         minimum=0,
         maximum=spans.tokens,
@@ -121,70 +147,99 @@ def counted(
 
 
 def largest(masses: Array, counts: Array, spans: Spans | None = None) -> Array:
-    """Marks the blocks of largest mass of each sequence; its first block ranks first.
+    """Marks the `counts` blocks of largest mass, int32 [..., NB], of each sequence: bool.
 
-    Args:
-        masses: int32 [..., NB], below 2^31.
-        counts: int32, number of blocks per sequence; at least 1.
-        spans: the sequences; None if each row is one.
-
-    Returns:
-        bool [..., NB]. Ties go to the smaller number. Undefined for blocks of no sequence.
+    Its first block ranks first; ties go to the smaller number. Undefined for blocks of no sequence.
     """
-    spans = OneSpan(masses.shape[-1], 0) if spans is None else spans
-    keys = jnp.where(spans.blocks == 0, jnp.uint32(1 << 31), masses.astype(jnp.uint32))
+    own: Spans = OneSpan(masses.shape[-1], 0) if spans is None else spans
+    keys = jnp.where(own.blocks == 0, jnp.uint32(1 << 31), masses.astype(jnp.uint32))
     rule = select.Rule(minimum=0, maximum=counts)
-    return select.kept_entries(keys[..., None], rule, spans)[0][..., 0]
+    return select.kept_entries(keys[..., None], rule, own)[0][..., 0]
 
 
-def distances(q: Array, k: Array, shards: Shards, block_masses: Array) -> Array:
+def kept_blocks(
+    found: LastAttention, counts: Array, shards: Shards, slots: PackedSpans | None
+) -> Array:
+    """Returns the blocks on the columns and diagonals of largest mass: bool [B, Hq, n, NB].
+
+    `counts`, int32 like `found.tokens`, are the numbers of column blocks and of diagonals, at least
+    1. Undefined for rows without a slot and for blocks of other documents.
+    """
+    rows, masses = shards.block_ids, found.masses
+    if slots is None:
+        columns, diagonals = largest(masses, counts)
+        lag = jnp.maximum(rows[:, None] - jnp.arange(shards.num_blocks, dtype=jnp.int32), 0)
+        return columns[:, :, None] | diagonals[:, :, lag]
+    _, batch, heads, num_blocks = masses.shape
+    flat = masses.reshape(2, -1, num_blocks), counts.reshape(2, batch * heads, -1)
+    columns, diagonals = largest(*flat, slots.repeat(heads)).reshape(masses.shape)
+    first = shards.first_blocks(rows)
+    assert first is not None
+    return columns[:, :, None] | on_diagonals(diagonals, first, rows)
+
+
+def distances(
+    q: Array, k: Array, shards: Shards, found: LastAttention, slots: PackedSpans | None
+) -> Array:
     """Computes Jensen-Shannon distances between pooled and actual attention of the last queries.
 
-    Args:
-        q, k, shards: as in `Pattern.choose`.
-        block_masses: int32 [B, Hq, NB], masses of key blocks by the last queries; total 2^30.
-
-    Returns:
-        fp32 [B, Hq], from 0 to sqrt(ln 2), replicated.
+    Returns fp32 [B, Hq], or [B, Hq, E] with slots, from 0 to sqrt(ln 2), replicated.
     """
-    size = q.shape[1] // shards.block_ids.shape[0]
-    end = shards.num_blocks * size if shards.valid_len is None else shards.valid_len
-    positions = estimate.last_positions(size, end)
-    last = exchange.gather_rows(
-        q, positions, shards.block_ids, shards.num_blocks, shards.axis_names
-    )
-    seen = jnp.where((positions >= 0)[:, None, None], last.astype(jnp.float32), 0.0)
-    count = jnp.minimum(end, size)
-    mean = estimate.ordered_sum(seen.transpose(0, 2, 1, 3)) / jnp.asarray(count, jnp.float32)
+    size, dim = q.shape[1] // shards.block_ids.shape[0], q.shape[-1]
     keys = key_means(k, shards)
-    batch, kv_heads, num_blocks, dim = keys.shape
+    batch, kv_heads, num_blocks, _ = keys.shape
+    if slots is None:
+        end = shards.num_blocks * size if shards.valid_len is None else shards.valid_len
+        positions = estimate.last_positions(size, end)
+        last = exchange.gather_rows(
+            q, positions, shards.block_ids, shards.num_blocks, shards.axis_names
+        )
+        seen = jnp.where((positions >= 0)[:, None, None], last.astype(jnp.float32), 0.0)
+        count = jnp.minimum(end, size)
+        mean = estimate.ordered_sum(seen.transpose(0, 2, 1, 3)) / jnp.asarray(count, jnp.float32)
+        logits = lax.dot_general(
+            mean.reshape(batch, kv_heads, -1, dim),
+            keys,
+            (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        ).reshape(batch, -1, num_blocks)
+        exists = jnp.arange(num_blocks, dtype=jnp.int32) * size < end
+        logits = jnp.where(exists, logits, -jnp.inf)
+        terms = estimate.relative_exp(logits, logits.max(-1, keepdims=True), shards.scale_for(dim))
+        return distance(terms, found.masses[0], OneSpan(num_blocks, end))
+    q_last = found.q_last
+    assert q_last is not None
+    means = estimate.ordered_sum(q_last.astype(jnp.float32)) / jnp.float32(size)  # [B, E, Hq, D]
+    held = jnp.minimum(slots.of_block, slots.slots - 1)
+    own = jax.vmap(lambda means, slot: means[slot])(means, held)  # [B, NB, Hq, D]
+    keys = keys.swapaxes(1, 2)  # [B, NB, Hk, D]
+    # Each block is a separate product, with the last queries of its document only.
     logits = lax.dot_general(
-        mean.reshape(batch, kv_heads, -1, dim),
+        own.reshape(*keys.shape[:3], -1, dim),
         keys,
-        (((3,), (3,)), ((0, 1), (0, 1))),
+        (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
-    ).reshape(batch, -1, num_blocks)
-    exists = jnp.arange(num_blocks, dtype=jnp.int32) * size < end
-    logits = jnp.where(exists, logits, -jnp.inf)
-    terms = estimate.relative_exp(logits, logits.max(-1, keepdims=True), shards.scale_for(dim))
-    return distance(terms, block_masses, OneSpan(num_blocks, end))
+    )
+    logits = logits.reshape(*own.shape[:3]).swapaxes(1, 2)
+    rows = logits.reshape(-1, num_blocks)
+    spans = slots.repeat(q.shape[2])
+    lowest = jnp.full((rows.shape[0], slots.slots + 1), -jnp.inf)
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    peaks = spans.spread(lowest.at[row, spans.of_block].max(rows)[:, :-1])
+    terms = estimate.relative_exp(rows, peaks, shards.scale_for(dim))
+    result = distance(terms, found.masses[0].reshape(rows.shape), spans)
+    return result.reshape(*logits.shape[:2], -1)
 
 
 def pooled_lists(
-    q: Array, k: Array, shards: Shards, gamma: float, slots: DocumentSlots | None = None
+    q: Array, k: Array, shards: Shards, gamma: float, slots: PackedSpans | None
 ) -> Array:
     """Marks the largest entries of pooled attention over all rows, within gamma of the total.
 
-    Args:
-        q, k, shards: as in `Pattern.choose`.
-        gamma: fraction of the number of rows, which is the sum of all entries.
-        slots: documents that are treated as sequences, with `shards.documents`; None if each batch
-            entry is one sequence.
-
-    Returns:
-        bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a slot and for blocks of
-        other documents than the row's.
+    Returns bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a slot and for
+    blocks of other documents than the row's.
     """
     size, places = q.shape[1] // shards.block_ids.shape[0], shards.block_ids
     ends = shards.ends(places, size)
@@ -203,7 +258,7 @@ def pooled_lists(
     )
     mass = jnp.round(shares * estimate.MASS_ONE).astype(jnp.uint32)
     if slots is not None:
-        num_rows = slots.blocks[:, None]
+        num_rows = slots.length[:, None]
     elif shards.valid_len is None:
         num_rows = shards.num_blocks
     else:
@@ -222,13 +277,8 @@ def key_means(k: Array, shards: Shards) -> Array:
 def distance(terms: Array, block_masses: Array, spans: Spans) -> Array:
     """Computes Jensen-Shannon distances of two distributions over the blocks of each sequence.
 
-    Args:
-        terms: fp32 [..., R, NB], from 0 to 1, proportional to the first distribution.
-        block_masses: int32 [..., R, NB], proportional to the second.
-        spans: the sequences.
-
-    Returns:
-        fp32 for each sequence: the root of the divergence, natural logarithm.
+    They are given as fp32 [..., R, NB] from 0 to 1, and int32 of total 2^30, up to a factor.
+    Returns fp32 for each sequence: the root of the divergence, natural logarithm.
     """
     return _distance(
         _shares(terms, spans), _shares(block_masses.astype(jnp.float32) * 2.0**-30, spans), spans

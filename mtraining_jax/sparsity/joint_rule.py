@@ -68,19 +68,17 @@ class JointRule:
 def kept_together(
     columns: Array, diagonals: Array, spans: Spans, rule: JointRule
 ) -> tuple[Array, Array]:
-    """Selects columns and block diagonals for each head and sequence.
+    """Selects columns bool [R, NB, g] and block diagonals bool [R, NB] of each head and sequence.
 
     At equal cost the result never holds less of the probe queries' mass than a window of the
-    nearest block diagonals with the sinks: otherwise the window is kept instead.
+    nearest block diagonals with the sinks: otherwise the window is kept instead. Undefined for
+    blocks of no sequence.
 
     Args:
         columns: int32 [R, NB, g], mass of the columns.
         diagonals: int32 [R, NB, g], mass at each token distance.
         spans: the sequences; the probe queries are the last valid tokens.
         rule: the rule.
-
-    Returns:
-        bool [R, NB, g] and bool [R, NB]; undefined for blocks of no sequence.
     """
     choice = _Choice(columns, diagonals, spans, rule)
     prices = jnp.asarray(rule.prices())

@@ -18,16 +18,9 @@ def causal_pairs(seq_len: int) -> int:
 def pairs_to_share(
     seq_len: int, block_size: int, documents: DocumentBlocks | None = None
 ) -> float | Array:
-    """Returns the number of causal pairs in the sequence, or in its documents: the denominator.
+    """Returns the causal pairs in the sequence, or float [B, 1] in its documents: at least 1.
 
-    Args:
-        seq_len: S.
-        block_size: tokens per block (g).
-        documents: documents of each sequence, or None.
-
-    Returns:
-        A number; with documents, float [B, 1]: pairs within documents, including padding within
-        their blocks; at least 1.
+    Pairs within documents include padding within their blocks.
     """
     if documents is None:
         return float(causal_pairs(seq_len))
@@ -53,14 +46,9 @@ def density(
 
 
 def attention_flops(pairs: float | Array, head_dim: int) -> tuple[float | Array, float | Array]:
-    """Returns the FLOP of attention's two (forward) and five (backward) products of one head.
+    """Returns the FLOP of attention's two forward and five backward products of one head.
 
-    Args:
-        pairs: number or array of pairs: computed, executed or causal.
-        head_dim: D.
-
-    Returns:
-        (forward, backward) = (4 D pairs, 10 D pairs).
+    They are (4 D pairs, 10 D pairs), of computed, executed or causal pairs.
     """
     return 4.0 * head_dim * pairs, 10.0 * head_dim * pairs
 

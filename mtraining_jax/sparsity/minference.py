@@ -7,13 +7,12 @@ import numpy as np
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity.budget_file import read_heads
-from mtraining_jax.sparsity.fixed_budget import BudgetFile
-from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
+from mtraining_jax.sparsity.fixed_budget import BudgetFile, BudgetPattern
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from mtraining_jax.sparsity.last_queries import Rule
+    from mtraining_jax.sparsity import select
     from mtraining_jax.sparsity.spans import Spans
 
 # Minimum columns and diagonals of a vertical-slash head in the reference implementation.
@@ -23,7 +22,7 @@ _SWAPPED = "vertical_and_slash", 1000, 6096
 
 
 @dataclasses.dataclass(frozen=True)
-class MInference(Pattern):
+class MInference(BudgetPattern):
     """Per head, a fixed number of the columns and diagonals with most softmax mass.
 
     The mass is that of the last `last_q` queries. Forced columns and diagonals come first and count
@@ -53,10 +52,10 @@ class MInference(Pattern):
 
     arrays = ("verticals", "slashes", "sinks", "windows")
 
-    verticals: "Array"
-    slashes: "Array"
-    sinks: "Array"
-    windows: "Array"
+    verticals: "Array | np.ndarray"
+    slashes: "Array | np.ndarray"
+    sinks: "Array | np.ndarray"
+    windows: "Array | np.ndarray"
     max_verticals: int
     max_slashes: int
     max_sinks: int
@@ -64,23 +63,24 @@ class MInference(Pattern):
     block_size: int = 128
     dense_below: int = 8192
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Keeps the columns and diagonals of largest mass, up to the budgets."""
-        from mtraining_jax.sparsity import last_queries
-        from mtraining_jax.sparsity.checks import check_heads
+    def keys(
+        self, by_distance: "Array", heads: "Array", spans: "Spans", shares: "Array | None"
+    ) -> "tuple[Array, select.Rule]":
+        """Returns masses plus one, with the highest bit set if forced, and 0 for padding."""
+        import jax.numpy as jnp
 
-        check_heads(self, q.shape[2])
-        return Choice(last_queries.choose(q, k, shards, self, self.rule())[0])
+        numbers = spans.entries(by_distance.shape[-1])
+        forced = jnp.stack([jnp.asarray(self.sinks), jnp.asarray(self.windows)])
+        forced = numbers < forced[:, heads, None, None]
+        keys = by_distance.astype(jnp.uint32) + 1
+        keys = jnp.where(forced, jnp.uint32(1 << 31), keys)
+        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
+        keys = jnp.where(numbers < tokens, keys, 0)
+        return keys, self.rule(heads, spans)
 
-    def rule(self) -> "Rule":
-        return _Rule(self)
-
-    def for_documents(self) -> "MInference":
-        """Returns the variant with these budgets for each document."""
-        from mtraining_jax.sparsity.document_budgets import DocumentMInference
-        from mtraining_jax.sparsity.document_last_queries import for_documents
-
-        return for_documents(self, DocumentMInference)
+    def least_columns(self) -> int:
+        # The largest number of sinks of any head.
+        return min(self.max_sinks, self.max_verticals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,18 +102,11 @@ class MInferenceFile(BudgetFile):
 
     swap_block_sparse: bool = False
 
-    def for_documents(self) -> "MInferenceFile":
-        """Returns the variant with these budgets for each document."""
-        from mtraining_jax.sparsity.document_budgets import DocumentMInferenceFile
-        from mtraining_jax.sparsity.document_last_queries import for_documents
-
-        return for_documents(self, DocumentMInferenceFile)
-
     def _budgets(self) -> MInference:
         table = np.array(
             [
                 [self._numbers(head, layer, number) for number, head in enumerate(heads)]
-                for layer, heads in enumerate(read_heads(self.budget_file))
+                for layer, heads in enumerate(read_heads(str(self.budget_file)))
             ],
             np.int32,
         )
@@ -156,48 +149,3 @@ class MInferenceFile(BudgetFile):
 
     def describe(self) -> str:
         return f"MInference with budgets from {self.budget_file}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """Rule of `last_queries.choose`."""
-
-    pattern: MInference
-
-    def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
-        """Returns mean softmax masses."""
-        from mtraining_jax.sparsity import estimate
-
-        return estimate.softmax_scores(
-            q_last,
-            k,
-            scale=scale,
-            backend=shards.backend,
-            axis_names=shards.axis_names,
-            block_ids=shards.block_ids,
-            num_blocks=shards.num_blocks,
-            valid_len=shards.valid_len,
-        )
-
-    def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
-        """Returns masses plus one, with the highest bit set if forced, and 0 for padding."""
-        import jax.numpy as jnp
-
-        from mtraining_jax.sparsity import last_queries, select
-
-        pattern = self.pattern
-        numbers = spans.entries(by_distance.shape[-1])
-        forced = jnp.stack([jnp.asarray(pattern.sinks), jnp.asarray(pattern.windows)])
-        forced = numbers < forced[:, heads, None, None]
-        keys = by_distance.astype(jnp.uint32) + 1
-        keys = jnp.where(forced, jnp.uint32(1 << 31), keys)
-        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
-        keys = jnp.where(numbers < tokens, keys, 0)
-        budgets = jnp.stack([jnp.asarray(pattern.verticals), jnp.asarray(pattern.slashes)])
-        caps = last_queries.per_kind([pattern.max_verticals, pattern.max_slashes], spans)
-        budgets = jnp.clip(spans.per_row(budgets[:, heads]), 0, jnp.minimum(caps, spans.tokens))
-        return keys, select.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
-
-    def nearest(self, slash_count: "Array", spans: "Spans") -> int:
-        # The main block diagonal.
-        return 1

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_at_most, limited
+from mtraining_jax.limits import PositiveInt, check_at_most
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.xattention import XAttention
 
@@ -25,7 +25,7 @@ class MixedRows(XAttention):
         ValueError: if a field is invalid; the message names it.
     """
 
-    sampled_rows: limited(int, ge=1) = 16
+    sampled_rows: PositiveInt = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

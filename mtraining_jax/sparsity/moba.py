@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import PositiveInt, check_limits
 from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ class MoBA(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
 
-    chunk_size: limited(int, ge=1) = 4096
-    top_k: limited(int, ge=1) = 12
-    block_size: limited(int, ge=1) = 128
+    chunk_size: PositiveInt = 4096
+    top_k: PositiveInt = 12
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -74,14 +75,11 @@ class MoBA(Pattern):
         most = min(self.top_k, chunks)
         words = chosen_chunks(q, k, shards, blocks, most)
         index = TokenChunksIndex(words, shards.num_blocks, blocks, most, self.block_size)
-        if shards.documents is not None:
-            first = shards.first_blocks(shards.block_ids)[:, None]
-            first = jnp.broadcast_to(first, words.shape[:3])
+        first = shards.first_blocks(shards.block_ids)
+        if first is not None:
+            first = jnp.broadcast_to(first[:, None], words.shape[:3])
             index = dataclasses.replace(index, first=first)
         return Choice(index)
-
-    def for_documents(self) -> "MoBA":
-        return self
 
     def describe(self) -> str:
         return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens per query"
@@ -101,7 +99,7 @@ class MoBA(Pattern):
         # One product per query and chunk, of two per pair.
         return 1 / self.chunk_size
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # One bit per query and chunk, and a number per row of blocks; ranks share the rows.
         chunks = -(-num_blocks * self.block_size // self.chunk_size)
         return num_blocks * (self.block_size * -(-chunks // 32) + 1), 0

@@ -53,8 +53,9 @@ class Shards:
         valid_len: int32 scalar, number of tokens before the padding; may be traced. Patterns that
             probe the last queries use the last valid ones and must ignore padding. None is the
             whole sequence.
-        documents: documents of each batch entry, or None. Queries see their own document only, and
-            each document gets the same selection as on its own; `valid_len` is then None.
+        documents: documents of each batch entry, or None for one document each. Queries see their
+            own document only, and each document gets the same selection as on its own; `valid_len`
+            is then None.
         shares: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
             units of its `KeptShare`; may be traced.
     """
@@ -78,8 +79,7 @@ class Shards:
 
         Returns:
             int32 [B or 1, n], global positions, one past the last token; before the document's
-            first token if nothing is to be read (dense or no document). None if all tokens are
-            valid.
+            first token if nothing is to be read (dense or no document). None if all are valid.
         """
         import jax.numpy as jnp
 
@@ -98,7 +98,6 @@ class Shards:
         return None if self.documents is None else self.documents.of(blocks).first
 
     def scale_for(self, head_dim: int) -> float:
-        """Returns the scale of the logits as a float."""
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
 
@@ -120,7 +119,7 @@ class Choice(NamedTuple):
     """The result of a selection.
 
     Attributes:
-        index: pairs to compute, any `pallas_kernels.index.Index`. Replicated, or if the pattern is
+        index: pairs to compute, any `pallas_kernels.index.Index`. Replicated, or if the index is
             `by_rows`, the rows of this rank's blocks.
         statistics: additional per-layer numbers to report, by name: fp32 scalars, or arrays that
             are averaged.
@@ -133,7 +132,7 @@ class Choice(NamedTuple):
 class Settings:
     """The fields of the section `[sparsity]` for one kind of pattern: a frozen dataclass.
 
-    Field types may carry limits (`mtraining_jax.limits.limited`); "Attributes:" of the docstring is
+    Field types may carry limits (`mtraining_jax.limits`); "Attributes:" of the docstring is
     their help text. The message of a ValueError begins with the name of the field.
 
     Attributes:
@@ -143,11 +142,15 @@ class Settings:
         density_name: name of the density in what a run prints.
         sparse: whether pairs may be skipped at all.
         by_rows: whether its indices are `by_rows`: each rank of a sequence holds its own rows.
+            A pattern whose answer depends on documents overrides `row_sharded`.
+        reads_documents: whether `choose` selects within `Shards.documents`; otherwise packed
+            documents are rejected.
     """
 
     block_size: int
     sparse: ClassVar[bool] = True
     by_rows: ClassVar[bool] = False
+    reads_documents: ClassVar[bool] = False
     chooses: ClassVar[bool] = True
     density_name: ClassVar[str] = "density"
 
@@ -161,16 +164,22 @@ class Settings:
         """
         raise NotImplementedError(f"{type(self).__name__}.pattern")
 
-    def for_documents(self) -> "Settings":
-        """Returns the variant for packed documents, which reads `Shards.documents`.
+    def check_documents(self) -> None:
+        """Checks that the pattern supports packed documents.
 
         Raises:
-            UserError: if the pattern does not support packed documents, the default.
+            UserError: if it does not.
         """
-        raise UserError(
-            f"{type(self).__name__} does not support packed documents; use sampled_rows, "
-            "vertical_slash or dense"
-        )
+        if not self.reads_documents:
+            raise UserError(
+                f"{type(self).__name__} does not support packed documents; use sampled_rows, "
+                "vertical_slash or dense"
+            )
+
+    def row_sharded(self, documents: bool) -> bool:
+        """Whether indices are `by_rows`, for sequences with or without packed documents."""
+        del documents
+        return self.by_rows
 
     def for_prompts(self) -> "Settings":
         """Returns the variant for prompts, with the question at the end; unchanged by default."""
@@ -215,12 +224,13 @@ class Settings:
         """Advice on which field to change to keep more pairs, and so more attention mass."""
         return "change the settings in [sparsity] to keep more pairs"
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         """Returns the int32 numbers an index stores per head, and how many of them are columns.
 
-        For memory estimates. Columns are keys gathered per head. The default is a
-        `BlockSparseIndex` with room for every block.
+        For memory estimates, of sequences of NB blocks with or without packed documents. Columns
+        are keys gathered per head. The default is a `BlockSparseIndex` with room for every block.
         """
+        del documents
         return 2 * num_blocks * (num_blocks + 1), 0
 
     def query_copies(self, num_blocks: int) -> int:
@@ -267,6 +277,16 @@ class Pattern(Settings):
         raise NotImplementedError(
             f"{type(self).__name__} must implement choose(self, q, k, shards)"
         )
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    """Returns the number of blocks of some tokens."""
+    return -(-tokens // block_size)
+
+
+def most_documents(num_blocks: int, least_blocks: int) -> int:
+    """Returns how many documents of `least_blocks` blocks fit into NB blocks, at least 1."""
+    return max(num_blocks // max(least_blocks, 1), 1)
 
 
 @functools.cache

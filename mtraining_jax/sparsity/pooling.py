@@ -10,16 +10,9 @@ from mtraining_jax.sparsity.estimate import ordered_sum
 
 
 def block_means(x_BnHD: Array, block_ids: Array, ends: Array | None) -> Array:
-    """Computes the mean over the tokens of each block.
+    """Computes the mean over the tokens of each block: fp32 [B, H, n/g, D]; 0 for padding.
 
-    Args:
-        x_BnHD: [B, n, H, D], tokens of some blocks.
-        block_ids: int32 [n/g], global number of each block.
-        ends: int32 [B or 1, n/g], position where the padding of a block's document or sequence
-            begins, which is ignored; None for no padding.
-
-    Returns:
-        fp32 [B, H, n/g, D]; 0 for a block of padding.
+    `ends`, int32 [B or 1, n/g] from `Shards.ends`, is where the padding of a block begins.
     """
     size = x_BnHD.shape[1] // block_ids.shape[0]
     blocks = x_BnHD.reshape(x_BnHD.shape[0], -1, size, *x_BnHD.shape[2:])
@@ -33,14 +26,9 @@ def block_means(x_BnHD: Array, block_ids: Array, ends: Array | None) -> Array:
 
 
 def energy_share(x: Array, band: Array) -> Array:
-    """Returns the norm of the components in a band over the norm of whole vectors.
+    """Returns the norm of the components in a band, bool [D], over the norm of whole vectors.
 
-    Args:
-        x: fp32 [..., n, D].
-        band: bool [D], components of the band.
-
-    Returns:
-        fp32 [..., n]; 1 for zero vectors.
+    fp32 [..., n] for vectors fp32 [..., n, D]; 1 for zero vectors.
     """
     return _share(*_energies(x, band))
 
@@ -48,10 +36,7 @@ def energy_share(x: Array, band: Array) -> Array:
 def energy_share_up_to_each(x: Array, band: Array, first: Array | None) -> Array:
     """Variant of `energy_share` that combines vectors first_i .. i of a sequence for vector i.
 
-    Args:
-        x: fp32 [B, H, n, D].
-        band: bool [D], components of the band.
-        first: int32 [B, n], first_i, equal within a run of vectors; None for 0.
+    `first`, int32 [B, n], is equal within a run of vectors; None for 0.
     """
     if first is not None:
         first = first[:, None]

@@ -9,19 +9,24 @@ what matters.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from mtraining_jax.errors import UserError
-from mtraining_jax.limits import limited
-from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Shards
-from mtraining_jax.sparsity.replay_lists import make_replay_lists
-from mtraining_jax.sparsity.vertical_slash import (
-    VerticalSlash,
-    VerticalSlashSettings,
-    index_capacities,
+from mtraining_jax.limits import (
+    Ge,
+    Gt,
+    Le,
+    Lt,
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
 )
+from mtraining_jax.sparsity.pattern import Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.sparsity.replay_lists import estimated, make_replay_lists
+from mtraining_jax.sparsity.vertical_slash import VerticalSlash, VerticalSlashSettings
 
 if TYPE_CHECKING:
     from jax import Array
@@ -47,6 +52,10 @@ _DENSITY_NAME = "replayed density, not chosen"
 class ReplaySettings(VerticalSlashSettings):
     """A density to replay; the other fields configure the estimate that runs with it.
 
+    With documents, the pairs drawn for the whole sequence are restricted to its documents. Their
+    density within a document is therefore that of a window of its length, which is higher for
+    short documents. The actual density is reported.
+
     Attributes:
         replay_of: Pattern to replay: block diagonals and columns of vertical_slash, or random
             lists per row of blocks of one of the others. With `replay_estimate` this pattern also
@@ -59,32 +68,32 @@ class ReplaySettings(VerticalSlashSettings):
         random_share, dense_below, stride, sampled_rows, columns: As in the replayed list pattern.
     """
 
+    reads_documents = True
     chooses = False
     density_name = _DENSITY_NAME
 
     replay_of: Literal[
         "vertical_slash", "xattention", "sampled_rows", "mixed_rows", "prism", "exact_rows"
     ] = "vertical_slash"
-    replay_density: limited(float, gt=0, le=0.3) = 0.063
+    replay_density: Annotated[float, Gt(0), Le(0.3)] = 0.063
     replay_estimate: bool = True
-    tau: limited(float, gt=0, le=1) = 0.9
-    sink_blocks: limited(int, ge=0) = 1
-    least_share: limited(float, ge=0, le=1) = 0.0
-    dense_start: limited(int, ge=0) = 0
-    dense_end: limited(int, ge=0) | None = None
-    random_share: limited(float, ge=0, lt=1) = 0.0
-    dense_below: limited(int, ge=0) = 8192
-    stride: limited(int, ge=1) = 8
-    sampled_rows: limited(int, ge=1) = 16
-    columns: limited(int, ge=0) = 0
+    tau: PositiveFraction = 0.9
+    sink_blocks: NonNegativeInt = 1
+    least_share: UnitFraction = 0.0
+    dense_start: NonNegativeInt = 0
+    dense_end: NonNegativeInt | None = None
+    random_share: Annotated[float, Ge(0), Lt(1)] = 0.0
+    dense_below: NonNegativeInt = 8192
+    stride: PositiveInt = 8
+    sampled_rows: PositiveInt = 16
+    columns: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._like()  # validates the fields of the replayed pattern
 
-    @property
-    def by_rows(self) -> bool:
-        return self._lists
+    def row_sharded(self, documents: bool) -> bool:
+        return self._lists or documents
 
     @property
     def _lists(self) -> bool:
@@ -118,22 +127,17 @@ class ReplaySettings(VerticalSlashSettings):
                 estimate=self._like() if self.replay_estimate else None,
                 seed=model.seed,
             )
+        like = self._like()
+        assert isinstance(like, VerticalSlash)
         return make_replay(
             density=self.replay_density,
             num_layers=model.num_layers,
             num_heads=model.num_heads,
             seq_len=model.seq_len,
-            like=self._like(),
+            like=like,
             estimate=self.replay_estimate,
             seed=model.seed,
         )
-
-    def for_documents(self) -> "ReplaySettings":
-        """Returns the same pairs, restricted to documents."""
-        from mtraining_jax.sparsity.document_replay import DocumentReplaySettings
-
-        fields = dataclasses.fields(self)
-        return DocumentReplaySettings(**{field.name: getattr(self, field.name) for field in fields})
 
     def describe(self) -> str:
         also = ", plus selection cost" if self.replay_estimate else ""
@@ -151,8 +155,8 @@ class ReplaySettings(VerticalSlashSettings):
     def softmax_share(self) -> float:
         return self._like().softmax_share() if self.replay_estimate else 0.0
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
-        return self._like().capacities(num_blocks)
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
+        return self._like().capacities(num_blocks, documents)
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
         return self.replay_density, _DENSITY_NAME
@@ -175,22 +179,19 @@ class Replay(Pattern):
     """
 
     arrays = ("slash_blocks", "slash_count", "vertical_tokens", "vertical_count")
+    reads_documents = True
     chooses = False
     density_name = _DENSITY_NAME
 
-    slash_blocks: "Array"
-    slash_count: "Array"
-    vertical_tokens: "Array"
-    vertical_count: "Array"
+    slash_blocks: "Array | np.ndarray"
+    slash_count: "Array | np.ndarray"
+    vertical_tokens: "Array | np.ndarray"
+    vertical_count: "Array | np.ndarray"
     estimate: Pattern | None
     block_size: int
 
-    def for_documents(self) -> "Replay":
-        """Returns the same pairs, restricted to documents."""
-        from mtraining_jax.sparsity.document_replay import DocumentReplay
-
-        fields = dataclasses.fields(self)
-        return DocumentReplay(**{field.name: getattr(self, field.name) for field in fields})
+    def row_sharded(self, documents: bool) -> bool:
+        return documents
 
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Returns the replayed index, and the density of the one selected by `estimate`.
@@ -199,20 +200,19 @@ class Replay(Pattern):
         that no compiler can remove. Attention therefore starts after the selection, as if the
         selection were used.
         """
+        if shards.documents is not None:
+            return self._choose_for_documents(q, k, shards)
         import jax
         import jax.numpy as jnp
 
-        from mtraining_jax.sparsity.metrics import density
         from pallas_kernels.index import VerticalSlashIndex
 
         shape = (q.shape[0], *self.slash_count.shape)
         statistics, none = {}, jnp.zeros(shape, jnp.int32)
         if self.estimate is not None:
-            chosen = self.estimate.choose(q, k, shards).index
-            share = density(chosen, shards.num_blocks * self.block_size)
-            statistics["estimated_density"] = share.mean(dtype=jnp.float32)
+            selected, statistics = estimated(self.estimate, q, k, shards)
             # All entries of an index are at least 0, which the compiler does not know.
-            lowest = (_lowest(x, shape) for x in jax.tree.leaves(chosen))
+            lowest = (_lowest(x, shape) for x in jax.tree.leaves(selected))
             none = jnp.minimum(functools.reduce(jnp.minimum, lowest), 0)
 
         def replayed(x: "Array") -> "Array":
@@ -222,8 +222,34 @@ class Replay(Pattern):
         leaves = (replayed(getattr(self, name)) for name in self.arrays)
         return Choice(VerticalSlashIndex(*leaves, block_size=self.block_size), statistics)
 
+    def _choose_for_documents(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """Returns the same pairs, restricted to documents, as bits and marked columns."""
+        import jax.numpy as jnp
 
-def _lowest(x: "Array", shape: tuple[int, int]) -> "Array":
+        from pallas_kernels.index import BlockMaskIndex, VerticalSlashIndex
+
+        rows, num_blocks, documents = shards.block_ids, shards.num_blocks, shards.documents
+        assert documents is not None
+        statistics, never = {}, jnp.zeros((q.shape[0], q.shape[2]), bool)
+        if self.estimate is not None:
+            selected, statistics = estimated(self.estimate, q, k, shards)
+            # A count is at least 0, which the compiler does not know.
+            never = selected.budgets()["blocks"] < 0
+        leaves = (getattr(self, name)[None] for name in self.arrays)
+        drawn = VerticalSlashIndex(*leaves, block_size=self.block_size)
+        diagonals = drawn.active_diagonals(num_blocks)  # [1, Hq, NB]
+        distance = rows[:, None] - jnp.arange(num_blocks, dtype=jnp.int32)
+        listed = diagonals[:, :, jnp.maximum(distance, 0)] ^ never[:, :, None, None]
+        index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
+        if drawn.vertical_tokens.shape[-1]:
+            tokens = jnp.broadcast_to(
+                drawn.vertical_tokens, (q.shape[0], *drawn.vertical_tokens.shape[1:])
+            )
+            index = index.with_columns(tokens, rows)
+        return Choice(index.within_documents(*documents.spans(), rows), statistics)
+
+
+def _lowest(x: "Array", shape: tuple[int, ...]) -> "Array":
     """Returns the minimum per batch entry and head of an array [B, Hq, ...]: [B, Hq]."""
     return x.reshape(*shape, -1).min(-1, initial=0)
 
@@ -281,7 +307,7 @@ def make_replay(
     num_blocks = seq_len // like.block_size
     rng = np.random.default_rng(seed)
     targets = _targets(rng, density, num_layers, num_heads)
-    most_verticals, most_slashes = index_capacities(like, num_blocks)
+    most_verticals, most_slashes = like.list_capacities(num_blocks)
     _check(targets, density, num_blocks, seq_len)
     heads = [
         _draw(rng, target, num_blocks, like.block_size, min(like.max_verticals, most_verticals))

@@ -12,6 +12,8 @@ from mtraining_jax.sparsity.pattern import Choice, Pattern, Shards
 if TYPE_CHECKING:
     from jax import Array
 
+    from pallas_kernels.index import Index
+
 
 @dataclasses.dataclass(frozen=True)
 class ReplayLists(Pattern):
@@ -35,42 +37,31 @@ class ReplayLists(Pattern):
 
     arrays = ("thresholds", "salts")
     by_rows = True
+    reads_documents = True
     chooses = False
 
-    thresholds: "Array"
-    salts: "Array"
+    thresholds: "Array | np.ndarray"
+    salts: "Array | np.ndarray"
     estimate: Pattern | None
     sink_blocks: int
     local_blocks: int
     block_size: int
 
-    def for_documents(self) -> "ReplayLists":
-        return self
-
     def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
         """Returns the replayed lists, and the density of the index selected by `estimate`.
 
-        The lists depend on the selected index, in a way that changes none of their bits and that no
-        compiler can remove: attention starts after the selection.
+        The lists depend on the selected index as in `Replay.choose`.
         """
         import jax.numpy as jnp
 
-        from mtraining_jax.sparsity.exchange import rows_of
-        from mtraining_jax.sparsity.metrics import density
         from pallas_kernels.index import BlockMaskIndex
 
-        batch, num_blocks = q.shape[0], shards.num_blocks
-        statistics, never = {}, jnp.zeros((batch, q.shape[2]), bool)
+        num_blocks = shards.num_blocks
+        statistics, never = {}, jnp.zeros((q.shape[0], q.shape[2]), bool)
         if self.estimate is not None:
-            estimate = self.estimate
-            if shards.documents is not None:
-                estimate = estimate.for_documents()
-            chosen = estimate.choose(q, k, shards).index
-            rows = rows_of(shards.block_ids, shards.axis_names)
-            share = density(chosen, num_blocks * self.block_size, rows, shards.documents)
-            statistics["estimated_density"] = share.mean(dtype=jnp.float32)
+            selected, statistics = estimated(self.estimate, q, k, shards)
             # A count is at least 0, which the compiler does not know.
-            never = chosen.budgets()["blocks"] < 0
+            never = selected.budgets()["blocks"] < 0
         rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
         sinks, documents = blocks < self.sink_blocks, shards.documents
         if documents is not None:
@@ -87,22 +78,28 @@ class ReplayLists(Pattern):
         return Choice(index, statistics)
 
 
+def estimated(
+    pattern: Pattern, q: "Array", k: "Array", shards: Shards
+) -> "tuple[Index, dict[str, Array]]":
+    """Selects an index, and returns it with the statistic of its density."""
+    import jax.numpy as jnp
+
+    from mtraining_jax.sparsity.exchange import rows_of
+    from mtraining_jax.sparsity.metrics import density
+
+    index = pattern.choose(q, k, shards).index
+    rows = rows_of(shards.block_ids, shards.axis_names)
+    share = density(index, shards.num_blocks * index.block_size, rows, shards.documents)
+    return index, {"estimated_density": share.mean(dtype=jnp.float32)}
+
+
 def probabilities(
     targets: np.ndarray, num_blocks: int, block_size: int, sink_blocks: int, local_blocks: int
 ) -> np.ndarray:
-    """Returns the probability of a block that is not forced, for each head.
+    """Returns the probability of a block that is not forced, fp64 [n], for targets fp64 [n].
 
     Heads with a target below the density of forced blocks get only these; the others are made
     slightly sparser, so that the mean density is unchanged.
-
-    Args:
-        targets: fp64 [n], expected density of each head.
-        num_blocks: NB.
-        block_size: tokens per block (g).
-        sink_blocks, local_blocks: as in `ReplayLists`.
-
-    Returns:
-        fp64 [n], in [0, 1].
 
     Raises:
         UserError: if the forced blocks exceed the mean.
@@ -145,15 +142,7 @@ def make_replay_lists(
 ) -> ReplayLists:
     """Draws the lists of all layers, the same on every machine.
 
-    Args:
-        targets: fp64 [L, Hq], the density of each head.
-        num_blocks: NB.
-        block_size: tokens per block (g).
-        sink_blocks, local_blocks, estimate: as in `ReplayLists`.
-        seed: random seed.
-
-    Returns:
-        A pattern of arrays [L, Hq] on the host.
+    Returns a pattern of arrays [L, Hq] on the host, for the density of each head, fp64 [L, Hq].
 
     Raises:
         UserError: if the forced blocks exceed the mean density.

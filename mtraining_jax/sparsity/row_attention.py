@@ -124,14 +124,15 @@ def attend_rows(
     """Computes exact attention of some rows, and attention over the pairs in an index.
 
     Args:
-        q_BRHD: [B, R, Hq, D], queries, replicated.
-        positions: int32 [R], their global positions.
+        q_BRHD: queries, replicated, at global positions int32 [R].
+        positions: of the queries.
         keys: keys and index.
-        marks_BHn: bool [B, Hq, n], marked local keys; their mass is summed separately.
+        marks_BHn: marked local keys; their mass is summed separately.
     """
     batch, num_rows, num_heads, width = q_BRHD.shape
+    v = keys.v
     zero = jnp.zeros((batch, num_heads, num_rows), jnp.float32)
-    outs = () if keys.v is None else (jnp.zeros((*zero.shape, width), jnp.float32),) * 2
+    outs = () if v is None else (jnp.zeros((*zero.shape, width), jnp.float32),) * 2
     marked = () if marks_BHn is None else (zero,)
     start = (jnp.full_like(zero, -jnp.inf), (zero, zero, *marked), outs)
 
@@ -147,10 +148,11 @@ def attend_rows(
             behind = chunk.blocks < (positions // keys.block_size)[:, None]
             parts.append(jnp.where(chunk.take(marks_BHn, 2)[:, :, None] & behind, terms, 0))
         sums = tuple(s * old + p.sum(-1) for s, p in zip(sums, parts, strict=True))
-        outs = tuple(
-            o * old[..., None] + chunk.weighted(p, keys.v)
-            for o, p in zip(outs, (terms, kept), strict=False)
-        )
+        if v is not None:
+            outs = tuple(
+                o * old[..., None] + chunk.weighted(p, v)
+                for o, p in zip(outs, (terms, kept), strict=True)
+            )
         return higher, sums, outs
 
     peak, sums, outs = _over_chunks(step, start, keys)
@@ -178,14 +180,14 @@ def query_gradients(
 
     Args:
         rows: result of `attend_rows`, with outputs.
-        d_out_BRHD: [B, R, Hq, D], the gradient of each row's output.
-        positions: int32 [R], as in `attend_rows`.
-        keys: as in `attend_rows`.
+        d_out_BRHD: the gradient of each row's output.
+        positions, keys: as in `attend_rows`.
 
     Returns:
         fp32 [B, Hq, R, D] each.
     """
-    num_heads = rows.q.shape[2]
+    num_heads, v = rows.q.shape[2], keys.v
+    assert v is not None and rows.out is not None and rows.out_kept is not None
     d_rows = d_out_BRHD.astype(jnp.float32).transpose(0, 2, 1, 3)
     deltas = [(d_rows * o).sum(-1)[..., None] for o in (rows.out, rows.out_kept)]
     sums = [jnp.where(s > 0, s, 1)[..., None] for s in (rows.total, rows.kept)]
@@ -193,7 +195,7 @@ def query_gradients(
     def step(carry, chunk: _Chunk):
         logits, listed = chunk.logits(rows.q, positions), chunk.listed(positions, num_heads)
         terms = relative_exp(logits, rows.peak[..., None], keys.scale)
-        d_weights = chunk.products(d_out_BRHD, keys.v)
+        d_weights = chunk.products(d_out_BRHD, v)
         parts = terms, jnp.where(listed, terms, 0)
         return tuple(
             sum_ + chunk.weighted(part / total * (d_weights - delta), keys.k)

@@ -11,7 +11,6 @@ from jax import Array, lax
 from mtraining_jax.sparsity import estimate, exchange, row_scores, select
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_rule import RowRule
-from mtraining_jax.sparsity.sampled_rows import by_blocks
 from pallas_kernels.tiles import gather_columns
 
 # Probe queries for columns, evenly spaced over the sequence.
@@ -52,12 +51,7 @@ def heaviest_columns(
 
 
 def spread_places(seq_len: int, end: int | Array) -> Array:
-    """Returns evenly spaced query positions: int32 [u], or [..., u].
-
-    Args:
-        seq_len: S, an upper limit for u.
-        end: tokens of the sequence; a number, or int32 [..., 1].
-    """
+    """Returns evenly spaced query positions before `end`: int32 [u] or [..., u]."""
     queries = min(_QUERIES, seq_len)
     numbers = jnp.arange(1, queries + 1, dtype=jnp.int32)
     return jnp.maximum(numbers * end // queries - 1, 0).astype(jnp.int32)
@@ -75,12 +69,8 @@ def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
 def of_keys(logits: Array, counts: Array, peak: Array, total: Array, scale: float) -> Array:
     """Computes the mass of the keys of C blocks: int32 [C, B, Hq, g]; the total is 2^30.
 
-    Args:
-        logits: fp32 [C, B, Hq, u, g].
-        counts: bool [C, u], whether to count a query's mass in a block.
-        peak: fp32 [B, Hq, u], peak over all keys that the query sees.
-        total: fp32 [B, Hq, u], sum of terms relative to the peak; 0 for queries without keys.
-        scale: scale of the logits.
+    `counts`, bool [C, u], is whether to count a query's mass in a block; `peak` and `total`, fp32
+    [B, Hq, u], are those of whole rows.
     """
     to_mass = float(estimate.MASS_ONE // logits.shape[-2]) / jnp.where(total > 0, total, 1.0)
     terms = estimate.relative_exp(logits, peak[..., None], scale)
@@ -175,15 +165,14 @@ def left_over(
             blocks from a given one on: fp32 [B, Hq, size, r, C].
         first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
     """
-    masses, levels = row_scores.block_masses(
+    masses, levels = row_scores.block_masses_and_levels(
         rows,
-        by_blocks(k, block_size),
+        row_scores.by_blocks(k, block_size),
         places,
         first_blocks,
         scale=shards.scale_for(rows.shape[-1]),
         like=like,
         backend=shards.backend,
-        levels=True,
     )
     of_columns = _column_masses(rows, places, levels, tokens, logits, shards)
     batch, heads, num_local, _ = of_columns.shape
@@ -197,13 +186,7 @@ def left_over(
 
 
 def steps_of(rows: Array, num_columns: int, num_blocks: int) -> tuple[int, int]:
-    """Returns the number of steps, and of rows of blocks per step, for any number of ranks.
-
-    Args:
-        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
-        num_columns: C, columns per row of blocks.
-        num_blocks: NB, of the whole sequence.
-    """
+    """Returns the number of steps, and of rows of blocks per step, for any number of ranks."""
     batch, heads, num_local, num_rows, dim = rows.shape
     of_one = batch * heads * num_columns * max(4 * num_rows, rows.dtype.itemsize * dim)
     size = _rows_at_once(num_blocks, of_one)

@@ -1,11 +1,19 @@
 """Common base of patterns that select the key blocks with most mass for each row of blocks."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from mtraining_jax.limits import check_limits, limited
+from mtraining_jax.limits import (
+    Ge,
+    Lt,
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
+    check_limits,
+)
 from mtraining_jax.sparsity.assumed_density import density_of_lists
-from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Shards
+from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Shards, blocks_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -53,16 +61,17 @@ class RowPattern(Pattern):
     """
 
     by_rows = True
+    reads_documents = True
 
-    tau: limited(float, gt=0, le=1) = 0.9
-    sink_blocks: limited(int, ge=0) = 1
-    local_blocks: limited(int, ge=1) = 2
-    least_share: limited(float, ge=0, le=1) = 0.0
-    dense_start: limited(int, ge=0) = 0
-    dense_end: limited(int, ge=0) | None = None
-    random_share: limited(float, ge=0, lt=1) = 0.0
-    dense_below: limited(int, ge=0) = 8192
-    block_size: limited(int, ge=1) = 128
+    tau: PositiveFraction = 0.9
+    sink_blocks: NonNegativeInt = 1
+    local_blocks: PositiveInt = 2
+    least_share: UnitFraction = 0.0
+    dense_start: NonNegativeInt = 0
+    dense_end: NonNegativeInt | None = None
+    random_share: Annotated[float, Ge(0), Lt(1)] = 0.0
+    dense_below: NonNegativeInt = 8192
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -110,7 +119,7 @@ class RowPattern(Pattern):
             self.sink_blocks,
             self.local_blocks,
             self.least_share,
-            -(-self.dense_start // self.block_size),
+            blocks_of(self.dense_start, self.block_size),
             self.random_share,
             self._rows_at_end(shards) if self.dense_end else None,
         )
@@ -124,7 +133,7 @@ class RowPattern(Pattern):
         if ends is None:
             ends = shards.num_blocks * size
         first = shards.block_ids[None] * size
-        return (first < ends) & (first + size > ends - self.dense_end)
+        return (first < ends) & (first + size > ends - (self.dense_end or 0))
 
     def for_prompts(self) -> "RowPattern":
         """Returns the variant with a dense suffix, unless `dense_end` is set."""
@@ -142,9 +151,8 @@ class RowPattern(Pattern):
 
         check_choice(q, k, shards, self.block_size)
         if shards.documents is not None:
-            # A document of fewer blocks than this has fewer tokens than `dense_below`.
-            least = -(-self.dense_below // self.block_size)
-            shards = dataclasses.replace(shards, documents=shards.documents.dense_below(least))
+            documents = shards.documents.dense_below(self._least_blocks())
+            shards = dataclasses.replace(shards, documents=documents)
         where = shards.block_ids, shards.num_blocks, shards.axis_names
         return Choice(self.index(q, exchange.all_blocks(k, *where), shards))
 
@@ -154,8 +162,8 @@ class RowPattern(Pattern):
 
         return BlockMaskIndex(self.keep(q, k, shards), shards.num_blocks, self.block_size)
 
-    def for_documents(self) -> "RowPattern":
-        return self
+    def _least_blocks(self) -> int:
+        return blocks_of(self.dense_below, self.block_size)
 
     def rule_in_words(self) -> str:
         """Describes the rule, for `describe`."""
@@ -170,6 +178,6 @@ class RowPattern(Pattern):
         drawn = self.random_share * (1 - chosen)
         return chosen + drawn, "assumed by length, as measured with SmolLM2-135M"
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         # One bit per block; ranks share the rows.
         return num_blocks * -(-num_blocks // 32), 0

@@ -131,15 +131,10 @@ def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
 
 
 def whole_masses(scores: Array, length: Array | None = None) -> Array:
-    """Converts scores of rows to integers with a sum of about 2^30.
+    """Converts scores of rows, fp32 [..., n] of at least 0, to integers of total about 2^30.
 
-    Args:
-        scores: fp32 [..., n], at least 0.
-        length: int32, broadcasts to [..., 1]: how many of the n scores may be nonzero; None for
-            all. The result is bit-identical to that of these scores alone.
-
-    Returns:
-        int32 [..., n]; all 0 if all scores are.
+    `length`, int32 that broadcasts to [..., 1], is how many of the n scores may be nonzero; None
+    for all. The result is bit-identical to that of these scores alone. All 0 if all scores are.
     """
     # First coarsely, relative to the row's maximum, for a total that does not depend on the order
     # of additions; then relative to that total.

@@ -5,6 +5,8 @@ bit-identical for any number of ranks by the rules of `estimate.py`: product sha
 the whole sequence, floats are combined elementwise or by a maximum, and sums are integer sums.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -28,8 +30,7 @@ def block_masses(
     scale: float,
     like: Array,
     backend: str | None,
-    levels: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Array:
     """Computes the mean softmax mass that the rows of a block give to each key block.
 
     Args:
@@ -42,29 +43,51 @@ def block_masses(
         like: [B, n, Hq, D], the queries of the attention, which determine the backend.
         backend: its name, or None for the fastest available one. If it has no kernels for this
             (`pallas_kernels.backends.BlockScores`), XLA computes it.
-        levels: whether to also return the level of each row: the product q k with weight 1.
 
     Returns:
         fp32 [B, Hq, n, NB], multiples of 2^-30; a row sums to the fraction of its r rows that see
-        any key, up to rounding. With `levels`, a pair of it and fp32 [B, Hq, n, r].
+        any key, up to rounding.
     """
     places = places[None] if places.ndim == 2 else places
+    kernels = _kernels(rows, keys, like, backend)
+    if kernels is None:
+        return _by_xla(rows, keys, places, first_blocks, scale)[0]
+    return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=False)
+
+
+def block_masses_and_levels(
+    rows: Array,
+    keys: Array,
+    places: Array,
+    first_blocks: Array | None = None,
+    *,
+    scale: float,
+    like: Array,
+    backend: str | None,
+) -> tuple[Array, Array]:
+    """Returns `block_masses`, and the levels of rows: the product q k with weight 1.
+
+    Levels are fp32 [B, Hq, n, r]. `places` is int32 [B or 1, n, r].
+    """
+    kernels = _kernels(rows, keys, like, backend)
+    if kernels is None:
+        return _by_xla(rows, keys, places, first_blocks, scale)
+    return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=True)
+
+
+def _kernels(rows: Array, keys: Array, like: Array, backend: str | None) -> Any:
     block_size = like.shape[1] // rows.shape[2]
-    kernels = backends.block_score_kernels(backend, like, block_size, rows, keys)
-    if kernels is not None:
-        return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=levels)
-    found = _by_xla(rows, keys, places, first_blocks, scale)
-    return found if levels else found[0]
+    return backends.block_score_kernels(backend, like, block_size, rows, keys)
+
+
+def by_blocks(x: Array, block_size: int) -> Array:
+    """Reshapes [B, n, H, D] to [B, H, n/g, g, D]."""
+    x = x.reshape(x.shape[0], -1, block_size, *x.shape[2:])
+    return x.transpose(0, 3, 1, 2, 4)
 
 
 def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
-    """Zeroes tokens [B, n, H, D] of blocks at positions from a block's end on.
-
-    Args:
-        x: [B, n, H, D].
-        block_ids: int32 [n/g], global number of each block.
-        ends: int32 [B or 1, n/g], from `Shards.ends`.
-    """
+    """Zeroes tokens [B, n, H, D] of blocks at positions from `ends`, as in `Shards.ends`, on."""
     size = x.shape[1] // block_ids.shape[0]
     positions = block_ids[:, None] * size + jnp.arange(size, dtype=jnp.int32)
     counts = positions < ends[..., None]
@@ -74,12 +97,7 @@ def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
 def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_keys: int) -> int:
     """Returns the rows of blocks per step, as a function of the whole sequence, not of the shard.
 
-    Args:
-        batch: B.
-        heads: Hq.
-        num_rows: r, rows of queries of each block.
-        num_blocks: NB.
-        num_keys: c, rows of keys of each block.
+    `num_rows` and `num_keys` are rows of queries and of keys of each block.
     """
     of_one = 4 * batch * heads * num_rows * num_blocks * num_keys
     return max(min(_LOGIT_BYTES // of_one, num_blocks // _MOST_STEPS), 1)

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import check_at_most, limited
-from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.limits import NonNegativeInt, PositiveInt, check_at_most
+from mtraining_jax.sparsity.pattern import Shards, most_documents
 from mtraining_jax.sparsity.row_pattern import RowPattern
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class SampledRows(RowPattern):
         ValueError: if a field is invalid; the message names it.
     """
 
-    sampled_rows: limited(int, ge=1) = 16
-    columns: limited(int, ge=0) = 0
+    sampled_rows: PositiveInt = 16
+    columns: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +48,8 @@ class SampledRows(RowPattern):
     def index(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
         if not self.columns:
             return super().index(q, k, shards)
+        if shards.documents is not None:
+            return self._index_of_documents(q, k, shards)
         from mtraining_jax.sparsity import row_columns
         from mtraining_jax.sparsity.row_rule import kept_blocks
         from pallas_kernels.index import BlockMaskIndex
@@ -62,13 +64,31 @@ class SampledRows(RowPattern):
         index = BlockMaskIndex(bits, shards.num_blocks, self.block_size)
         return index.with_columns(tokens, shards.block_ids)
 
-    def for_documents(self) -> "SampledRows":
-        if not self.columns:
-            return self
-        from mtraining_jax.sparsity.document_sampled_rows import DocumentSampledRows
+    def _index_of_documents(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
+        """Builds the index with up to `columns` columns for each non-dense document.
 
-        fields = dataclasses.fields(self)
-        return DocumentSampledRows(**{field.name: getattr(self, field.name) for field in fields})
+        They are found by its own queries and seen by its own rows. The capacity covers as many
+        documents as may be sparse; kernels gather all of it.
+        """
+        from mtraining_jax.sparsity import document_columns
+        from mtraining_jax.sparsity.row_rule import kept_blocks
+        from mtraining_jax.sparsity.spans import PackedSpans
+        from pallas_kernels.index import BlockMaskIndex
+
+        rule, size, documents = self.rule(shards), self.block_size, shards.documents
+        assert documents is not None
+        rows, num_blocks = shards.block_ids, shards.num_blocks
+        slots = PackedSpans.of(documents, most_documents(num_blocks, self._least_blocks()))
+        tokens = document_columns.heaviest_columns(q, k, shards, slots, size, self.columns, rule)
+        queries, places = samples(q, shards, size, self.sampled_rows)
+        scores, beside = document_columns.masses_without(
+            queries, k, places, tokens, slots, shards, size, like=q
+        )
+        bits = kept_blocks(scores, rows, rule, documents, beside)
+        index = BlockMaskIndex(bits, num_blocks, size)
+        index = index.with_columns(tokens.reshape(*tokens.shape[:2], -1), rows)
+        index = dataclasses.replace(index, max_columns=self._document_columns(num_blocks))
+        return index.columns_from(documents.of(rows).first[:, None])
 
     def scoring_share(self) -> float:
         # r / (2 g)
@@ -77,10 +97,18 @@ class SampledRows(RowPattern):
     def softmax_share(self) -> float:
         return self.sampled_rows / self.block_size
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
-        numbers, _ = super().capacities(num_blocks)
-        marks = num_blocks * -(-self.block_size // 32) if self.columns else 0
-        return numbers + marks, min(self.columns, num_blocks * self.block_size)
+    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
+        numbers, columns = super().capacities(num_blocks, documents)
+        if self.columns:
+            # One bit per token, and with documents a number per row.
+            numbers += num_blocks * (-(-self.block_size // 32) + documents)
+            columns = min(self.columns, num_blocks * self.block_size)
+            columns = self._document_columns(num_blocks) if documents else columns
+        return numbers, columns
+
+    def _document_columns(self, num_blocks: int) -> int:
+        slots = most_documents(num_blocks, self._least_blocks())
+        return min(slots * self.columns, num_blocks * self.block_size)
 
     def describe(self) -> str:
         beside = f", up to {self.columns} columns per head" if self.columns else ""
@@ -108,7 +136,7 @@ def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int, sample
     rows, places = samples(q, shards, block_size, sampled)
     return row_scores.block_masses(
         rows,
-        by_blocks(k, block_size),
+        row_scores.by_blocks(k, block_size),
         places,
         shards.first_blocks(shards.block_ids),
         scale=shards.scale_for(q.shape[-1]),
@@ -118,13 +146,13 @@ def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int, sample
 
 
 def samples(q: "Array", shards: Shards, block_size: int, sampled: int) -> "tuple[Array, Array]":
-    """Gathers the probe queries of each block; arguments as in `exact_masses`.
+    """Gathers the probe queries of each block: [B, Hq, n/g, r, D]; arguments as in `exact_masses`.
 
-    Returns:
-        The queries [B, Hq, n/g, r, D], and int32 [B or 1, n/g, r], their global positions; -1 for
-        queries without keys.
+    Also returns int32 [B or 1, n/g, r], their global positions; -1 for queries without keys.
     """
     import jax.numpy as jnp
+
+    from mtraining_jax.sparsity.row_scores import by_blocks
 
     numbers = jnp.arange(1, sampled + 1, dtype=jnp.int32)
     first = shards.block_ids[:, None] * block_size
@@ -139,9 +167,3 @@ def samples(q: "Array", shards: Shards, block_size: int, sampled: int) -> "tuple
     of_blocks = by_blocks(q, block_size)
     rows = jnp.take_along_axis(of_blocks, within[:, None, :, :, None], axis=3, mode="clip")
     return rows, places
-
-
-def by_blocks(x: "Array", block_size: int) -> "Array":
-    """Reshapes [B, n, H, D] to [B, H, n/g, g, D]."""
-    x = x.reshape(x.shape[0], -1, block_size, *x.shape[2:])
-    return x.transpose(0, 3, 1, 2, 4)

@@ -54,39 +54,28 @@ def kept_entries(keys: Array, rule: Rule, spans: Spans | None = None) -> tuple[A
         (kept, count): bool [..., NB, g], and int32, the number of entries kept of each sequence.
         Undefined for blocks of no sequence.
     """
-    spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
-    threshold, ties_kept = _find_threshold(keys, rule, spans)
-    least = spans.spread(threshold)[..., None]
+    own: Spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
+    threshold, ties_kept = _find_threshold(keys, rule, own)
+    least = own.spread(threshold)[..., None]
     above, tied = keys > least, keys == least
-    kept = above | (tied & (numbered(tied, spans) < spans.spread(ties_kept)[..., None]))
-    return kept, spans.sums((kept.astype(jnp.int32),))[0]
+    kept = above | (tied & (numbered(tied, own) < own.spread(ties_kept)[..., None]))
+    return kept, own.sums((kept.astype(jnp.int32),))[0]
 
 
 def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
-    """Lists the numbers of the kept entries in ascending order.
+    """Lists the numbers of kept entries, bool [..., NB, g], in ascending order.
 
-    Args:
-        kept: bool [..., NB, g] from `kept_entries`.
-        capacity: length of the list; at least the number of entries kept.
-        fill: padding value; above every number.
-
-    Returns:
-        int32 [..., capacity].
+    int32 [..., capacity], padded with `fill`; the capacity must not be exceeded.
     """
     number = numbered(kept, OneSpan(kept.shape[-2], 0))
     return placed(jnp.where(kept, number, capacity), capacity, fill)
 
 
 def placed(places: Array, capacity: int, fill: int) -> Array:
-    """Scatters the numbers of entries to their slots in a list.
+    """Scatters the numbers of entries to their slots, int32 [..., NB, g], in a list.
 
-    Args:
-        places: int32 [..., NB, g], unique slots; at least `capacity` for entries without one.
-        capacity: length of the list.
-        fill: padding value.
-
-    Returns:
-        int32 [..., capacity].
+    Slots are unique, and at least `capacity` for entries without one. Returns int32
+    [..., capacity], padded with `fill`.
     """
     numbers = jnp.arange(places.shape[-2] * places.shape[-1], dtype=jnp.int32)
 

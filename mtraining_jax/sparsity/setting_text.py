@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from mtraining_jax.errors import UserError
 from mtraining_jax.sparsity.pattern import Settings
@@ -20,7 +21,7 @@ def parse_settings(text: str, others: Mapping[str, type[Settings]] | None = None
         UserError: if the pattern or an option is unknown, or a value is invalid.
     """
     name, options = split_settings(text)
-    kind: type[Settings] = (others or {}).get(name) or PATTERNS.get(name)
+    kind: Any = (others or {}).get(name) or PATTERNS.get(name)
     fields = [field.name for field in dataclasses.fields(kind)]
     for key, value in options.items():
         if key not in fields or not value:

@@ -11,59 +11,61 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+
 
 class Spans(Protocol):
     """Positions of sequences in arrays of blocks [..., NB] and of entries [..., NB, g].
 
     Leading axes end in R, the rows. A result per sequence is [..., R] if rows are single sequences,
     and [..., R, E] if they may hold E. Each sequence numbers its own blocks from 0.
-
-    Attributes:
-        tokens: number of valid tokens V of each sequence, before padding. A number or int32 scalar
-            if rows are single sequences, else int32 [R, E].
-        blocks: int32 [NB] or [R, NB], the number of each block.
     """
 
-    tokens: int | Array
-    blocks: Array
+    @property
+    def tokens(self) -> int | Array:
+        """Valid tokens of each sequence: a number or int32 scalar if rows are single sequences."""
+        ...
+
+    @property
+    def blocks(self) -> Array:
+        """The number of each block: int32 [NB] or [R, NB]."""
+        ...
 
     def entries(self, size: int) -> Array:
         """Numbers the entries from 0, with g per block: int32 [NB, g] or [R, NB, g]."""
+        ...
 
     def per_row(self, x: Array) -> Array:
         """Reshapes per-row numbers [..., R] or [..., 1] to broadcast with `tokens`."""
+        ...
 
     def spread(self, x: Array) -> Array:
         """Looks up per-sequence values for each block: broadcasts with [..., R, NB]."""
+        ...
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
         """Sums int32 [..., R, NB, g] over the entries of each sequence, all arrays in one pass."""
+        ...
 
     def total(self, x: Array) -> Array:
         """Sums int32 [..., R, NB] over the blocks of each sequence."""
+        ...
 
     def up_to(self, x: Array) -> Array:
         """Sums int32 [..., R, NB] over the blocks of the same sequence up to and including each."""
+        ...
 
     def from_previous(self, x: Array) -> Array:
         """Returns the previous block's entry of [..., R, NB]; 0 or False for the first block."""
+        ...
 
     def at(self, x: Array, blocks: Array) -> Array:
-        """Returns entries of [R, NB] at block numbers of the same sequence, int32 [NB] or [R, NB].
-
-        Undefined for numbers outside of the sequence.
-        """
+        """Returns entries of [R, NB] at block numbers, int32 [NB] or [R, NB], of the sequence."""
+        ...
 
     def of_first(self, x: Array, counts: Array) -> Array:
-        """Sums the first entries of the same sequence.
-
-        Args:
-            x: int32 [R, NB, g].
-            counts: int32 [NB, g] or [R, NB, g], number of entries to sum.
-
-        Returns:
-            int32 [R, NB, g].
-        """
+        """Sums the first `counts`, int32 [NB, g] or [R, NB, g], entries of x, int32 [R, NB, g]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +127,53 @@ class PackedSpans:
     length: Array
     tokens: Array
 
+    @classmethod
+    def of(cls, documents: DocumentBlocks, slots: int) -> "PackedSpans":
+        """Returns the non-dense documents of each batch entry (R is B), in order.
+
+        There must be at most `slots` (E) of them in any sequence.
+        """
+        batch, num_blocks = documents.first.shape
+        numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+        sparse = (documents.length > 0) & ~documents.dense
+        begins = sparse & (documents.first == numbers)
+        slot = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
+        into = jnp.arange(batch)[:, None], jnp.where(begins, slot, slots)
+
+        def collect(x: Array, empty: int) -> Array:
+            return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
+
+        return cls(
+            jnp.where(sparse, slot, slots),
+            collect(documents.first, num_blocks),
+            collect(documents.length, 0),
+            collect(documents.tokens, 0),
+        )
+
+    @property
+    def slots(self) -> int:
+        """E."""
+        return self.first.shape[-1]
+
+    def count(self) -> Array:
+        """Counts the sequences of each row: int32 [R]."""
+        return (self.tokens > 0).sum(-1, dtype=jnp.int32)
+
+    def rows(self, rows: Array) -> "PackedSpans":
+        """Returns the given rows, int32 [n]."""
+        return PackedSpans(
+            *(x[rows] for x in (self.of_block, self.first, self.length, self.tokens))
+        )
+
+    def repeat(self, heads: int) -> "PackedSpans":
+        """Returns each row `heads` times: rows b * Hq + h from batch entries b."""
+        parts = self.of_block, self.first, self.length, self.tokens
+        return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in parts))
+
     @property
     def inside(self) -> Array:
         """Whether a block belongs to any sequence: bool [R, NB]."""
-        return self.of_block < self.first.shape[-1]
+        return self.of_block < self.slots
 
     @property
     def start(self) -> Array:
@@ -146,7 +191,7 @@ class PackedSpans:
         return x[..., None]
 
     def spread(self, x: Array) -> Array:
-        place = jnp.minimum(self.of_block, self.first.shape[-1] - 1)
+        place = jnp.minimum(self.of_block, self.slots - 1)
         lead = jnp.broadcast_shapes(x.shape[:-1], place.shape[:-1])
         x = jnp.broadcast_to(x, (*lead, x.shape[-1]))
         return _take(x, jnp.broadcast_to(place, (*lead, place.shape[-1])))

@@ -15,10 +15,6 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
     Checks the last query of each block: in most index types all queries of a block compute the same
     keys. A key's own block is ignored, since every pattern keeps it.
 
-    Args:
-        keys: local keys and the index.
-        num_heads: Hq.
-
     Returns:
         (starved, could): bool [B, Hq, n], and bool [B or 1, 1, n], keys that are not padding and
         have a later block in their document.

@@ -3,34 +3,42 @@
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from mtraining_jax.limits import check_at_most, check_limits, limited
-from mtraining_jax.sparsity.pattern import Choice, KeptShare, Pattern, Settings, Shards
+from mtraining_jax.limits import (
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
+    check_at_most,
+    check_limits,
+)
+from mtraining_jax.sparsity.pattern import KeptShare, Settings
+from mtraining_jax.sparsity.probe_pattern import ProbePattern
 
 if TYPE_CHECKING:
     from jax import Array
 
+    from mtraining_jax.sparsity import select
+    from mtraining_jax.sparsity.last_queries import Kept, Probed
     from mtraining_jax.sparsity.spans import Spans
-
-COLUMN_MULTIPLE = 128  # the column capacity is rounded up to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlashSettings(Settings):
     """The fields of `VerticalSlash`, documented there."""
 
-    top_p: limited(float, gt=0, le=1) = 0.90
-    max_verticals: limited(int, ge=0) = 4096
-    max_slashes: limited(int, ge=0) = 4096
+    top_p: PositiveFraction = 0.90
+    max_verticals: NonNegativeInt = 4096
+    max_slashes: NonNegativeInt = 4096
     preset: Literal["safe", "paper", "joint"] = "safe"
-    last_q: limited(int, ge=1) = 64
-    block_size: limited(int, ge=1) = 128
-    sink_tokens: limited(int, ge=0) = 30
-    local_blocks: limited(int, ge=1) = 2
-    min_verticals: limited(int, ge=0) = 128
-    min_slashes: limited(int, ge=0) = 16
-    least_share: limited(float, ge=0, le=1) = 0.0
-    max_density: limited(float, gt=0, le=1) = 1.0
-    local_share: limited(float, ge=0, le=1) = 0.0
+    last_q: PositiveInt = 64
+    block_size: PositiveInt = 128
+    sink_tokens: NonNegativeInt = 30
+    local_blocks: PositiveInt = 2
+    min_verticals: NonNegativeInt = 128
+    min_slashes: NonNegativeInt = 16
+    least_share: UnitFraction = 0.0
+    max_density: PositiveFraction = 1.0
+    local_share: UnitFraction = 0.0
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -48,13 +56,9 @@ class VerticalSlashSettings(Settings):
         density, why = super().expected_density(tokens)
         return min(density, self.max_density), why
 
-    def capacities(self, num_blocks: int) -> tuple[int, int]:
-        columns, diagonals = index_capacities(self, num_blocks)
-        return diagonals + columns + 2, columns
-
 
 @dataclasses.dataclass(frozen=True)
-class VerticalSlash(VerticalSlashSettings, Pattern):
+class VerticalSlash(VerticalSlashSettings, ProbePattern):
     """Top-p selection: per head, the heaviest columns and diagonals until their mass reaches p.
 
     Two presets select columns and diagonals separately, and differ at the edges:
@@ -109,7 +113,7 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
         ValueError: if a field is invalid; the message names it.
     """
 
-    dense_below: limited(int, ge=0) = 8192
+    dense_below: NonNegativeInt = 8192
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,146 +129,35 @@ class VerticalSlash(VerticalSlashSettings, Pattern):
                 "max_density below 1"
             )
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        """Selects by the softmax mass of the last queries (arXiv 2510.18830, vertical-slash).
-
-        The preset paper reports `saved_heads`, the fraction of heads that would have been left
-        without columns.
-        """
-        from mtraining_jax.sparsity import last_queries
-
-        together = self._together if self.preset == "joint" else None
-        rule = _Rule(self)
-        if shards.shares is not None:
-            from mtraining_jax.sparsity import exchange
-
-            rows = exchange.entries_of(q.shape[0], q.shape[2], shards.axis_names)
-            rule = _Rule(self, shards.shares[rows])
-        index, saved = last_queries.choose(q, k, shards, self, rule, together)
-        return Choice(index, {"saved_heads": saved} if self.preset == "paper" else {})
-
     def kept_share(self) -> KeptShare | None:
         """`top_p` with the preset safe; with the others a larger fraction may drop pairs."""
         return KeptShare("top_p", 30) if self.preset == "safe" else None
 
-    def for_documents(self) -> "VerticalSlash":
-        from mtraining_jax.sparsity.document_last_queries import for_documents
-        from mtraining_jax.sparsity.document_vertical_slash import DocumentVerticalSlash
-
-        return for_documents(self, DocumentVerticalSlash)
-
-    def kept(
-        self,
-        by_distance: "Array",
-        heads: "Array",
-        spans: "Spans",
-        most_columns: "Array",
-        shares: "Array | None" = None,
-    ) -> tuple:
-        """Selects by scores; returns `last_queries.Kept`.
-
-        Args:
-            by_distance: int32 [2, R, NB, g], as in `last_queries.Rule.keys`.
-            heads: int32 [R], the query head of each row.
-            spans: the sequences.
-            most_columns: int32 [R, E], column limit of each sequence, at most `max_verticals`.
-            shares: int32 [R], as in `Shards`, overrides `top_p`.
-        """
-        from mtraining_jax.sparsity import last_queries
-
-        if self.preset == "joint":
-            return self._together(by_distance, spans, most_columns)
-        rule = _Rule(self, shares)
-        return last_queries.each_kind(rule, by_distance, heads, spans, most_columns)
-
-    def _together(
-        self, by_distance: "Array", spans: "Spans", most_columns: "Array | None" = None
-    ) -> tuple:
-        """Joint selection of columns and diagonals, for `last_queries.choose`."""
-        import jax.numpy as jnp
-
-        from mtraining_jax.sparsity.joint_rule import JointRule, kept_together
-
-        names = [field.name for field in dataclasses.fields(JointRule)]
-        rule = JointRule(**{name: getattr(self, name) for name in names})
-        if most_columns is not None:
-            rule = dataclasses.replace(rule, max_verticals=most_columns)
-        columns, diagonals = kept_together(*by_distance, spans, rule)
-        none = spans.total(jnp.zeros(diagonals.shape, jnp.int32))
-        return columns, diagonals, none
-
-    def describe(self) -> str:
-        also = f", minimum block mass {100 * self.least_share:g} %" if self.least_share else ""
-        also += f", maximum density {100 * self.max_density:g} %" if self.max_density < 1 else ""
-        also += f", {100 * self.local_share:g} % of it local" if self.local_share else ""
-        return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset}{also})"
-
-
-def index_capacities(settings: Settings, num_blocks: int) -> tuple[int, int]:
-    """Returns the capacity of an index for columns and block diagonals.
-
-    Args:
-        settings: with `max_verticals`, `max_slashes` and, if block diagonals are forced,
-            `local_blocks`.
-        num_blocks: NB, blocks of the whole sequence.
-
-    Returns:
-        (max_verticals rounded up to 128, at most S; 2 * max_slashes + local_blocks, at most NB).
-        The preset joint has room for every block diagonal.
-    """
-    rounded = -(-settings.max_verticals // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-    slash_blocks = 2 * settings.max_slashes + getattr(settings, "local_blocks", 1)
-    if getattr(settings, "preset", None) == "joint":
-        slash_blocks = num_blocks
-    return min(rounded, num_blocks * settings.block_size), min(slash_blocks, num_blocks)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """Rule of `last_queries.choose`: scores, what to keep, and what is forced."""
-
-    settings: VerticalSlash
-    shares: "Array | None" = None  # int32 [R], overrides `top_p`
-
-    def scores(self, q_last: "Array", k: "Array", shards: Shards, scale: float) -> tuple:
-        """Returns mean softmax masses."""
-        from mtraining_jax.sparsity import estimate
-
-        return estimate.softmax_scores(
-            q_last,
-            k,
-            scale=scale,
-            backend=shards.backend,
-            axis_names=shards.axis_names,
-            block_ids=shards.block_ids,
-            num_blocks=shards.num_blocks,
-            valid_len=shards.valid_len,
-        )
-
-    def keys(self, by_distance: "Array", heads: "Array", spans: "Spans") -> tuple:
+    def keys(
+        self, by_distance: "Array", heads: "Array", spans: "Spans", shares: "Array | None"
+    ) -> "tuple[Array, select.Rule]":
         """Returns keys with the mass in the low 30 bits; bit 30 is set if forced."""
         import jax.numpy as jnp
 
         from mtraining_jax.sparsity import estimate, last_queries, select
 
         del heads  # all have the same settings
-        settings, keys = self.settings, by_distance
-        safe = settings.preset == "safe"
+        safe = self.preset == "safe"
         # One unit less than the total mass, which leaves bit 30 to forced entries.
-        keys = jnp.minimum(keys, estimate.MASS_ONE - 1).astype(jnp.uint32)
+        keys = jnp.minimum(by_distance, estimate.MASS_ONE - 1).astype(jnp.uint32)
         if safe:
-            sinks = spans.spread(jnp.minimum(settings.sink_tokens, spans.tokens))
+            sinks = spans.spread(jnp.minimum(self.sink_tokens, spans.tokens))
             forced = spans.entries(keys.shape[-1]) < sinks[..., None]
             keys = keys.at[0].add(jnp.where(forced, jnp.uint32(estimate.MASS_ONE), 0))
         # A head without columns is ruined: a model of 270 heads lost 0.7 to 1.7 nats from three.
-        minimum = min(1, settings.max_verticals), 0
+        minimum = min(1, self.max_verticals), 0
         if safe:
-            minimum = max(settings.min_verticals, settings.sink_tokens), settings.min_slashes
-        maximum = settings.max_verticals, settings.max_slashes
-        if self.shares is None:
-            target = round(settings.top_p * estimate.MASS_ONE)
+            minimum = max(self.min_verticals, self.sink_tokens), self.min_slashes
+        maximum = self.max_verticals, self.max_slashes
+        if shares is None:
+            target = round(self.top_p * estimate.MASS_ONE)
         else:
-            target = spans.per_row(self.shares)
+            target = spans.per_row(shares)
         return keys, select.Rule(
             minimum=jnp.minimum(last_queries.per_kind(minimum, spans), spans.tokens),
             maximum=jnp.minimum(last_queries.per_kind(maximum, spans), spans.tokens),
@@ -274,11 +167,49 @@ class _Rule:
         )
 
     def nearest(self, slash_count: "Array", spans: "Spans") -> "int | Array":
-        """Returns how many nearest block diagonals are forced."""
         import jax.numpy as jnp
 
-        settings = self.settings
-        if settings.preset == "safe":
-            return settings.local_blocks
+        if self.preset == "safe":
+            return self.local_blocks
         # The reference implementation pads short lists with -1, which selects the main diagonal.
-        return (slash_count < jnp.minimum(settings.max_slashes, spans.tokens)).astype(jnp.int32)
+        return (slash_count < jnp.minimum(self.max_slashes, spans.tokens)).astype(jnp.int32)
+
+    def kept(self, probed: "Probed", most_columns: "Array | None") -> "Kept":
+        """Selects columns and diagonals separately, or with the preset joint together."""
+        if self.preset != "joint":
+            return super().kept(probed, most_columns)
+        import jax.numpy as jnp
+
+        from mtraining_jax.sparsity.joint_rule import JointRule, kept_together
+        from mtraining_jax.sparsity.last_queries import Kept
+
+        names = [field.name for field in dataclasses.fields(JointRule)]
+        rule = JointRule(**{name: getattr(self, name) for name in names})
+        if most_columns is not None:
+            rule = dataclasses.replace(rule, max_verticals=most_columns)
+        by_columns, by_diagonals = probed.by_distance
+        columns, diagonals = kept_together(by_columns, by_diagonals, probed.spans, rule)
+        none = probed.spans.total(jnp.zeros(diagonals.shape, jnp.int32))
+        return Kept(columns, diagonals, none)
+
+    def statistics(self, saved: "Array") -> dict[str, "Array"]:
+        """Returns the fraction of heads (of documents) that would have no column (paper)."""
+        return {"saved_heads": saved} if self.preset == "paper" else {}
+
+    def least_columns(self) -> int:
+        # Sinks and the minimum (safe), sinks (joint), or a single column (paper).
+        if self.preset == "paper":
+            return min(1, self.max_verticals)
+        least = self.min_verticals if self.preset == "safe" else 0
+        return max(least, self.sink_tokens)
+
+    def most_diagonals(self, num_blocks: int) -> int:
+        if self.preset == "joint":
+            return num_blocks
+        return min(2 * self.max_slashes + self.local_blocks, num_blocks)
+
+    def describe(self) -> str:
+        also = f", minimum block mass {100 * self.least_share:g} %" if self.least_share else ""
+        also += f", maximum density {100 * self.max_density:g} %" if self.max_density < 1 else ""
+        also += f", {100 * self.local_share:g} % of it local" if self.local_share else ""
+        return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset}{also})"

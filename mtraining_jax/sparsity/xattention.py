@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.limits import limited
+from mtraining_jax.limits import PositiveInt
 from mtraining_jax.sparsity.pattern import Shards
 from mtraining_jax.sparsity.row_pattern import RowPattern
 
@@ -30,7 +30,7 @@ class XAttention(RowPattern):
         ValueError: if a field is invalid; the message names it.
     """
 
-    stride: limited(int, ge=1) = 8
+    stride: PositiveInt = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +49,9 @@ class XAttention(RowPattern):
         if ends is not None:  # padding adds nothing to the stride it completes
             every = jnp.arange(shards.num_blocks, dtype=jnp.int32)
             q = row_scores.without_padding(q, shards.block_ids, ends)
-            k = row_scores.without_padding(k, every, shards.ends(every, self.block_size))
+            ends_of_keys = shards.ends(every, self.block_size)
+            assert ends_of_keys is not None
+            k = row_scores.without_padding(k, every, ends_of_keys)
             places = jnp.where(places * size < ends[..., None], places, -1)
 
         def strides(x: "Array") -> "Array":  # [B, n, H, D] -> [B, H, blocks, strides, s * D]

@@ -35,7 +35,7 @@ def assumed_densities(config: Config) -> np.ndarray:
 
     Documents shorter than `dense_below` use dense attention and have density 1.
     """
-    settings, block = config.choosing, config.sparsity.block_size
+    settings, block = config.sparsity.settings, config.sparsity.block_size
     blocks = 2 ** np.arange(num_classes(config.data.seq_len // block))  # of the shortest
     middle = np.minimum(3 * blocks * block // 2, config.data.seq_len)
     found = np.array([settings.expected_density(tokens)[0] for tokens in middle.tolist()])

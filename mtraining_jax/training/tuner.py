@@ -146,7 +146,7 @@ class Tuner:
             dense_below = 0
         else:
             rows = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-            dense_below = getattr(config.choosing, "dense_below", 0)
+            dense_below = getattr(config.sparsity.settings, "dense_below", 0)
         groups = config.parallel.data
         each = len(rows) // groups
         return [

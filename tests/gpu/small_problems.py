@@ -320,7 +320,7 @@ def _scores(x: Values, backend: str) -> Values:
     rows = x["rows"]
     # Determines the backend: queries in blocks of 128 tokens.
     like = jax.ShapeDtypeStruct((1, rows.shape[2] * BLOCK, rows.shape[1], 64), rows.dtype)
-    masses, levels = row_scores.block_masses(
+    masses, levels = row_scores.block_masses_and_levels(
         rows,
         x["keys"],
         x["places"],
@@ -328,7 +328,6 @@ def _scores(x: Values, backend: str) -> Values:
         scale=rows.shape[-1] ** -0.5,
         like=like,
         backend=backend,
-        levels=True,
     )
     seen = jnp.asarray(x["places"])[:, None] >= 0
     return {"masses": masses, "levels": jnp.where(seen, levels, 0.0)}

@@ -102,7 +102,7 @@ def choose(number, q, k, documents):
     shards = Shards(
         jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=BACKEND, documents=documents.blocks()
     )
-    return EVERY[number].for_documents().choose(q, k, shards).index
+    return EVERY[number].choose(q, k, shards).index
 
 
 def name(number):
@@ -155,7 +155,7 @@ def test_eight_ranks_select_the_rows_of_one(number):
             shards = Shards(
                 block_ids, NUM_BLOCKS, ("device",), backend=BACKEND, documents=documents.blocks()
             )
-            return EVERY[number].for_documents().choose(q, k, shards).index
+            return EVERY[number].choose(q, k, shards).index
 
         blocks = [x.reshape(1, NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in (q, k)]
         per_rank = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mtraining_jax.sparsity import Shards, document_slots
-from mtraining_jax.sparsity.document_slots import DocumentSlots
+from mtraining_jax.sparsity import Shards, document_scores
 from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.sparsity.spans import PackedSpans
 from pallas_kernels.mosaic_gpu.kernels import estimate
 from tests.pallas_kernels.quick_pallas import quicken_callbacks
 
@@ -29,15 +29,15 @@ def test_kernels_score_each_block_by_its_own_document(monkeypatch):
     )
 
     def scores(chosen):
-        monkeypatch.setattr(document_slots.backends, "estimate_kernels", lambda *_: chosen)
+        monkeypatch.setattr(document_scores.backends, "estimate_kernels", lambda *_: chosen)
 
         @jax.jit
         def of(q, k, documents):
             blocks_of = documents.blocks()
-            slots = DocumentSlots.of(blocks_of, 3)
+            slots = PackedSpans.of(blocks_of, 3)
             shards = Shards(jnp.arange(blocks), blocks, documents=blocks_of)
-            q_last = document_slots.last_queries(q, slots, shards, 64)
-            return document_slots.softmax_scores(q_last, k, slots, shards)
+            q_last = document_scores.last_queries(q, slots, shards, 64)
+            return document_scores.softmax_scores(q_last, k, slots, shards)
 
         return of(q, k, documents)
 

@@ -85,7 +85,7 @@ def arrays():
 def choose(name, q, k, documents=None, valid_len=None):
     pattern = EVERY[name]
     if documents is not None:
-        pattern, documents = pattern.for_documents(), documents.blocks()
+        documents = documents.blocks()
     shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents)
     return pattern.choose(q, k, shards)
 
@@ -136,33 +136,33 @@ def test_documents_share_the_column_capacity_by_length(name):
             own = marks[row, :, start : start + blocks].sum((1, 2))
             np.testing.assert_array_equal(own, most)
     assert index.max_columns == 128
-    capacity = CAPPED[name].for_documents().capacities
+    capacity = functools.partial(CAPPED[name].capacities, documents=True)
     assert capacity(NUM_BLOCKS)[1] == 128
     # 512 blocks: room for 32 columns in total, but at least 4 for each of 170 documents.
     assert capacity(512)[1] == 768
 
 
 def test_the_column_capacity_covers_the_budgets_of_each_document():
-    assert VerticalSlash().for_documents().capacities(4096)[1] == 8192 + 64 * 128
+    assert VerticalSlash().capacities(4096, documents=True)[1] == 8192 + 64 * 128
     room = dict(max_verticals=1000, max_slashes=0, block_size=128)
-    budgets = MInference(*BUDGETS, **FORCED, **room, max_sinks=20).for_documents()
+    budgets = MInference(*BUDGETS, **FORCED, **room, max_sinks=20)
     # 2000 and 64 * 20, as multiples of 128.
-    assert budgets.capacities(4096)[1] == 26 * 128
+    assert budgets.capacities(4096, documents=True)[1] == 26 * 128
 
 
 @pytest.mark.parametrize("kind", [BudgetFile, MInferenceFile])
-def test_budget_files_give_the_pattern_for_documents(kind, tmp_path):
+def test_budget_files_have_the_capacities_of_their_pattern(kind, tmp_path):
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps([[["stream_llm", 40, 5, 1.0], ["vertical_and_slash", 60, 7, 1.0]]]))
     settings, model = kind(str(path), dense_below=2048, sink_tokens=9), ModelSizes(1, 2, 8192)
-    packed = settings.for_documents()
-    assert packed.by_rows and packed.dense_below == 2048
-    found, wanted = packed.pattern(model), settings.pattern(model).for_documents()
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    pattern = settings.pattern(model)
+    assert pattern.dense_below == 2048
+    for documents in (False, True):
+        assert settings.row_sharded(documents) == pattern.row_sharded(documents) == documents
+        assert settings.capacities(64, documents) == pattern.capacities(64, documents)
     # 64 blocks: 120 columns by length, and the sinks of 4 documents; at most 60 of each.
     sinks = 9 if kind is BudgetFile else 40
-    assert packed.capacities(64)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
-    assert packed.capacities(64) == found.capacities(64)
+    assert settings.capacities(64, True)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_ranks_select_the_same_rows_as_one_device(name, ranks):
 
     def on_rank(q, k, block_ids):
         shards = Shards(block_ids, NUM_BLOCKS, ("rank",), documents=documents.blocks())
-        return pattern.for_documents().choose(q, k, shards)
+        return pattern.choose(q, k, shards)
 
     # Distributed with NumPy; JAX would compile each step for each number of ranks.
     blocks = [

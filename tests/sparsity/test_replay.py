@@ -130,7 +130,7 @@ def test_lists_have_their_density_and_forced_blocks():
         sampled_rows=2,
         sink_blocks=2,
     )
-    assert settings.by_rows and "lists for each row" in settings.describe()
+    assert settings.row_sharded(documents=False) and "lists for each row" in settings.describe()
     whole = settings.pattern(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
     layers = []
     for layer in range(2):
@@ -223,7 +223,7 @@ def test_a_pack_replays_the_pairs_within_its_documents():
         dense_below=64,
         replay_estimate=False,
     )
-    lists = settings.for_documents().pattern(ModelSizes(1, 4, SMALL_LEN))
+    lists = settings.pattern(ModelSizes(1, 4, SMALL_LEN))
     lists = jax.tree.map(lambda x: jnp.asarray(x[0]), lists)
     columns = dataclasses.replace(
         layer_of(True), estimate=dataclasses.replace(SMALL, dense_below=64)
@@ -234,10 +234,9 @@ def test_a_pack_replays_the_pairs_within_its_documents():
     def choose(q, k, columns, lists, packed):
         own = documents.blocks() if packed else None
         shards = Shards(jnp.arange(32), 32, documents=own)
-        patterns = [x.for_documents() if packed else x for x in (columns, lists)]
-        found = [pattern.choose(q, k, shards) for pattern in patterns]
+        found = [pattern.choose(q, k, shards) for pattern in (columns, lists)]
         if packed:
-            alone = columns.estimate.for_documents().choose(q, k, shards).index
+            alone = columns.estimate.choose(q, k, shards).index
             return found, density(alone, SMALL_LEN, documents=own).mean()
         return found
 

@@ -97,7 +97,7 @@ def test_a_document_has_the_columns_of_a_separate_sequence(heads):
         shards = Shards(
             jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
         )
-        return (pattern.for_documents() if documents else pattern).choose(q, k, shards).index
+        return pattern.choose(q, k, shards).index
 
     found = index_mask(choose(*heads, documents), SEQ_LEN)
     wanted = np.zeros_like(found)
@@ -112,4 +112,4 @@ def test_a_document_has_the_columns_of_a_separate_sequence(heads):
             assert wanted[:, :, own, own].mean() < 0.4
     np.testing.assert_array_equal(found, wanted)
     # Room for the columns of six documents of five blocks; marks and a number per row.
-    assert pattern.for_documents().capacities(NUM_BLOCKS) == (NUM_BLOCKS * 3, 6 * COLUMNS)
+    assert pattern.capacities(NUM_BLOCKS, documents=True) == (NUM_BLOCKS * 3, 6 * COLUMNS)

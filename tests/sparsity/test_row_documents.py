@@ -28,7 +28,7 @@ PATTERNS = {
     "sampled": SampledRows(sampled_rows=3, **OPTIONS),
     "mixed": MixedRows(stride=4, sampled_rows=3, dense_start=2 * BLOCK - 1, **OPTIONS),
     "bands": Prism(**OPTIONS),
-    "columns": SampledRows(sampled_rows=3, columns=5, **OPTIONS).for_documents(),
+    "columns": SampledRows(sampled_rows=3, columns=5, **OPTIONS),
     "means": BlockTopK(top_blocks=3, block_size=BLOCK),
 }
 

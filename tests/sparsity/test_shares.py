@@ -53,7 +53,7 @@ def untuned(name):
     def run(q, k, documents):
         blocks = None if documents is None else documents.blocks()
         shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
-        return choose(pattern.for_documents() if packed else pattern, q, k, shards).index
+        return choose(pattern, q, k, shards).index
 
     return mask_from_index(run(*arrays(), documents_of(packed)), SEQ_LEN)
 
@@ -68,7 +68,7 @@ def tuned(name):
         blocks = None if documents is None else documents.blocks()
         own = layout.block_ids(jax.lax.axis_index(AXES))
         shards = Shards(own, NUM_BLOCKS, AXES, documents=blocks, shares=shares)
-        index = choose(pattern.for_documents() if packed else pattern, q, k, shards).index
+        index = choose(pattern, q, k, shards).index
         return jax.tree.map(lambda x: x[None], all_rows(index, own, NUM_BLOCKS, AXES))
 
     run = jax.jit(

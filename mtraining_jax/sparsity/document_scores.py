@@ -1,4 +1,4 @@
-"""Numbered slots for the non-dense documents of a pack, and their last queries' scores of keys.
+"""Scores of keys by the last queries of their own documents.
 
 Each key block is scored only by the last queries of its own document, so all documents together
 cost as much as one sequence. The rules of `estimate.py` apply: products per block in chunks that
@@ -6,75 +6,22 @@ depend only on the sequence length, and integer sums.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.sparsity import estimate, exchange
-from mtraining_jax.sparsity.document_blocks import DocumentBlocks
 from mtraining_jax.sparsity.pattern import Shards
+from mtraining_jax.sparsity.spans import PackedSpans
 from pallas_kernels import backends
 
 
-class DocumentSlots(NamedTuple):
-    """The non-dense documents of each sequence, in order.
+def last_queries(q: Array, slots: PackedSpans, shards: Shards, count: int) -> Array:
+    """Gathers the last `count` real queries of each document: [B, E, Hq, u, D], replicated.
 
-    Attributes:
-        of_block: int32 [B, NB], slot of each block's document; E for blocks of a dense document or
-            of none.
-        first: int32 [B, E], first block of the document; NB for an empty slot.
-        blocks: int32 [B, E], number of blocks; 0 for an empty slot.
-        tokens: int32 [B, E], number of real tokens, which come first; 0 for an empty slot.
-    """
-
-    of_block: Array
-    first: Array
-    blocks: Array
-    tokens: Array
-
-    @classmethod
-    def of(cls, documents: DocumentBlocks, slots: int) -> "DocumentSlots":
-        """Assigns slots to documents.
-
-        Args:
-            documents: documents of whole sequences.
-            slots: E, at least the number of non-dense documents of any sequence.
-        """
-        batch, num_blocks = documents.first.shape
-        numbers = jnp.arange(num_blocks, dtype=jnp.int32)
-        sparse = (documents.length > 0) & ~documents.dense
-        begins = sparse & (documents.first == numbers)
-        slot = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
-        into = jnp.arange(batch)[:, None], jnp.where(begins, slot, slots)
-
-        def collect(x: Array, empty: int) -> Array:
-            return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
-
-        return cls(
-            jnp.where(sparse, slot, slots),
-            collect(documents.first, num_blocks),
-            collect(documents.length, 0),
-            collect(documents.tokens, 0),
-        )
-
-    def count(self) -> Array:
-        """Returns the number of documents in slots: int32 [B]."""
-        return (self.tokens > 0).sum(-1, dtype=jnp.int32)
-
-
-def last_queries(q: Array, slots: DocumentSlots, shards: Shards, count: int) -> Array:
-    """Gathers the last real queries of each document, replicated.
-
-    Args:
-        q: [B, n, Hq, D], local queries.
-        slots: the documents.
-        shards: the shards of the sequence.
-        count: u, queries per document. In shorter documents the first ones are arbitrary.
-
-    Returns:
-        [B, E, Hq, u, D].
+    In shorter documents the first ones are arbitrary.
     """
     block_size = q.shape[1] // shards.block_ids.shape[0]
     ends = slots.first * block_size + slots.tokens
@@ -84,16 +31,7 @@ def last_queries(q: Array, slots: DocumentSlots, shards: Shards, count: int) -> 
 
 
 def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
-    """Gathers queries at the given positions of each document, replicated.
-
-    Args:
-        q: [B, n, Hq, D], local queries.
-        positions: int32 [B, E, u], global positions.
-        shards: the shards of the sequence.
-
-    Returns:
-        [B, E, Hq, u, D].
-    """
+    """Gathers queries at positions int32 [B, E, u]: [B, E, Hq, u, D], replicated."""
 
     def gather(x: Array, own: Array) -> Array:
         where = shards.block_ids, shards.num_blocks, shards.axis_names
@@ -104,12 +42,10 @@ def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
 
 
 def queries_of(q: Array, positions: Array, shards: Shards) -> Callable[[Array, Array], Array]:
-    """Returns the result of `queries_at` as a function, evaluated one document at a time.
+    """Returns `queries_at` as a function of batch entry and slot to [Hq, u, D].
 
-    Returns:
-        A function of batch entry and slot to [Hq, u, D]. On one device it reads the queries in
-        place: those of all slots, most of them possibly empty, would need at least as much memory
-        as q.
+    On one device it reads the queries in place: those of all slots, most of them possibly empty,
+    would need at least as much memory as q.
     """
     if shards.axis_names:
         every = queries_at(q, positions, shards)
@@ -121,7 +57,7 @@ def queries_of(q: Array, positions: Array, shards: Shards) -> Callable[[Array, A
 
 
 def softmax_scores(
-    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+    q_last: Array, k: Array, slots: PackedSpans, shards: Shards
 ) -> tuple[Array, Array, Array]:
     """Variant of `estimate.softmax_scores` per document, with its own last queries and keys.
 
@@ -130,13 +66,11 @@ def softmax_scores(
 
     Args:
         q_last: [B, E, Hq, u, D], from `last_queries`.
-        k: [B, n, Hk, D], local keys.
+        k, shards: as in `Pattern.choose`.
         slots: the documents.
-        shards: the shards of the sequence.
 
     Returns:
-        (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, u-1]; 2^30 is
-        the total mass of a document. 0 in blocks without a slot.
+        (columns, own, tails) as in `estimate.softmax_scores`; 0 in blocks without a slot.
     """
     block_size = k.shape[1] // shards.block_ids.shape[0]
     kernels = backends.estimate_kernels(shards.backend, q_last[:, 0], block_size)
@@ -166,11 +100,11 @@ def softmax_scores(
         own = peak[entry, slot][None], normaliser[entry, slot][None]
         return _of_one(tile(k, slot, place, entry).masses(*own))
 
-    return tuple(x.swapaxes(1, 2) for x in blocks.map(masses))
+    return _by_head(blocks.map(masses))
 
 
 def _by_kernels(
-    kernels: backends.Estimate, q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+    kernels: backends.Estimate, q_last: Array, k: Array, slots: PackedSpans, shards: Shards
 ) -> tuple[Array, Array, Array]:
     """Computes `softmax_scores` with a backend's kernels."""
     batch, num_slots, heads, num_queries, dim = q_last.shape
@@ -183,7 +117,7 @@ def _by_kernels(
     blocks = k.reshape(batch * num_local, -1, *k.shape[2:])
     where = blocks, jnp.zeros(1, jnp.int32), 1
     scale = shards.scale_for(dim)
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=scale, valid_len=end.reshape(-1), queries=(entry * num_slots + held).reshape(-1)
     )
 
@@ -197,23 +131,15 @@ def _by_kernels(
     of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
     columns, own, beyond = kernels.block_masses(sets, *where, *of_sets, **options)
     found = columns, own, beyond[..., : num_queries - 1]
-    return tuple(jnp.round(by_block(x)).astype(jnp.int32).swapaxes(1, 2) for x in found)
+    return _by_head(tuple(jnp.round(by_block(x)).astype(jnp.int32) for x in found))
 
 
 def logit_scores(
-    q_last: Array, k: Array, slots: DocumentSlots, shards: Shards
+    q_last: Array, k: Array, slots: PackedSpans, shards: Shards
 ) -> tuple[Array, Array, Array]:
-    """Variant of `estimate.logit_scores` per document, with its own last queries and keys.
+    """Variant of `estimate.logit_scores` per document; arguments as in `softmax_scores`.
 
-    Args:
-        q_last: [B, E, Hq, u, D], from `last_queries`.
-        k: [B, n, Hk, D], local keys.
-        slots: the documents.
-        shards: the shards of the sequence.
-
-    Returns:
-        (columns, own, tails), fp32, shaped as in `softmax_scores`. In blocks without a slot
-        diagonals are 0 and columns -inf.
+    In blocks without a slot diagonals are 0 and columns -inf.
     """
 
     def sums(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
@@ -227,17 +153,43 @@ def logit_scores(
         )
         return _of_one(found)
 
-    return tuple(x.swapaxes(1, 2) for x in OwnBlocks(k, slots, shards).map(sums))
+    return _by_head(OwnBlocks(k, slots, shards).map(sums))
 
 
-def _end(slots: DocumentSlots, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
-    """Returns the end of a block's document relative to the block; arguments as in `OwnBlocks.map`.
-
-    0 without a document: queries before that end see nothing of the block.
-    """
-    num_slots = slots.first.shape[1]
+def _end(slots: PackedSpans, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
+    """Returns the end of a block's document relative to the block; 0 without a document."""
+    num_slots = slots.slots
     end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * block_size
     return jnp.where(slot < num_slots, end, 0)
+
+
+def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
+    """Orders the scores of each document: columns by token, diagonals by distance.
+
+    Args:
+        vertical: int32 or fp32 [R, NB, g], scores of columns.
+        slash: int32 or fp32 [R, NB, g], scores of diagonals, at the key that the last query sees.
+        spans: the documents; the last query is that of their last token.
+
+    Returns:
+        [2, R, NB, g], distance i of a document at its token i; 0 after its tokens.
+    """
+    num_blocks, size = vertical.shape[-2:]
+    start, tokens = spans.start * size, spans.spread(spans.tokens)
+    # Distance i is stored at the i-th token before the last one.
+    distance = spans.entries(size)
+    held_by = jnp.clip((start + tokens - 1)[..., None] - distance, 0, num_blocks * size - 1)
+    slash = jnp.take_along_axis(
+        slash.reshape(len(slash), -1), held_by.reshape(len(slash), -1), axis=1
+    ).reshape(slash.shape)
+    there = spans.inside[..., None] & (distance < tokens[..., None])
+    return jnp.where(there, jnp.stack([vertical, slash]), 0)
+
+
+def _by_head(found: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """Moves heads before blocks: [B, n, Hq, ...] to [B, Hq, n, ...]."""
+    columns, own, tails = (x.swapaxes(1, 2) for x in found)
+    return columns, own, tails
 
 
 def _of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -256,8 +208,7 @@ def joined(
     """Combines per-block peaks and sums over all blocks of each document.
 
     Args:
-        block_peak: fp32 [B, n, Hq, u], peaks of the local blocks.
-        block_total: fp32 [B, n, Hq, u], sums of terms relative to the peak.
+        block_peak, block_total: fp32 [B, n, Hq, u], as from `estimate.XlaTiles.statistics`.
         slot: int32 [B, n], slot of each block; E for none.
         num_slots: E.
         scale: scale of the logits.
@@ -269,7 +220,7 @@ def joined(
     batch, _, heads, num_queries = block_peak.shape
     into = jnp.arange(batch)[:, None], slot
 
-    def by_slot(start: Array) -> Array:
+    def by_slot(start: Array) -> Any:
         return jnp.broadcast_to(start, (batch, num_slots + 1, heads, num_queries)).at[into]
 
     peak = by_slot(jnp.float32(-jnp.inf)).max(block_peak)
@@ -286,8 +237,8 @@ class OwnBlocks:
         slot: int32 [B, n], slot of each block's document; E for none.
     """
 
-    def __init__(self, k: Array, slots: DocumentSlots, shards: Shards) -> None:
-        num_local, num_slots = shards.block_ids.shape[0], slots.first.shape[1]
+    def __init__(self, k: Array, slots: PackedSpans, shards: Shards) -> None:
+        num_local, num_slots = shards.block_ids.shape[0], slots.slots
         self._chunk = min(max(shards.num_blocks // 16, 1), 64)
         self._k = k.reshape(k.shape[0], num_local, -1, *k.shape[2:])
         self.slot = slots.of_block[:, shards.block_ids]
