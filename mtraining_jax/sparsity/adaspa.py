@@ -40,9 +40,6 @@ class AdaSpa(Pattern):
         first_blocks: Number of first key blocks (text) that are always kept, within the budget.
         last_blocks: Number of last key blocks that are always kept, within the budget.
         block_size: Block size in tokens (g).
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     also_not_causal = True

@@ -29,9 +29,6 @@ class BlockTopK(Pattern):
     Attributes:
         top_blocks: Maximum number of key blocks per query block, including its own.
         block_size: Block size in tokens (g).
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     by_rows = True

@@ -11,13 +11,10 @@ Head = tuple[str, int, int]
 
 
 def read_heads(path: str | os.PathLike) -> list[list[Head]]:
-    """Reads a MInference budget file.
+    """Reads type and two numbers of each head of each layer from a MInference budget file.
 
     The file is a JSON list with one entry per layer: an object from head number to
     `[type, verticals, slashes, score]`, or a list of these. Scores are ignored.
-
-    Returns:
-        Type and two numbers of each head of each layer. All layers have the same number of heads.
 
     Raises:
         UserError: if the file cannot be read or is malformed; the message names layer and head.

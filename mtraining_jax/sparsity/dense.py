@@ -16,9 +16,6 @@ class Dense(Pattern):
 
     Attributes:
         block_size: Block size in tokens (g).
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     also_not_causal = True

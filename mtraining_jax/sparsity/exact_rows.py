@@ -16,9 +16,6 @@ class ExactRows(RowPattern):
 
     A reference for cheaper scores. It costs half of a dense forward pass (the products of queries
     and keys), so it pays off in training only if forward and backward save more than that.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":

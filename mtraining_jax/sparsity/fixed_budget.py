@@ -55,9 +55,6 @@ class FixedBudget(BudgetPattern):
         sliding_window: Number of nearest diagonals that rank above all others.
         dense_below: Documents shorter than this, including padding, use dense attention. Has no
             effect without documents.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     arrays = ("verticals", "slashes")
@@ -122,9 +119,6 @@ class BudgetFile(Settings):
         block_size: Block size in tokens (g).
         dense_below: Documents shorter than this, including padding, use dense attention. Has no
             effect without documents.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     reads_documents = True

@@ -57,9 +57,6 @@ class FlexPrefill(Pattern):
         dense_below: Documents shorter than this, including padding, use dense attention. Has no
             effect without documents.
         block_size: Block size in tokens (g).
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     by_rows = True

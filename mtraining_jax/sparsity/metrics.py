@@ -69,16 +69,13 @@ def attention_recall(
     Takes the same shards as `choose_index`. No gradient flows through it.
 
     Args:
-        q_BnHD: [B, n, Hq, D], local queries.
-        k_BnHkD: [B, n, Hk, D], local keys.
+        q_BnHD: local queries.
+        k_BnHkD: local keys.
         index: any causal index; a `by_rows` index has the rows of the local blocks (on one device,
             all rows in order).
         positions: int32 [R], global positions of the rows, replicated.
-        block_ids: int32 [n/g], global number of each local block.
-        axis_names: mesh axes the sequence is sharded over.
-        scale: scale of the logits; None is 1/sqrt(D).
-        documents: documents of each sequence, or None. Exact attention then stays within the row's
-            document, and padding rows are ignored.
+        block_ids, axis_names, scale, documents: as in `Shards`. Exact attention stays within the
+            row's document, and padding rows are ignored.
 
     Returns:
         fp32 [B, Hq] in [0, 1], mean over the rows, replicated. 1 for dense attention, and for

@@ -95,9 +95,6 @@ class MInferenceFile(BudgetFile):
         swap_block_sparse: Give heads of type block_sparse 1000 verticals and 6096 slashes, as
             MInference's search does. Otherwise such heads, which no published file has, are
             rejected.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     swap_block_sparse: bool = False

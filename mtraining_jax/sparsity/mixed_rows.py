@@ -20,9 +20,6 @@ class MixedRows(XAttention):
 
     Attributes:
         sampled_rows: Number of probe queries per query block (r); at most block_size.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     sampled_rows: PositiveInt = 16

@@ -35,9 +35,6 @@ class MoBA(Pattern):
         chunk_size: Chunk size in tokens; a multiple of block_size.
         top_k: Maximum number of chunks per query, including its own.
         block_size: Block size of the kernels in tokens (g).
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     by_rows = True

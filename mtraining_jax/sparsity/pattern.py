@@ -155,9 +155,7 @@ class Settings:
     density_name: ClassVar[str] = "density"
 
     def pattern(self, model: ModelSizes) -> "Pattern":
-        """Returns the pattern for a model.
-
-        Arrays that differ between layers have a leading layer axis.
+        """Returns the pattern for a model; arrays that differ between layers lead with that axis.
 
         Raises:
             UserError: if a file cannot be read, or the settings do not fit the model.
@@ -165,11 +163,7 @@ class Settings:
         raise NotImplementedError(f"{type(self).__name__}.pattern")
 
     def check_documents(self) -> None:
-        """Checks that the pattern supports packed documents.
-
-        Raises:
-            UserError: if it does not.
-        """
+        """Raises a UserError if the pattern does not support packed documents."""
         if not self.reads_documents:
             raise UserError(
                 f"{type(self).__name__} does not support packed documents; use sampled_rows, "
@@ -194,30 +188,20 @@ class Settings:
         return type(self).__name__
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
-        """Returns the density to expect before any selection, and its justification.
-
-        Args:
-            tokens: length of a sequence, or of a document, which selects independently.
-        """
+        """Returns the density to expect of sequences or documents of some tokens, and why."""
         why = "assumed by length, as measured with SmolLM2-135M and, at 512K, by MTraining"
         return density_of_vertical_slash(tokens), why
 
     def takes_choosing(self) -> bool:
-        """Whether a step selects an index, used or not. For time estimates."""
+        """Whether a step selects an index, used or not. For time estimates, as the next two."""
         return self.chooses
 
     def scoring_share(self) -> float:
-        """Selection cost: FLOP of scoring pairs over those of a dense forward pass of attention.
-
-        For time estimates. 0 if a selection probes a fixed number of queries.
-        """
+        """FLOP of scoring pairs over those of a dense forward pass; 0 if probe queries are few."""
         return 0.0
 
     def softmax_share(self) -> float:
-        """Fraction of all pairs whose scores go through a softmax during selection.
-
-        For time estimates: exponentials may take longer than the matrix products.
-        """
+        """Fraction of all pairs whose scores go through a softmax, which may be the slower part."""
         return 0.0
 
     def more_pairs(self) -> str:

@@ -29,9 +29,6 @@ class Prism(RowPattern):
     no later token affects the selection. The paper has separate thresholds for the two bands; here
     `tau` is used for both. Rotary embeddings must rotate component i of a head with component
     i + D/2, as in Hugging Face models.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":

@@ -99,11 +99,7 @@ class RowPattern(Pattern):
     def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":
         """Selects the key blocks of each local row of blocks by its `scores`.
 
-        Args:
-            q, k, shards: as in `scores`.
-
-        Returns:
-            uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`.
+        Returns uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`.
         """
         from mtraining_jax.sparsity.row_rule import kept_blocks
 
@@ -125,10 +121,7 @@ class RowPattern(Pattern):
         )
 
     def _rows_at_end(self, shards: Shards) -> "Array":
-        """Whether each local row of blocks overlaps the dense suffix: bool [B or 1, n].
-
-        False in dense documents, which keep everything anyway.
-        """
+        """Whether each local row overlaps a dense suffix: bool [B or 1, n]; False in dense documents."""
         size, ends = self.block_size, shards.ends(shards.block_ids, self.block_size)
         if ends is None:
             ends = shards.num_blocks * size

@@ -30,9 +30,6 @@ class SampledRows(RowPattern):
         sampled_rows: Number of probe queries per query block (r); at most block_size.
         columns: Maximum number of key columns per head, in addition to the block lists; 0
             disables. Multiples of 128 are most efficient.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     sampled_rows: PositiveInt = 16

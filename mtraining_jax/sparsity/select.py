@@ -147,7 +147,7 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
 def _sums_from(keys: Array, masses: Array, candidates: Array, spans: Spans) -> tuple[Array, Array]:
     """Counts the keys of each sequence that reach each candidate, and sums their masses.
 
-    One pass over the keys for all sums. With a candidate axis instead, XLA reads the keys once per
+    One pass over the keys for all sums. With a candidate axis, XLA reads the keys once per
     candidate, or writes all comparisons to memory if the keys exceed the L2 cache: 250 MB a round
     for 524288 keys of 16 heads.
     """

@@ -108,9 +108,6 @@ class VerticalSlash(VerticalSlashSettings, ProbePattern):
             1 the rest has room for less than one diagonal.
         dense_below: Documents shorter than this, including padding, use dense attention, since
             selection would save little. Has no effect without documents.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     dense_below: NonNegativeInt = 8192

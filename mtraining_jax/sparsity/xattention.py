@@ -25,9 +25,6 @@ class XAttention(RowPattern):
     Attributes:
         stride: Antidiagonal stride in tokens (s); must divide block_size. Useful values are 4, 8
             and 16: larger is cheaper and coarser.
-
-    Raises:
-        ValueError: if a field is invalid; the message names it.
     """
 
     stride: PositiveInt = 8
