@@ -121,7 +121,7 @@ class RowPattern(Pattern):
         )
 
     def _rows_at_end(self, shards: Shards) -> "Array":
-        """Whether each local row overlaps a dense suffix: bool [B or 1, n]; False in dense documents."""
+        """Whether each local row is in a dense suffix, bool [B or 1, n]; not in dense documents."""
         size, ends = self.block_size, shards.ends(shards.block_ids, self.block_size)
         if ends is None:
             ends = shards.num_blocks * size
