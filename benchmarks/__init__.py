@@ -1,6 +1,6 @@
 """Benchmarks, one question per script: run each as `python -m benchmarks.NAME`.
 
-- `kernels.attention`, `kernels.documents`: attention kernels against cuDNN and torch, and on packs.
+- `kernels.attention`: attention kernels against cuDNN, torch and MTraining's kernels.
 - `kernels.selection`: cost of selecting an index.
 - `kernels.tune_hopper`, `kernels.tune_triton`: configurations of the kernels.
 - `ring.attention`, `ring.model`: ring attention, measured and modeled for several hosts.

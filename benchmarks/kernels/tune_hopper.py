@@ -2,25 +2,18 @@
 
     python -m benchmarks.kernels.tune_hopper [--kernel ...] [--head-dim ...] [--masks ...]
 
-Configurations that need too much shared memory or spill many registers are not timed. With
---target-config (the text of a GPU's XLA target config) nothing is timed, and JAX with CUDA is
-enough: the table then shows what fits and what spills.
+Configurations that need too much shared memory or spill many registers are not timed.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
 from benchmarks.kernels import ptxas
@@ -52,33 +45,26 @@ SHIPPED = Attention("mosaic_gpu")
 def main() -> None:
     """Prints one markdown table per kernel, head dim and mask."""
     args = _parse()
-    with _target(args.target_config) as sharding:
-        for kernel, dim, mask in itertools.product(args.kernel, args.head_dim, args.masks):
-            shape = Shape(args.seq_len, *HEADS[dim], dim)
-            _tune(kernel, shape, mask, sharding, args)
+    for kernel, dim, mask in itertools.product(args.kernel, args.head_dim, args.masks):
+        _tune(kernel, Shape(args.seq_len, *HEADS[dim], dim), mask, args)
 
 
-def _tune(kernel: str, shape: Shape, mask: str, sharding, args: argparse.Namespace) -> None:
+def _tune(kernel: str, shape: Shape, mask: str, args: argparse.Namespace) -> None:
     index = None
     if mask != "D":
         rng = np.random.default_rng(args.seed)
         index = slash_mask(mask, rng, shape.heads, shape.seq_len).index(shape.seq_len // 128, 4096)
     print(f"\n{kernel}, D = {shape.dim}, mask {mask}, S = {shape.seq_len}, seed {args.seed}\n")
     print(*table_head(("configuration", "registers", "spilled bytes", "ms")), sep="\n")
-    timed = sharding is None
-    problem = _problem(shape, index, args.seed) if timed else _abstract(shape, sharding)
+    problem = _problem(shape, index, args.seed)
     shipped = getattr(CONFIGS[shape.dim], kernel)
     best, best_ms = None, float("inf")
     for config in _configs(kernel, shipped):
         # The plan may depend on the configuration; it is built before anything is timed.
-        planned = Attention(_backend(kernel, shape.dim, config)).build
-        if timed:
-            built = jax.jit(planned)(*problem[:3], index)
-        else:
-            built = _sharded(jax.eval_shape(planned, *problem[:3], index), sharding)
-        arguments = (*problem, *built)
+        build = Attention(_backend(kernel, shape.dim, config)).build
+        arguments = (*problem, *jax.jit(build)(*problem[:3], index))
         cells, program = _compile(kernel, shape.dim, config, arguments, args.max_spilled)
-        if program is not None and timed:
+        if program is not None:
             ms = median_ms(functools.partial(program, *arguments), args.repeats)
             cells[-1] = f"{ms:.3f}"
             if ms < best_ms:
@@ -157,33 +143,6 @@ def _problem(shape: Shape, index: Any, seed: int) -> tuple:
     return q, k, v, dout, lse, delta
 
 
-def _abstract(shape: Shape, sharding: NamedSharding) -> tuple:
-    """The shapes of `_problem`."""
-    row = jax.ShapeDtypeStruct((1, shape.heads, shape.seq_len), "float32")
-    return _sharded((*shape.abstract(), row, row), sharding)
-
-
-def _sharded(tree: Any, sharding: NamedSharding) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
-@contextlib.contextmanager
-def _target(target_config: Path | None) -> Iterator[NamedSharding | None]:
-    """Compiles for a described H200 instead of the GPU of this host."""
-    if target_config is None:
-        yield None
-        return
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target_config.read_text(), topology="1x1x1"
-    )
-    auto = (AxisType.Auto,)
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",), axis_types=auto)
-    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    abstract = AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device)
-    with jax.sharding.use_abstract_mesh(abstract):
-        yield NamedSharding(mesh, PartitionSpec())
-
-
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__, "repeats", "seed")
     parser.add_argument("--kernel", nargs="+", choices=GRID, default=list(GRID))
@@ -193,12 +152,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--max-spilled", type=int, default=256, metavar="BYTES", help="more is not timed"
     )
-    parser.add_argument("--target-config", type=Path, metavar="FILE", help="compile only")
-    args = parser.parse_args()
-    if args.target_config is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        jax.config.update("jax_platforms", "cpu")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

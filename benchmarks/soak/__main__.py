@@ -1,29 +1,27 @@
-"""A run that is stopped again and again gives the losses of one that is not.
+"""Checks that a run that is stopped again and again repeats an uninterrupted one bit by bit.
 
-    python -m benchmarks.soak --out /tmp/soak --report soak.md   # one GPU, 5 to 6 minutes
-    python -m benchmarks.soak --out /tmp/soak --devices 2        # each sequence on two
-    python -m benchmarks.soak --out /tmp/soak --cpu              # its miniature
+    python -m benchmarks.soak --out /tmp/soak --report soak.md  # one GPU, 5 to 6 minutes
+    python -m benchmarks.soak --out /tmp/soak --devices 2       # sequences sharded over two GPUs
+    python -m benchmarks.soak --out /tmp/soak --cpu             # a small trial
 
-A small model with chosen indices, which audits them, is trained twice at the same time. The second
-run is ended at random moments by SIGKILL, SIGTERM and SIGINT: in audits, while it saves, while it
-compiles, in other steps. Once its disk is full (no file may grow beyond a size), and once its data
-is replaced. The report says what happened, and whether losses, files and memory are as they should
-be; the exit status is 1 if not.
+Trains a small model with a selected index and audits twice at the same time. The second run is
+ended at random moments by SIGKILL, SIGTERM and SIGINT: in audits, while it saves or compiles, and
+in other steps. Once its disk is full (its files may not grow), and once its data is replaced. The
+report compares losses, files and memory; the exit status is 1 if something is wrong.
 
-The uninterrupted run compiles first, and the other one reads what it kept: on a GPU only the same
-programs give the same bits. Both share the device, so their times mean nothing.
+The uninterrupted run compiles first, and the other one reads its compiled programs: on a GPU only
+the same programs give the same bits. Both share the device, so their times mean nothing.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.soak.data import make_data
+from benchmarks.options import make_parser
 from benchmarks.soak.events import Rhythm, draw_events
 from benchmarks.soak.pair import SoakedPair
-from benchmarks.soak.report import NAMES
+from benchmarks.soak.process import NAMES, make_data
 from mtraining_jax.errors import UserError
 
 CONFIG = """\
@@ -35,7 +33,7 @@ log_every = 1
 [model]
 vocab_size = 512
 hidden_size = {hidden}
-num_layers = {layers}
+num_layers = 2
 num_heads = 4
 num_kv_heads = 2
 head_dim = 64
@@ -63,34 +61,27 @@ every_steps = {save}
 [metrics]
 tensorboard = false
 """
-GPU = {
-    "hidden": 256, "layers": 2, "inner": 512, "seq_len": 32768, "dtype": "bfloat16", "block": 128,
-    "rows": 256,
-}  # fmt: skip
-CPU = {
-    "hidden": 64, "layers": 2, "inner": 64, "seq_len": 256, "dtype": "float32", "block": 32,
-    "rows": 32,
-}  # fmt: skip
+GPU = dict(hidden=256, inner=512, seq_len=32768, dtype="bfloat16", block=128, rows=256)
+CPU = dict(hidden=64, inner=64, seq_len=256, dtype="float32", block=32, rows=32)
 # Steps, stops, steps between two checkpoints, and between two audits.
 LENGTHS = {"gpu": (2000, 10, 100, 20), "cpu": (60, 4, 10, 4)}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder to be made")
+    parser = make_parser(__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="a folder to create")
     parser.add_argument("--report", type=Path, help="Markdown file; default REPORT.md in --out")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, few steps")
-    parser.add_argument("--devices", type=int, default=1, help="that a sequence is dealt to")
+    parser.add_argument("--devices", type=int, default=1, help="devices per sequence")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--stops", type=int, help="random moments at which it is ended")
+    parser.add_argument("--stops", type=int, help="random moments at which the run is ended")
     parser.add_argument("--every", type=int, help="steps between two checkpoints")
     parser.add_argument("--audit-every", type=int, help="steps between two audits")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--kind", default="sampled_rows", help="pattern that chooses the index")
-    parser.add_argument("--minutes", type=float, default=9, help="after which it gives up")
-    parser.add_argument("--in-turn", action="store_true", help="one run after the other")
-    args = parser.parse_args(arguments)
+    parser.add_argument("--kind", default="sampled_rows", help="pattern that selects the index")
+    parser.add_argument("--minutes", type=float, default=9, help="time limit")
+    args = parser.parse_args(argv)
     out = args.out.absolute()
     if out.exists():
         print(f"error: --out={out} exists; name a new folder", file=sys.stderr)
@@ -98,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     defaults = LENGTHS["cpu" if args.cpu else "gpu"]
     given = args.steps, args.stops, args.every, args.audit_every
     steps, stops, save, audit = (
-        x if own is None else own for own, x in zip(given, defaults, strict=True)
+        default if value is None else value for value, default in zip(given, defaults, strict=True)
     )
     for name in NAMES:
         data = out / "data" / f"{name}.npy"
@@ -111,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         (out / f"{name}.toml").write_text(text)
     pair = SoakedPair(out, steps, Rhythm(audit, save), args.minutes)
     try:
-        pair.run(draw_events(steps, stops, np.random.default_rng(args.seed)), args.in_turn)
+        pair.run(draw_events(steps, stops, np.random.default_rng(args.seed)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""What happens to a soaked run, and in which of its steps that was."""
+"""Events that end a run, and the step in which they happened."""
 
 import dataclasses
 import re
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# How a run ends by each: as the operating system says, and with a saved state.
+# Exit status after each signal: from the operating system, or after saving the state.
 _STATUS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 75, signal.SIGINT: 75}
 _MOMENTS = ("audit", "save", "compile", "step")
-
-# Lines of a run. What a signal asks for is printed as soon as the process hears of it.
 _STEP = re.compile(r"step +(\d+)/")
-_HEARD = re.compile(r"SIG(TERM|INT): stopping after the current step")
+_RECEIVED = re.compile(r"SIG(TERM|INT): stopping after the current step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +19,10 @@ class Event:
     """Something that ends a run.
 
     Attributes:
-        kind: the moment: audit, save, compile or step; or disk or data.
-        after: step that must have been reported first.
-        signal: that is sent, None of disk and data.
-        status: the exit status that the run should have.
+        kind: audit, save, compile, step, disk or data.
+        after: step that the run must have logged before.
+        signal: signal to send; None for disk and data.
+        status: expected exit status.
     """
 
     kind: str
@@ -38,31 +36,26 @@ class Event:
 
 
 def draw_events(steps: int, stops: int, rng: np.random.Generator) -> list[Event]:
-    """Random moments in the order of their steps; each kind and signal in turn.
+    """Draws moments in the order of their steps, alternating kinds and signals.
 
-    A full disk comes at a third of the run, another file of data at two thirds.
+    The disk is full after a third of the run, and the data is replaced after two thirds.
     """
     after = np.sort(rng.integers(1, max(2, steps * 9 // 10), size=stops))
     kinds = [_MOMENTS[i % 4] for i in range(stops)]
-    # Of five or more, those of one kind differ in their signals.
-    names = [list(_STATUS)[(i // 4 if stops > 4 else i) % 3] for i in range(stops)]
+    # With five or more, events of one kind differ in their signals.
+    signals = [list(_STATUS)[(i // 4 if stops > 4 else i) % 3] for i in range(stops)]
     order = rng.permutation(stops)
     events = [
-        Event(kinds[i], int(at), names[i], _STATUS[names[i]])
+        Event(kinds[i], int(at), signals[i], _STATUS[signals[i]])
         for at, i in zip(after, order, strict=True)
     ]
-    events.append(Event("disk", steps // 3, None, 2))
-    events.append(Event("data", steps * 2 // 3, None, 2))
+    events += [Event("disk", steps // 3, None, 2), Event("data", steps * 2 // 3, None, 2)]
     return sorted(events, key=lambda event: event.after)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rhythm:
-    """Which steps of a run are audited, and after which it saves its state.
-
-    Attributes:
-        audit, save: every so many steps; audits from step 1 on.
-    """
+    """Steps between two audits, the first one in step 1, and between two saves."""
 
     audit: int
     save: int
@@ -72,42 +65,36 @@ class Rhythm:
         return (step - 1) % self.audit == 0
 
     def audit_follows(self, step: int) -> bool:
-        """Whether the next thing after the report of a step is an audit, and no save."""
+        """Whether an audit comes right after the log line of a step, without a save between."""
         return self.audits(step + 1) and step % self.save != 0
 
 
 def step_under_way(lines: Sequence[str]) -> int | None:
-    """The step that ran when a signal reached a process: the one after the last that it reported.
+    """The step in which a signal arrived: the one after the last logged step.
 
     Args:
-        lines: that it printed, with a line for each step. They end where SIGKILL ended it; of
-            SIGTERM and SIGINT it said itself when it heard of them.
+        lines: output of the process. It ends where SIGKILL ended it, and has a line for the arrival
+            of SIGTERM and SIGINT.
 
     Returns:
-        The number of the step; None if the process had not reported any.
+        The number of the step; None if the process had not logged any.
     """
     last = None
     for line in lines:
-        if _HEARD.match(line):
+        if _RECEIVED.match(line):
             break
-        if (found := _STEP.match(line)) is not None:
-            last = int(found.group(1))
+        last = logged_step(line) or last
     return None if last is None else last + 1
 
 
-def reported_step(line: str) -> int | None:
-    """The number of the step that a line reports; None for any other line."""
+def logged_step(line: str) -> int | None:
+    """The number of the step that a line logs; None for any other line."""
     found = _STEP.match(line)
     return None if found is None else int(found.group(1))
 
 
 def where_it_fell(lines: Sequence[str], rhythm: Rhythm) -> str:
-    """The same in words: `step 57`, `step 61, audited`, `compiling`, `its start` before that.
-
-    Args:
-        lines: as `step_under_way` takes them.
-        rhythm: of the run.
-    """
+    """When a signal arrived: `step 57`, `step 61, audited`, `compiling` or `its start`."""
     step = step_under_way(lines)
     if step is not None:
         return f"step {step}{', audited' if rhythm.audits(step) else ''}"

@@ -1,4 +1,4 @@
-"""Two runs at the same time: one that is left alone, and one that is ended again and again."""
+"""Two runs at the same time: an uninterrupted one, and one that is ended again and again."""
 
 import re
 import shutil
@@ -6,23 +6,12 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.soak.data import make_data
+from benchmarks.soak import report
 from benchmarks.soak.events import Event, Rhythm, step_under_way, where_it_fell
-from benchmarks.soak.process import Soaked, half_saved
-from benchmarks.soak.report import (
-    NAMES,
-    Ended,
-    differences,
-    leftovers,
-    memory,
-    table,
-    times,
-    what_ran,
-)
+from benchmarks.soak.process import NAMES, SoakedRun, make_data
 from mtraining_jax.errors import UserError
 
-# An audit takes milliseconds: one that was over too soon is tried again.
-_TRIES = 5
+_TRIES = 5  # an audit takes milliseconds, and a signal can miss it
 _SECONDS_BETWEEN_NEWS = 15
 
 
@@ -30,49 +19,45 @@ class SoakedPair:
     """Both runs, and what happened.
 
     Args:
-        out: folder with the data and a configuration for each run; everything goes in there.
+        out: folder with the data and a configuration for each run; everything is written there.
         steps: of each run.
         rhythm: of their audits and saves.
-        minutes: after which both are killed, and what is there is compared.
+        minutes: time limit, after which both are killed and compared as they are.
 
     Attributes:
-        failures: sentences about what is not as it should be.
+        failures: sentences about what is wrong.
     """
 
     def __init__(self, out: Path, steps: int, rhythm: Rhythm, minutes: float) -> None:
         self._out, self._steps, self._rhythm = out, steps, rhythm
-        self._whole, self._stopped = (Soaked(out, x, rhythm) for x in NAMES)
+        self._whole, self._stopped = (SoakedRun(out, name, rhythm) for name in NAMES)
         self._begin, self._seconds = time.monotonic(), 60 * minutes
-        self._ends: list[Ended] = []
+        self._ends: list[report.Ended] = []
         self._in_time, self._done = True, threading.Event()
         self.failures: list[str] = []
 
-    def run(self, events: list[Event], in_turn: bool) -> None:
-        """Trains both, and lets the events happen to one of them.
-
-        Args:
-            events: in order.
-            in_turn: whether one starts when the other is done.
+    def run(self, events: list[Event]) -> None:
+        """Trains both, and applies the events to one of them, in order.
 
         Raises:
-            UserError: the first one ended before its first checkpoint.
+            UserError: if the uninterrupted run ended before its first checkpoint.
         """
-        news = threading.Thread(target=self._tell_news, daemon=True)
+        news = threading.Thread(target=self._log_news, daemon=True)
         news.start()
         self._whole.start()
         try:
-            # The first checkpoint is written: all programs are compiled, and kept.
-            while self._whole.process.poll() is None and (in_turn or self._whole.newest() is None):
+            # With the first checkpoint, all programs are compiled and cached.
+            while self._whole.process.poll() is None and self._whole.newest() is None:
                 time.sleep(0.1)
             if self._whole.newest() is None and self._in_time:
-                status, said = self._whole.wait(), "".join(self._whole.lines())
+                status, output = self._whole.wait(), "".join(self._whole.lines())
                 raise UserError(
-                    f"the run ended with status {status} before its first checkpoint:\n{said}"
+                    f"the run ended with status {status} before its first checkpoint:\n{output}"
                 )
             for event in events:
-                self._let_happen(event)
+                self._apply(event)
             if self._in_time:
-                self._rest()
+                self._finish()
             self._check("the uninterrupted run", self._whole, self._whole.wait(), (0,))
         finally:
             for run in (self._whole, self._stopped):
@@ -80,13 +65,13 @@ class SoakedPair:
             self._done.set()
             news.join()
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         print(f"[{time.monotonic() - self._begin:4.0f} s] {line}", flush=True)
 
-    def _tell_news(self) -> None:
+    def _log_news(self) -> None:
         while not self._done.wait(_SECONDS_BETWEEN_NEWS):
             reached = max(self._stopped.step, self._stopped.newest() or 0)
-            self._say(
+            self._log(
                 f"uninterrupted: step {self._whole.step} of {self._steps}; the other one: "
                 f"step {reached}, {len(self._ends)} processes ended"
             )
@@ -96,22 +81,21 @@ class SoakedPair:
                 self._stopped.stop_for_good()
                 return
 
-    def _let_happen(self, event: Event) -> None:
+    def _apply(self, event: Event) -> None:
         for _ in range(_TRIES):
             if not self._in_time:
                 return
-            begin = time.monotonic()
-            self._replace_data(event) if event.kind == "data" else self._end(event, begin)
+            self._replace_data(event) if event.kind == "data" else self._end(event)
             end = self._ends[-1]
-            self._say(end.row(len(self._ends)))
+            self._log(end.row(len(self._ends)))
             if not end.missed:
                 return
         if self._in_time:
             self.failures.append(f"{event}: missed {_TRIES} times")
 
-    def _end(self, event: Event, begin: float) -> None:
-        """Lets an event happen, and checks how the process took it."""
-        run = self._stopped
+    def _end(self, event: Event) -> None:
+        """Applies an event, and checks how the process ends."""
+        run, begin = self._stopped, time.monotonic()
         run.start()
         if event.kind == "disk":
             run.wait_for(Event("step", 1, None, 0))
@@ -119,12 +103,12 @@ class SoakedPair:
             run.limit_files(max(64 * 1024, 2 * run.metrics_size()))
         else:
             run.wait_for(event)
-        saving = event.kind == "save" and half_saved(run.checkpoints)
+        saving = event.kind == "save" and run.half_saved()
         if event.signal is not None and run.process.poll() is None:
             begin = time.monotonic()
             run.process.send_signal(event.signal)
         status = run.wait()
-        # A process that was through before its moment came is as good.
+        # A process may also finish before its moment comes.
         allowed = (event.status, 0) if event.signal is not None else (event.status,)
         self._check(str(event), run, status, allowed)
         under_way = step_under_way(run.lines())
@@ -136,10 +120,10 @@ class SoakedPair:
         fell = where_it_fell(run.lines(), self._rhythm) + (", while it saved" if saving else "")
         if event.kind == "disk" and under_way is not None:
             fell = f"after step {under_way - 1}"
-        self._add(event, fell, missed, status, time.monotonic() - begin)
+        self._add(event, fell, missed, status, begin)
 
     def _replace_data(self, event: Event) -> None:
-        """Kills the run, and checks that it does not go on with other data."""
+        """Kills the run, and checks that it does not resume with other data."""
         run, begin = self._stopped, time.monotonic()
         kept = run.data.with_name("kept.npy")
         shutil.copy(run.data, kept)
@@ -153,24 +137,23 @@ class SoakedPair:
         status = run.wait()
         kept.replace(run.data)
         self._check(str(event), run, status, (event.status,))
-        self._add(event, f"{fell}; and the next start", False, status, time.monotonic() - begin)
+        self._add(event, f"{fell}; and the next start", False, status, begin)
 
-    def _rest(self) -> None:
+    def _finish(self) -> None:
         begin = time.monotonic()
         self._stopped.start()
         status = self._stopped.wait()
         self._check("the last start", self._stopped, status, (0,))
         fell = "the end" if status == 0 else where_it_fell(self._stopped.lines(), self._rhythm)
-        self._add(None, fell, False, status, time.monotonic() - begin)
+        self._add(None, fell, False, status, begin)
 
-    def _add(
-        self, event: Event | None, fell: str, missed: bool, status: int, seconds: float
-    ) -> None:
-        half = half_saved(self._stopped.checkpoints)
-        newest = self._stopped.newest()
-        self._ends.append(Ended(event, fell, missed, status, seconds, newest, half))
+    def _add(self, event: Event | None, fell: str, missed: bool, status: int, begin: float) -> None:
+        run, seconds = self._stopped, time.monotonic() - begin
+        self._ends.append(
+            report.Ended(event, fell, missed, status, seconds, run.newest(), run.half_saved())
+        )
 
-    def _check(self, what: str, run: Soaked, status: int, allowed: tuple[int, ...]) -> None:
+    def _check(self, what: str, run: SoakedRun, status: int, allowed: tuple[int, ...]) -> None:
         if not self._in_time:
             return
         text = "".join(run.lines())
@@ -181,28 +164,25 @@ class SoakedPair:
             self.failures.append(f"{what} printed a traceback\n{text[found.start() :][:4000]}")
 
     def report(self, picture: Path) -> list[str]:
-        """Compares both runs; adds to `failures`.
+        """Compares both runs, adds to `failures`, and returns lines of Markdown.
 
         Args:
-            picture: file for the picture of memory.
-
-        Returns:
-            Lines of Markdown.
+            picture: file for the plot of memory.
         """
         runs, lines = self._out / "runs", []
         if not self._in_time:
             self.failures.append(f"not done in {self._seconds / 60:g} minutes")
-        parts = [differences(runs, whole=self._in_time), times(self._ends)]
+        parts = [report.differences(runs, self._in_time), (report.stop_times(self._ends), [])]
         if self._in_time:
-            parts.append(leftovers(runs))
-        parts.append(memory(self._whole, self._stopped, self._steps, picture))
+            parts.append(report.leftovers(runs))
+        parts.append(report.memory(self._whole, self._stopped, self._steps, picture))
         for found, wrong in parts:
             lines += found
             self.failures += wrong
         wrong = "\n".join(["WRONG:", *(f"- {x}" for x in self.failures)])
         return [
-            f"{self._steps} steps twice, {time.monotonic() - self._begin:.0f} s; saved every "
+            f"{self._steps} steps in each run, {time.monotonic() - self._begin:.0f} s; saved every "
             f"{self._rhythm.save} steps, audited every {self._rhythm.audit}.",
-            "", *what_ran(self._whole.lines()), "", *table(self._ends), "", *lines, "",
-            wrong if self.failures else "All is as it should be.",
+            "", *report.what_ran(self._whole.lines()), "", *report.table(self._ends), "", *lines,
+            "", wrong if self.failures else "All checks passed.",
         ]  # fmt: skip

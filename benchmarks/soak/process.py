@@ -1,5 +1,6 @@
-"""The process of a soaked run: started again and again, watched, and ended at its moments."""
+"""The process of a run, started again and again and watched, and its data."""
 
+import functools
 import os
 import resource
 import subprocess
@@ -8,16 +9,18 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.soak.events import Event, Rhythm, reported_step
+import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-# Seconds that a moment may take to come.
-_PATIENCE = 300
-# Two runs share a GPU, and the context of CUDA takes some of it twice.
+from benchmarks.soak.events import Event, Rhythm, logged_step
+from benchmarks.workers import ROOT
+
+NAMES = ("whole", "stopped")  # of the runs, the uninterrupted one first
+_PATIENCE = 300  # seconds to wait for a moment
+# Two runs share a GPU, and each needs a CUDA context.
 _MEMORY_FRACTION = "0.4"
 
 
-class Soaked:
+class SoakedRun:
     """A run that is started again and again.
 
     Args:
@@ -28,9 +31,9 @@ class Soaked:
     Attributes:
         data: its file of tokens.
         checkpoints: its folder of them.
-        step: reported last by the process that runs; 0 before.
-        memory: seconds since this was made, step, and resident bytes of the process, a few times a
-            second.
+        step: last step that the current process logged; 0 before.
+        memory: seconds since the first start, step, and resident bytes of the process, a few times
+            per second.
     """
 
     def __init__(self, out: Path, name: str, rhythm: Rhythm) -> None:
@@ -43,15 +46,14 @@ class Soaked:
         self._stopped_for_good = False
 
     def start(self) -> None:
-        """Starts the run, or goes on with it."""
+        """Starts or resumes the run."""
         self.step, self._compiling = 0, False
         self._lines: list[str] = []
-        env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_FRACTION} | os.environ
+        command = ["train.py", "--config", f"{self._out}/{self._name}.toml"]
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), "--config", f"{self._out}/{self._name}.toml",
-             f"--run.name={self._name}"],
+            [sys.executable, str(ROOT / command[0]), *command[1:], f"--run.name={self._name}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self._out,
-            env=env,
+            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_FRACTION} | os.environ,
         )  # fmt: skip
         if self._stopped_for_good:
             self.process.kill()
@@ -60,19 +62,19 @@ class Soaked:
         threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
 
     def wait(self) -> int:
-        """Waits for the end of the process, and for the last of its lines; returns its status."""
+        """Waits for the end of the process and of its output; returns its exit status."""
         status = self.process.wait()
         self._reader.join()
         return status
 
     def stop_for_good(self) -> None:
-        """Kills the process that runs, and each that is started later."""
+        """Kills the current process, and each that is started later."""
         self._stopped_for_good = True
         if hasattr(self, "process"):
             self.process.kill()
 
     def limit_files(self, size: int) -> None:
-        """From now on the process can write no file beyond so many bytes, as on a full disk."""
+        """Limits the size of files that the process writes, as a full disk would."""
         if self.process.poll() is None:
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (size, size))
 
@@ -85,20 +87,27 @@ class Soaked:
             time.sleep(0.0003)
 
     def _is_now(self, event: Event) -> bool:
-        if event.kind == "compile":  # wherever the run stands: it compiles when it starts
+        if event.kind == "compile":  # at any step: a run compiles when it starts
             return self._compiling
         if self.step < max(1, event.after):
             return False
         if event.kind == "audit":
             return self._rhythm.audit_follows(self.step)
-        return event.kind != "save" or half_saved(self.checkpoints)
+        return event.kind != "save" or self.half_saved()
 
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint."""
+        """The step of the newest complete checkpoint."""
         if not self.checkpoints.is_dir():
             return None
         names = (path.name for path in self.checkpoints.iterdir())
         return max((int(name) for name in names if name.isdecimal()), default=None)
+
+    def half_saved(self) -> bool:
+        """Whether there is an incomplete checkpoint."""
+        try:
+            return any(not path.name.isdecimal() for path in self.checkpoints.iterdir())
+        except OSError:
+            return False
 
     def metrics_size(self) -> int:
         """Bytes of the metrics so far."""
@@ -106,7 +115,7 @@ class Soaked:
         return path.stat().st_size if path.is_file() else 0
 
     def lines(self) -> list[str]:
-        """What the last process has printed."""
+        """Output of the last process."""
         return list(self._lines)
 
     def _read(self) -> None:
@@ -114,7 +123,7 @@ class Soaked:
             for line in printed:
                 self._lines.append(line)
                 self._compiling = self._compiling or line.startswith("compiling")
-                self.step = reported_step(line) or self.step
+                self.step = logged_step(line) or self.step
 
     def _watch(self, process: subprocess.Popen) -> None:
         while process.poll() is None:
@@ -128,9 +137,24 @@ class Soaked:
             time.sleep(0.2)
 
 
-def half_saved(folder: Path) -> bool:
-    """Whether a checkpoint lies there that is not whole yet."""
-    try:
-        return any(not path.name.isdecimal() for path in folder.iterdir())
-    except OSError:
-        return False
+def make_data(path: Path, tokens: int, seed: int) -> None:
+    """Writes a file of token ids, atomically; processes with the old file keep reading it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new.npy")
+    np.save(new, _tokens(tokens, seed))
+    new.replace(path)
+
+
+@functools.cache
+def _tokens(tokens: int, seed: int, vocab: int = 512) -> np.ndarray:
+    """Token ids that mostly follow from the previous one: easy to learn."""
+    rng = np.random.default_rng(seed)
+    follows = rng.permutation(vocab).astype(np.uint16)
+    surprises = rng.random(tokens) < 0.1
+    drawn = rng.integers(vocab, size=tokens)
+    found = np.empty(tokens, np.uint16)
+    token = 0
+    for i in range(tokens):
+        token = drawn[i] if surprises[i] else follows[token]
+        found[i] = token
+    return found

@@ -4,18 +4,18 @@
     python -m benchmarks.step.trace_summary runs/qwen3b_512k/profile
 
 Reads the `.trace.json.gz` of the newest trace in a folder and, for each GPU, the events of its
-streams. Time in which several kinds of event run at once counts once for each of these kinds. The
-first table gives, for one step, the mean over the GPUs and the largest value of any GPU:
+streams. Time in which events of several kinds run at once counts for each kind. The first table
+gives, for one step, the mean over the GPUs and the largest value of any GPU:
 
 - time: at least one event of this kind is running;
 - exposed (collectives and copies only): the part of this time in which no attention kernel, matrix
   product or other kernel runs;
 - idle: nothing runs, between the first and the last event of the trace.
 
-A second table lists the kernels that take longest. Kernels from Pallas are listed with the XLA
-operation that launched them, since several may have the same name. A third table lists exposed
-collectives and copies with the compute kernel that runs next, which most likely waits for them.
-Needs nothing but Python.
+A second table lists the kernels that take longest. Pallas kernels are listed with the XLA operation
+that launched them, since several can have the same name. A third table lists exposed collectives
+and copies with the compute kernel that runs next, which most likely waits for them. Needs nothing
+but Python.
 """
 
 import argparse
@@ -34,7 +34,6 @@ ATTENTION, GEMM, COLLECTIVE, COPY, OTHER = (
 )  # fmt: skip
 KINDS = (ATTENTION, GEMM, OTHER, COLLECTIVE, COPY)
 _COMPUTE = (ATTENTION, GEMM, OTHER)
-
 # Searched for in a kernel's name in this order; the first match decides.
 _NAMES = (
     (COLLECTIVE, r"nccl|memcpyp2p|memcpy p2p|all_?reduce_kernel|nvshmem"),
@@ -42,24 +41,16 @@ _NAMES = (
     (GEMM, r"gemm|nvjet|cutlass|cublas|xmma"),
     (COPY, r"^memcpy|^memset|copy"),
 )
-# Operations of XLA whose kernels do not say what they are.
+# XLA operations with uninformative kernel names.
 _COLLECTIVE_OPS = ("all-reduce", "all-gather", "reduce-scatter", "collective-", "all-to-all")
-
-_STEP = "train_step"  # what mtraining_jax.training.loop.profile calls a step
+_STEP = "train_step"  # name of a step in mtraining_jax.training.loop.profile
 
 Interval = tuple[float, float]  # microseconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One event on a stream of a GPU.
-
-    Attributes:
-        name: of the kernel.
-        kind: one of `KINDS`.
-        start, end: microseconds.
-        operation: of XLA that launched it, "" if not known.
-    """
+    """A kernel on a stream, its times in microseconds, and the XLA operation if known."""
 
     name: str
     kind: str
@@ -75,12 +66,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What streams of GPUs did.
-
-    Attributes:
-        steps: training steps in the trace, 0 if none is marked.
-        gpus: events by the name of the GPU.
-    """
+    """Number of marked training steps, and events by the name of the GPU."""
 
     steps: int
     gpus: dict[str, list[Event]]
@@ -88,13 +74,13 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Times of one GPU over the whole trace, microseconds.
+    """Times of one GPU over the whole trace, in microseconds.
 
     Attributes:
         window: from the start of the first event to the end of the last.
-        busy: with an event of this kind under way, by kind.
-        exposed: of this, with no compute kernel under way; collectives and copies only.
-        idle: with nothing under way.
+        busy: with an event of a kind running, by kind.
+        exposed: of this, with no compute kernel running; collectives and copies only.
+        idle: with nothing running.
     """
 
     window: float
@@ -104,7 +90,7 @@ class Summary:
 
 
 def kind_of(name: str, operation: str = "") -> str:
-    """The kind of a kernel, by its name and by the XLA operation that launched it, if known."""
+    """The kind of a kernel, by its name and the XLA operation that launched it."""
     if operation.startswith(_COLLECTIVE_OPS):
         return COLLECTIVE
     for kind, pattern in _NAMES:
@@ -114,7 +100,7 @@ def kind_of(name: str, operation: str = "") -> str:
 
 
 def find_traces(path: Path) -> list[Path]:
-    """The files of the newest trace under a folder, one a process; or the file itself.
+    """The files of the newest trace under a folder, one per process; or the file itself.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -132,13 +118,13 @@ def read_trace(path: Path) -> Trace:
     """Reads one file.
 
     Raises:
-        ValueError: if it is damaged, or no trace.
+        ValueError: if it is damaged, or not a trace.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a whole trace ({error})") from error
+        raise ValueError(f"{path} is not a complete trace ({error})") from error
     processes: dict[int, str] = {}
     threads: dict[tuple[int, int], str] = {}
     for event in events:
@@ -180,10 +166,10 @@ def summarize(events: Sequence[Event]) -> Summary:
 
 
 def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, str]]:
-    """Microseconds in which a transfer runs and no compute does, on one GPU.
+    """Microseconds in which a transfer runs and no compute kernel does, on one GPU.
 
-    By name and kind of the transfer and by name of the compute kernel that starts next, "" where
-    there is none. What several transfers leave exposed at once counts in each.
+    By name and kind of the transfer and name of the compute kernel that starts next, "" if there is
+    none. Time that several transfers leave exposed at once counts for each.
     """
     kernels = sorted((e.start, e.launched) for e in events if e.kind in _COMPUTE)
     compute = _union((e.start, e.end) for e in events if e.kind in _COMPUTE)
@@ -200,78 +186,76 @@ def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, st
 
 
 def report(gpus: dict[str, list[Event]], steps: int, top: int) -> list[str]:
-    """The three tables; lines.
+    """Lines of the three tables.
 
     Args:
         gpus: events of each GPU.
         steps: in the trace; times are divided by it.
-        top: lines of the second table and of the third.
+        top: rows of the second and third table.
     """
     summaries = [summarize(events) for events in gpus.values()]
     mean_window = sum(x.window for x in summaries) / len(summaries)
 
-    def row(name: str, times: Sequence[float], launches: float | None, exposed=None) -> str:
-        mean = sum(times) / len(times)
-        cells = [f"{mean / steps / 1e3:.2f}", f"{max(times) / steps / 1e3:.2f}"]
-        cells.append(f"{mean / mean_window:.1%}")
-        cells.append("" if exposed is None else f"{sum(exposed) / len(exposed) / steps / 1e3:.2f}")
-        cells.append("" if launches is None else f"{launches:.0f}")
-        return f"| {name} | " + " | ".join(cells) + " |"
+    def times(total: float) -> list[str]:
+        """Mean over the GPUs per step in ms, and as a fraction of the trace."""
+        mean = total / len(gpus)
+        return [f"{mean / steps / 1e3:.2f}", f"{mean / mean_window:.1%}"]
 
-    lines = [
-        f"{steps} steps on {len(gpus)} GPUs; times of one step in ms",
-        "",
-        "| kind | mean | largest | share | exposed | events |",
-        "|---|---|---|---|---|---|",
-    ]
+    def row(name: str, each: Sequence[float], exposed: str = "", events: str = "") -> str:
+        mean, fraction = times(sum(each))
+        return _line(name, mean, f"{max(each) / steps / 1e3:.2f}", fraction, exposed, events)
+
+    lines = [f"{steps} steps on {len(gpus)} GPUs; times of one step in ms", ""]
+    lines += _head("kind", "mean", "largest", "share", "exposed", "events")
     for kind in KINDS:
         count = sum(e.kind == kind for events in gpus.values() for e in events)
-        exposed = None
-        if kind not in _COMPUTE:
-            exposed = [x.exposed[kind] for x in summaries]
-        times = [x.busy[kind] for x in summaries]
-        lines.append(row(kind, times, count / steps / len(gpus), exposed))
-    lines.append(row("idle", [x.idle for x in summaries], None))
-    lines.append(row("step", [x.window for x in summaries], None))
-    lines += ["", "| kernel | kind | mean ms | share | events |", "|---|---|---|---|---|"]
-    times, counts = collections.Counter(), collections.Counter()
+        exposed = "" if kind in _COMPUTE else times(sum(x.exposed[kind] for x in summaries))[0]
+        events = f"{count / steps / len(gpus):.0f}"
+        lines.append(row(kind, [x.busy[kind] for x in summaries], exposed, events))
+    lines.append(row("idle", [x.idle for x in summaries]))
+    lines.append(row("step", [x.window for x in summaries]))
+
+    lines += ["", *_head("kernel", "kind", "mean ms", "share", "events")]
+    totals, counts = collections.Counter(), collections.Counter()
     for event in (e for events in gpus.values() for e in events):
         key = event.launched if event.kind == ATTENTION else event.name, event.kind
-        times[key] += event.end - event.start
+        totals[key] += event.end - event.start
         counts[key] += 1
-    for (name, kind), time in times.most_common(top):
-        mean, launches = time / len(gpus), counts[name, kind] / steps / len(gpus)
-        lines.append(
-            f"| {_short(name)} | {kind} | {mean / steps / 1e3:.2f} | {mean / mean_window:.1%} |"
-            f" {launches:.0f} |"
-        )
+    for (name, kind), total in totals.most_common(top):
+        events = f"{counts[name, kind] / steps / len(gpus):.0f}"
+        lines.append(_line(_short(name), kind, *times(total), events))
+
+    lines += ["", *_head("exposed", "kind", "before", "mean ms", "share")]
     exposed = sum((exposures(events) for events in gpus.values()), collections.Counter())
-    lines += ["", "| exposed | kind | before | mean ms | share |", "|---|---|---|---|---|"]
-    for (name, kind, following), time in exposed.most_common(top):
-        mean = time / len(gpus)
-        lines.append(
-            f"| {_short(name)} | {kind} | {_short(following)} | {mean / steps / 1e3:.2f} |"
-            f" {mean / mean_window:.1%} |"
-        )
+    for (name, kind, following), total in exposed.most_common(top):
+        lines.append(_line(_short(name), kind, _short(following), *times(total)))
     return lines
 
 
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _head(*columns: str) -> list[str]:
+    return [_line(*columns), "|" + "---|" * len(columns)]
+
+
 def _short(name: str) -> str:
-    """Shortens a name so that it fits the table; the operation at its end stays."""
+    """Shortens a name for the table; the operation at its end stays."""
     return name if len(name) <= 80 else f"{name[:48]}...{name[-29:]}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables; returns 2, with a sentence on stderr, if there is nothing to print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="folder of a trace, or a .trace.json.gz")
-    parser.add_argument("--steps", type=int, help="steps in the trace; default: as it is marked")
-    parser.add_argument("--top", type=int, default=20, help="kernels listed one by one")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--steps", type=int, help="steps in the trace; default: the marked ones")
+    parser.add_argument("--top", type=int, default=20, help="rows of kernels and of exposed time")
+    args = parser.parse_args(argv)
     gpus: dict[str, list[Event]] = {}
     steps = 0
     try:
-        files = find_traces(options.path)
+        files = find_traces(args.path)
         for file in files:
             trace = read_trace(file)
             steps = max(steps, trace.steps)
@@ -280,12 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    steps = options.steps or steps
+    steps = args.steps or steps
     if not gpus or not steps:
         lacks = "no events on streams of a GPU" if not gpus else "no marked step; give --steps"
-        print(f"error: {options.path} has {lacks}", file=sys.stderr)
+        print(f"error: {args.path} has {lacks}", file=sys.stderr)
         return 2
-    print("\n".join(report(gpus, steps, options.top)))
+    print("\n".join(report(gpus, steps, args.top)))
     return 0
 
 

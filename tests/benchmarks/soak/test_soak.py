@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 from benchmarks.soak.__main__ import main
-from benchmarks.soak.checks import different_steps, first_difference, left_behind, per_step
 from benchmarks.soak.events import Event, Rhythm, draw_events, step_under_way, where_it_fell
-from benchmarks.soak.report import Ended, memory, table, times, what_ran
+from benchmarks.soak.report import (
+    Ended,
+    different_steps,
+    first_difference,
+    left_behind,
+    memory,
+    per_step,
+    stop_times,
+    table,
+    what_ran,
+)
 
 RHYTHM = Rhythm(audit=4, save=10)
 STEPS = ["compiling the training step ...\n", "compiled in 2.0 s\n"]
@@ -107,8 +116,8 @@ def test_the_report_says_where_events_fell_and_how_long_a_stop_took():
     ]
     begin = ["  batch      1 x 256 tokens per step\n", "  output     runs/whole\n", *STEPS]
     assert what_ran(begin) == ["- batch 1 x 256 tokens per step"]
-    assert times(ends) == (["- asked to stop: saved and ended in 1.0 to 2.0 s"], [])
-    assert times(ends[2:]) == ([], [])
+    wanted = "- after SIGTERM or SIGINT: saved and ended in 1.0 to 2.0 s"
+    assert stop_times(ends) == [wanted] and stop_times(ends[2:]) == []
 
 
 def test_memory_that_grows_is_told_and_drawn(tmp_path):
@@ -123,8 +132,8 @@ def test_memory_that_grows_is_told_and_drawn(tmp_path):
     run = SimpleNamespace(memory=samples, checkpoints=tmp_path / "checkpoints")
     lines, wrong = memory(run, run, 1200, tmp_path / "soak.png")
     assert wrong == ["memory of the process grows", "memory of the device grows"]
-    assert lines[0].startswith("- memory of the process: +512.00 KiB a step")
-    assert lines[1] == "- memory of the device: +4096.0 bytes a step, at most 256 MiB"
+    assert lines[0].startswith("- memory of the process: +512.00 KiB per step")
+    assert lines[1] == "- memory of the device: +4096.0 bytes per step, at most 256 MiB"
     assert (tmp_path / "soak.png").stat().st_size > 2000
 
 
@@ -141,8 +150,8 @@ def test_a_run_that_cannot_start_is_told_at_once(tmp_path, capsys):
 )
 def test_a_small_run_that_is_ended_six_times_once_in_an_audit(tmp_path, capsys):
     assert main([f"--out={tmp_path / 'soak'}", "--cpu"]) == 0
-    assert "All is as it should be." in capsys.readouterr().out
+    assert "All checks passed." in capsys.readouterr().out
     report = (tmp_path / "soak" / "REPORT.md").read_text()
     in_audit = [x for x in report.splitlines() if "| audit, " in x and "(missed)" not in x]
     assert len(in_audit) == 1 and ", audited | -9 |" in in_audit[0]
-    assert "differ to the bit from those of the uninterrupted run: 0 of 60 (15 audited)" in report
+    assert "differs in any bit from the uninterrupted run: 0 of 60 (15 audited)" in report

@@ -132,4 +132,4 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-20])
     capsys.readouterr()
     assert ts.main([str(path)]) == 2
-    assert "is not a whole trace" in capsys.readouterr().err
+    assert "is not a complete trace" in capsys.readouterr().err
