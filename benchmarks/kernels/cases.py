@@ -73,13 +73,9 @@ class Row:
 
 
 class Case:
-    """Programs of one shape and one kind of pattern, being compiled.
+    """Programs of one shape and one kind of pattern, being compiled; traced and lowered at once.
 
-    Args:
-        pool: compiles; tracing and lowering happen at once.
-        shape: of the problem.
-        kind: "slash" (masks A and B share every program), "dense", "blocks" or "cudnn".
-        kernels: for all kinds but "cudnn".
+    Kinds are "slash" (masks A and B share every program), "dense", "blocks" and "cudnn".
     """
 
     def __init__(

@@ -45,13 +45,10 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Results of one pattern.
+    """Results of one pattern: density, mean over layers; median seconds; and memory of one device.
 
-    Attributes:
-        density: computed over causal pairs, mean over layers.
-        forward, prefill, token: seconds, medians.
-        peak_bytes: memory of one device in the prefill, as the compiler reserves it; 0 if it does
-            not say, as for a program from JAX's cache.
+    `peak_bytes` is what the compiler reserves for the prefill, 0 if it does not say, as for a
+    program from JAX's cache.
     """
 
     density: float
@@ -67,14 +64,8 @@ def bytes_of_a_token(
     """Bytes that one device reads for one new token.
 
     That is all weights (the embedding only if it is also the output layer), and the keys and values
-    of the context on the device.
-
-    Args:
-        spec: the model.
-        parameters: size and bytes per element, by name.
-        context: tokens in the cache.
-        ranks: devices that share the cache.
-        width: bytes per element of the cache.
+    of `context` tokens on the device, `width` bytes each. `parameters` gives size and bytes per
+    element by name.
     """
     untied = not spec.tie_word_embeddings
     weights = sum(
@@ -98,15 +89,7 @@ def row_of(name: str, timing: Timing, length: int, ideal: float) -> list[str]:
 def time_pattern(
     loaded: Loaded, length: int, repeats: int, tokens: int, log: Callable[[str], None]
 ) -> Timing:
-    """Compiles and times everything with one pattern.
-
-    Args:
-        loaded: the model.
-        length: tokens of the prompt.
-        repeats: runs per median, after one to warm up.
-        tokens: new tokens per run.
-        log: called with each result.
-    """
+    """Compiles and times everything with one pattern; a run generates `tokens` new tokens."""
     programs = Programs(loaded)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, loaded.network.spec.vocab_size, length, np.int32)

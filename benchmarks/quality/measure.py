@@ -23,13 +23,9 @@ PARTS = ("choose", "build", "forward", "backward")  # of the attention time of a
 
 
 class Selector:
-    """Selection of an index by one setting, compiled when it is made.
+    """Selection of an index by one setting, compiled for the shapes of q and k [1, S, H, D].
 
-    Args:
-        pattern: of all layers; its arrays, if any, have a leading axis of layers.
-        q: shape and dtype of the queries, [1, S, Hq, D].
-        k: shape and dtype of the keys, [1, S, Hk, D].
-        backend: of kernels for the selection; None for the best here.
+    Arrays of the pattern have a leading axis of layers.
     """
 
     def __init__(
@@ -61,10 +57,7 @@ class Selector:
 class Programs:
     """Programs shared by all settings, compiled once for each kind and size of index.
 
-    Args:
-        backend: of the kernels; None for the best here.
-        seq_len: S.
-        recall_rows: int32 [R], positions of the queries for recall.
+    `recall_rows`, int32 [R], are the positions of the queries for recall.
     """
 
     def __init__(self, backend: str | None, seq_len: int, recall_rows: np.ndarray) -> None:
@@ -96,13 +89,7 @@ def _recall(q: Array, k: Array, index: Index, rows: Array) -> Array:
 def measure_losses(
     model: SteppedModel, programs: Programs, selector: Selector, texts: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Runs a model with sparse attention in every layer.
-
-    Args:
-        model: to run.
-        programs: shared.
-        selector: of the setting.
-        texts: integers [N, S].
+    """Runs a model with sparse attention in every layer, on texts [N, S].
 
     Returns:
         "losses" fp32 [N, S - 1]; "density" and "executed" fp32 [N, L, Hq or 1], over the causal
@@ -132,19 +119,13 @@ def measure_losses(
 def summary(
     measured: dict[str, np.ndarray], dense: np.ndarray, texts: np.ndarray, kinds: Sequence[str]
 ) -> dict[str, Any]:
-    """The numbers of one setting.
-
-    Args:
-        measured: from `measure_losses`.
-        dense: fp32 [N, S - 1], the losses with dense attention.
-        texts: integers [N, S].
-        kinds: kind of text of each sequence.
+    """The numbers of one setting, from `measure_losses` and the losses of dense attention.
 
     Returns:
-        Plain numbers: densities; `keys`, computed pairs per row; recall (mean, and of the worst
-        head, the least mean over sequences of any layer and head); and increases of the loss over
-        dense attention in nats: `rise` of all tokens with `rise_error`, its standard error over
-        sequences, `rise_copies` of far copies, `rise_kinds` of each kind of text.
+        Densities; `keys`, computed pairs per row; recall (mean, and of the worst head, the least
+        mean over sequences of any layer and head); and increases of the loss over dense attention
+        in nats: `rise` of all tokens with `rise_error`, its standard error over sequences,
+        `rise_copies` of far copies, `rise_kinds` of each kind of text.
     """
     rise = measured["losses"].astype(np.float64) - dense
     recall = measured["recall"].mean(0)
@@ -181,15 +162,7 @@ def measure_times(
     programs: Programs, selector: Selector, layers: Sequence[tuple], dout: Array, repeats: int,
     numbers: Sequence[int],
 ) -> dict[str, float]:  # fmt: skip
-    """Times the attention of a layer on real queries, keys and values, in ms.
-
-    Args:
-        programs: shared.
-        selector: of the setting.
-        layers: q, k and v of some layers.
-        dout: gradient of the output, [1, S, Hq, D].
-        repeats: runs per median.
-        numbers: of the layers.
+    """Times attention on the queries, keys and values of some layers with these numbers, in ms.
 
     Returns:
         Means over the layers: medians of each of `PARTS` (selection of an index, lists for the

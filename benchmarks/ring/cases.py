@@ -127,12 +127,7 @@ class Case:
             future.result()
 
     def prepare(self, masks: str, seed: int) -> None:
-        """Does what can share the device: draws inputs and masks, and counts the balance.
-
-        Args:
-            masks: letters; masks of other kinds of problem are ignored.
-            seed: of inputs and masks.
-        """
+        """Draws inputs and masks (letters), and counts the balance; this can share the device."""
         problem = self.problem
         self._inputs = self.programs.random_inputs(seed)
         self._prepared: list[tuple[Row, Index, int]] = []
@@ -156,10 +151,8 @@ class Case:
     def measure(self, repeats: int, seconds: float) -> Iterator[Row]:
         """Times all programs on each prepared mask.
 
-        Args:
-            repeats: runs per median.
-            seconds: limit of all repeats together; slower programs are repeated less often, at
-                least 3 times.
+        The repeats of a program take `seconds` at most together; slower programs are repeated less
+        often, at least 3 times.
         """
         for row, index, rank in self._prepared:
             row.repeats = repeats

@@ -70,14 +70,9 @@ class Rhythm:
 
 
 def step_under_way(lines: Sequence[str]) -> int | None:
-    """The step in which a signal arrived: the one after the last logged step.
+    """The step in which a signal arrived: the one after the last logged step, None without any.
 
-    Args:
-        lines: output of the process. It ends where SIGKILL ended it, and has a line for the arrival
-            of SIGTERM and SIGINT.
-
-    Returns:
-        The number of the step; None if the process had not logged any.
+    The output ends where SIGKILL ended it, and has a line for the arrival of SIGTERM and SIGINT.
     """
     last = None
     for line in lines:

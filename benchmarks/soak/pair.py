@@ -16,16 +16,13 @@ _SECONDS_BETWEEN_NEWS = 15
 
 
 class SoakedPair:
-    """Both runs, and what happened.
+    """Both runs, and what happened; `failures` are sentences about what is wrong.
 
     Args:
         out: folder with the data and a configuration for each run; everything is written there.
         steps: of each run.
         rhythm: of their audits and saves.
         minutes: time limit, after which both are killed and compared as they are.
-
-    Attributes:
-        failures: sentences about what is wrong.
     """
 
     def __init__(self, out: Path, steps: int, rhythm: Rhythm, minutes: float) -> None:
@@ -164,11 +161,7 @@ class SoakedPair:
             self.failures.append(f"{what} printed a traceback\n{text[found.start() :][:4000]}")
 
     def report(self, picture: Path) -> list[str]:
-        """Compares both runs, adds to `failures`, and returns lines of Markdown.
-
-        Args:
-            picture: file for the plot of memory.
-        """
+        """Compares both runs, adds to `failures`, and returns lines of Markdown."""
         runs, lines = self._out / "runs", []
         if not self._in_time:
             self.failures.append(f"not done in {self._seconds / 60:g} minutes")

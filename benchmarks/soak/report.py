@@ -72,12 +72,7 @@ def table(ends: Sequence[Ended]) -> list[str]:
 
 
 def differences(runs: Path, complete: bool) -> Found:
-    """Whether both runs are bit-identical.
-
-    Args:
-        runs: folder of both.
-        complete: whether both took all their steps; else only common steps are compared.
-    """
+    """Whether both runs are bit-identical; only common steps are compared if not `complete`."""
     expected, found = (read_metrics(runs / name) for name in NAMES)
     if not complete:
         last = min(max((x["step"] for x in run), default=0) for run in (expected, found))
@@ -165,13 +160,7 @@ def left_behind(folder: Path, names: Collection[str]) -> list[str]:
 
 
 def memory(whole: SoakedRun, stopped: SoakedRun, steps: int, picture: Path) -> Found:
-    """Whether memory of the process or of the device grows.
-
-    Args:
-        whole, stopped: the runs.
-        steps: of a complete run.
-        picture: file for a plot.
-    """
+    """Whether memory of the process or of the device grows; plots both."""
     lines, wrong = [], []
     of_process = [(step, size) for _, step, size in whole.memory if step]
     if of_process:
@@ -198,11 +187,7 @@ def memory(whole: SoakedRun, stopped: SoakedRun, steps: int, picture: Path) -> F
 
 
 def per_step(samples: Sequence[tuple[int, int]]) -> float:
-    """Slope of memory over steps in bytes, by least squares, without the first third.
-
-    Args:
-        samples: step and bytes, in order.
-    """
+    """Slope of memory over steps in bytes, by least squares, without the first third of samples."""
     rest = np.array(samples[len(samples) // 3 :], np.float64).reshape(-1, 2)
     parts = [x for x in np.array_split(rest, _WINDOWS) if len(x)]
     least = np.array([x[x[:, 1].argmin()] for x in parts]).reshape(-1, 2)

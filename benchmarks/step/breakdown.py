@@ -72,14 +72,9 @@ _sum.defvjp(_sum_forward, _sum_backward)
 def time_step(
     config: Config, mesh: Mesh, with_attention: bool, steps: int, trace: Path | None = None
 ) -> Steps:
-    """Compiles the training step and times it.
+    """Compiles and times the training step with attention or `stand_in`, after one warm-up step.
 
-    Args:
-        config: of the run.
-        mesh: of its devices.
-        with_attention: else with `stand_in`.
-        steps: timed steps, after one to warm up.
-        trace: folder for a profile of one more step, with a summary printed; None for no profile.
+    With a folder for a trace it profiles one more step and prints a summary.
     """
     batch = _batch(config, mesh, build_layout(config).permutation())
     step = CompiledStep(config, mesh, batch, None if with_attention else stand_in)
@@ -117,11 +112,7 @@ def rows_of(
 ) -> Iterator[list[str]]:
     """The cells of the table: a row for each depth, and one for the full depth from two.
 
-    Args:
-        config: of the full model.
-        depths: layers, ascending.
-        timings: by depth and whether there was attention.
-        kind: of the devices.
+    `timings` are by depth and whether there was attention.
     """
     peak = peak_flops(kind)
     seconds = {key: timing.seconds for key, timing in timings.items()}

@@ -112,14 +112,7 @@ def columns(measured: bool) -> list[str]:
 
 
 def row(name: str, how: str, found: Sequence[Found], plain: Sequence[Found]) -> list[str]:
-    """Cells of the table.
-
-    Args:
-        name: of the batch.
-        how: its order.
-        found: predicted, and measured if it was.
-        plain: the same in data order.
-    """
+    """Cells of the table; `found` is predicted, and measured if it was, `plain` in data order."""
     cells = [name, how]
     for _, form, value in _METRICS:
         cells += [form.format(value(*pair)) for pair in zip(found, plain, strict=True)]
@@ -129,14 +122,7 @@ def row(name: str, how: str, found: Sequence[Found], plain: Sequence[Found]) -> 
 
 
 def write(args: argparse.Namespace, run: Run, config: Config, page: Page) -> None:
-    """Adds the table to the page.
-
-    Args:
-        args: of the command.
-        run: of several replicas.
-        config: of that run.
-        page: to write to.
-    """
+    """Adds the table to the page."""
     warm, batches = draw_batches(run, args.seed, args.batches, args.start, args.documents)
     steps = assign(warm, batches, run)
     timer = None

@@ -186,13 +186,7 @@ def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, st
 
 
 def report(gpus: dict[str, list[Event]], steps: int, top: int) -> list[str]:
-    """Lines of the three tables.
-
-    Args:
-        gpus: events of each GPU.
-        steps: in the trace; times are divided by it.
-        top: rows of the second and third table.
-    """
+    """Lines of the three tables, the second and third with `top` rows."""
     summaries = [summarize(events) for events in gpus.values()]
     mean_window = sum(x.window for x in summaries) / len(summaries)
 
