@@ -1,8 +1,8 @@
 """Worker processes that compile at the same time and then measure one after another.
 
 Python takes longer to trace kernels than the GPU takes to run them, so every problem gets its own
-process. The parent (`measure`) starts `python -m MODULE OPTIONS` for each. A worker compiles, waits
-for its turn (`my_turn`), measures while nothing else runs, and sends its results (`send`).
+process. The parent (`measure`) starts them. A worker compiles, waits for its turn (`my_turn`),
+measures while nothing else runs, and sends its results (`send`). Needs no JAX.
 """
 
 import json
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]  # workers start here, so that `benchmarks` is importable
-_READY, _SENT, _GO = "ready", "sent ", "go"
+_READY, _SKIPPED, _SENT, _GO = "ready ", "skipped ", "sent ", "go"
+
+Job = tuple[str, list[str]]  # name and command of a worker
 
 
 def share_device() -> None:
@@ -22,10 +24,15 @@ def share_device() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def my_turn() -> bool:
+def my_turn(about: str = "") -> bool:
     """Called by a worker that has compiled: waits until it may measure; False: it should exit."""
-    print(_READY, flush=True)
+    print(_READY + about, flush=True)
     return sys.stdin.readline().strip() == _GO
+
+
+def skip(reason: str) -> None:
+    """Called by a worker that cannot run on this machine, before it exits."""
+    print(_SKIPPED + reason, flush=True)
 
 
 def send(value: Any) -> None:
@@ -33,9 +40,13 @@ def send(value: Any) -> None:
     print(_SENT + json.dumps(value), flush=True)
 
 
+def command(module: str, *options: str, python: str = sys.executable) -> list[str]:
+    """The command of a worker that runs a module."""
+    return [python, "-m", module, *options]
+
+
 def measure(
-    module: str,
-    jobs: Sequence[tuple[str, list[str]]],
+    jobs: Sequence[Job],
     at_once: int,
     receive: Callable[[Any], None],
     log: Callable[[str], None],
@@ -44,35 +55,33 @@ def measure(
     """Runs a worker for every job, in order.
 
     Args:
-        module: what a worker runs.
-        jobs: name and options of each.
+        jobs: name and command of each.
         at_once: workers that compile at the same time; others follow as these finish.
         receive: called with each value that a worker sends.
-        log: called with each line of progress and with each failure.
-        allowed: called before a worker measures, and may wait; if False, the worker is skipped.
+        log: called with what workers say about themselves, and with each failure.
+        allowed: called before a worker measures; if False, the worker is skipped.
     """
     for first in range(0, len(jobs), at_once):
-        _wave(module, jobs[first : first + at_once], receive, log, allowed)
+        _wave(jobs[first : first + at_once], receive, log, allowed)
 
 
-def _wave(module, jobs, receive, log, allowed) -> None:
+def _wave(jobs, receive, log, allowed) -> None:
     started: list[tuple[str, subprocess.Popen]] = []
     try:
-        for name, options in jobs:
+        for name, arguments in jobs:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *options],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
+                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
             )
             started.append((name, process))
         ready = []
         for name, process in started:
-            if _read_until(process, _READY) is None:
-                log(f"FAILED to compile: {name}")
-            else:
+            kind, about = _read(process, _READY, _SKIPPED)
+            if kind == _READY:
                 ready.append((name, process))
+                if about:
+                    log(f"{name}: {about}")
+            else:
+                log(f"FAILED to compile: {name}" if kind is None else f"no {name} ({about})")
         for name, process in ready:
             if not allowed():
                 log(f"no time left for {name}")
@@ -80,8 +89,8 @@ def _wave(module, jobs, receive, log, allowed) -> None:
             if process.poll() is None:
                 process.stdin.write(_GO + "\n")
                 process.stdin.flush()
-            while (text := _read_until(process, _SENT)) is not None:
-                receive(json.loads(text))
+            while (sent := _read(process, _SENT))[0]:
+                receive(json.loads(sent[1]))
             if process.wait() != 0:
                 log(f"FAILED to measure: {name}")
     finally:
@@ -90,9 +99,10 @@ def _wave(module, jobs, receive, log, allowed) -> None:
             process.communicate()
 
 
-def _read_until(process: subprocess.Popen, prefix: str) -> str | None:
-    """Returns the rest of the next line with the prefix; None at the end of the output."""
+def _read(process: subprocess.Popen, *prefixes: str) -> tuple[str | None, str]:
+    """The next line with one of the prefixes, split after it; (None, "") at the end."""
     for text in process.stdout:
-        if text.startswith(prefix):
-            return text.removeprefix(prefix)
-    return None
+        for prefix in prefixes:
+            if text.startswith(prefix):
+                return prefix, text.removeprefix(prefix).strip()
+    return None, ""

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,13 +25,7 @@ from benchmarks.kernels import triton_sm80
 from benchmarks.kernels.cases import Case, Row, Shape
 from benchmarks.kernels.errors import relative_errors
 from benchmarks.kernels.masks import BLOCK, Work, block_mask, slash_mask
-from benchmarks.kernels.peers.peer import (
-    PeerError,
-    TorchPeer,
-    flash_peer,
-    flex_peer,
-    reference_peer,
-)
+from benchmarks.kernels.peers.jobs import Peers
 from benchmarks.kernels.programs import HEADS, Attention, random_inputs
 from benchmarks.options import BACKENDS, make_parser
 from benchmarks.timing import log
@@ -62,91 +57,68 @@ def main(argv: list[str] | None = None) -> str:
     if args.problem:
         _work(args)
         return ""
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(args, Path(folder))
+
+
+def _run(args, folder: Path) -> str:
     on_gpu = jax.default_backend() == "gpu"
     flex_shape = Shape(args.flex_seq_len, *HEADS[128], 128)
-    peers = _start_peers(args, flex_shape) if on_gpu else []
-    try:
-        return _run(args, on_gpu, flex_shape, peers)
-    finally:
-        for peer in peers:
-            peer.close()
-
-
-def _start_peers(args, flex_shape: Shape) -> list[TorchPeer]:
-    """Starts the baselines in torch, which begin to compile."""
-    shapes = [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
-    dense = [shape for shape in shapes if shape.seq_len <= args.longest_dense]
-    common = args.seed, args.repeats
-    peers = []
-    if "F" in args.masks and flex_shape in shapes:
-        mask = block_mask(_rng(args.seed, "F", flex_shape), flex_shape.heads, flex_shape.seq_len)
-        peers.append(flex_peer(args.torch_python, flex_shape, mask, *common))
-    if "D" in args.masks and dense:
-        peers.append(flash_peer(args.torch_python, dense, *common))
-    problems = [(s, m) for m in "DAB" if m in args.masks for s in (dense if m == "D" else shapes)]
-    if args.reference is not None and problems:
-        masks = [slash_mask(m, _rng(args.seed, m, s), s.heads, s.seq_len) for s, m in problems]
-        peers.append(reference_peer(args.torch_python, args.reference, problems, masks, *common))
-    return peers
-
-
-def _run(args, on_gpu: bool, flex_shape: Shape, peers: list[TorchPeer]) -> str:
     rows: list[Row] = []
     errors: dict[int, dict] = {}
-    failures = ["no reference (no --reference)"] if on_gpu and args.reference is None else []
+    notes = ["no reference (no --reference)"] if on_gpu and args.reference is None else []
 
     def save() -> str:
         """Writes the results so far: an aborted run keeps its first rows."""
-        torch = "; ".join([*(peer.ready[1] for peer in peers), *failures]) or None
-        text = tables.header(args.seed, args.repeats, torch) + tables.table(rows)
+        text = tables.header(args.seed, args.repeats, notes) + tables.table(rows)
         if errors:
             text += "\n" + tables.error_table(errors, args.error_seq_len)
         if args.out is not None:
             args.out.write_text(text)
         return text
 
-    def receive(row: Row) -> None:
-        rows.append(row)
-        log(tables.line(row))
+    def receive(values: dict) -> None:
+        work = values["work"] and Work(**values["work"])
+        rows.append(Row(**values | {"shape": Shape(**values["shape"]), "work": work}))
+        log(tables.line(rows[-1]))
         save()
 
-    def idle() -> bool:
-        """Waits until torch has compiled, as it tries some kernels on the GPU meanwhile."""
-        return all(peer.ready is not None for peer in peers)
+    def note(text: str) -> None:
+        notes.append(text)
+        log(text)
 
     problems = _plan(args, on_gpu, flex_shape)
     log(f"{len(problems)} problems")
-    workers.measure(
-        "benchmarks.kernels.attention",
-        [(x.name, _options(args, x)) for x in problems],
-        args.workers,
-        lambda values: receive(_row(values)),
-        log,
-        idle,
-    )
-    for peer in peers:
-        running, text = peer.ready
-        log(text)
-        try:
-            for row in peer.measure() if running else ():
-                receive(row)
-        except PeerError as error:
-            failures.append(f"FAILED: {error}")
-            log(failures[-1])
+    jobs = [(x.name, _command(args, x)) for x in problems]
+    jobs += _peers(args, folder, flex_shape) if on_gpu else []
+    workers.measure(jobs, args.workers, receive, note)
     for dim in args.head_dim if args.error_seq_len else ():
         masks = tuple(m for m in ("D", "A", "B") if m in args.masks)
         errors[dim] = relative_errors(
-            Attention(args.backend),
-            args.seed + dim,
-            args.error_seq_len,
-            *HEADS[dim],
-            dim,
-            masks=masks,
-            cudnn=on_gpu,
-        )
+            Attention(args.backend), args.seed + dim, args.error_seq_len, *HEADS[dim], dim,
+            masks=masks, cudnn=on_gpu,
+        )  # fmt: skip
         log(f"errors D={dim}: {errors[dim]}")
         save()
     return save()
+
+
+def _peers(args, folder: Path, flex_shape: Shape) -> list[workers.Job]:
+    """The baselines in torch, which have the GPU to themselves when they run last."""
+    peers = Peers(args.torch_python, folder, args.seed, args.repeats)
+    shapes = [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
+    dense = [shape for shape in shapes if shape.seq_len <= args.longest_dense]
+    jobs = []
+    if "F" in args.masks and flex_shape in shapes:
+        mask = block_mask(_rng(args.seed, "F", flex_shape), flex_shape.heads, flex_shape.seq_len)
+        jobs.append(peers.flex(flex_shape, mask))
+    if "D" in args.masks and dense:
+        jobs.append(peers.flash(dense))
+    problems = [(s, m) for m in "DAB" if m in args.masks for s in (dense if m == "D" else shapes)]
+    if args.reference is not None and problems:
+        masks = [slash_mask(m, _rng(args.seed, m, s), s.heads, s.seq_len) for s, m in problems]
+        jobs.append(peers.mtraining(args.reference, problems, masks))
+    return jobs
 
 
 def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
@@ -186,16 +158,11 @@ def _work(args) -> None:
         workers.send(dataclasses.asdict(row))
 
 
-def _options(args, problem: Problem) -> list[str]:
+def _command(args, problem: Problem) -> list[str]:
     options = [f"--problem={json.dumps(dataclasses.asdict(problem))}", f"--seed={args.seed}"]
     options += [f"--backend={args.backend}"] if args.backend else []
-    return [*options, f"--repeats={args.repeats}"]
-
-
-def _row(values: dict) -> Row:
-    """The row that a worker sent."""
-    work = values["work"] and Work(**values["work"])
-    return Row(**values | {"shape": Shape(**values["shape"]), "work": work})
+    options.append(f"--repeats={args.repeats}")
+    return workers.command("benchmarks.kernels.attention", *options)
 
 
 def _rng(seed: int, mask: str, shape: Shape) -> np.random.Generator:

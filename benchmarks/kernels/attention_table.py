@@ -28,11 +28,11 @@ it.
 """
 
 
-def header(seed: int, repeats: int, torch: str | None) -> str:
+def header(seed: int, repeats: int, notes: Sequence[str]) -> str:
     """When, where and with which versions the run was made, and what the columns mean."""
     return (
         f"# Attention on {jax.devices()[0].device_kind}\n\n"
-        f"{setting([torch] if torch else [])}. bf16, batch 1, random inputs, seed {seed}, medians "
+        f"{setting(notes)}. bf16, batch 1, random inputs, seed {seed}, medians "
         f"of {repeats}.\n\n{_ABOUT}\n"
     )
 

@@ -86,13 +86,8 @@ def main() -> None:
         if args.out is not None:
             args.out.write_text(json.dumps(found, indent=1))
 
-    workers.measure(
-        "benchmarks.kernels.tune_triton",
-        [(" ".join(map(str, x)), _options(args, x)) for x in problems],
-        args.workers,
-        receive,
-        log,
-    )
+    jobs = [(" ".join(map(str, x)), _command(args, x)) for x in problems]
+    workers.measure(jobs, args.workers, receive, log)
     print(f"{jax.devices()[0].device_kind}, S = {args.seq_len}, seed {args.seed}, medians of "
           f"{args.repeats}, TFLOP/s of executed tiles and columns")  # fmt: skip
     print(table(found))
@@ -199,11 +194,12 @@ def _work(args: argparse.Namespace) -> None:
         })  # fmt: skip
 
 
-def _options(args: argparse.Namespace, problem: tuple) -> list[str]:
-    return [
+def _command(args: argparse.Namespace, problem: tuple) -> list[str]:
+    return workers.command(
+        "benchmarks.kernels.tune_triton",
         f"--problem={json.dumps(problem)}", f"--seed={args.seed}", f"--seq-len={args.seq_len}",
         f"--repeats={args.repeats}", "--masks", *args.masks,
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def _parse() -> argparse.Namespace:

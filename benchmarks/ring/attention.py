@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None) -> str:
     if args.workers:
         stop = time.perf_counter() + args.stop_after
         workers.measure(
-            "benchmarks.ring.attention",
-            [(x.name, _options(args, x)) for x in problems],
+            [(x.name, _command(args, x)) for x in problems],
             args.workers,
             lambda values: receive(Row.from_json(values)),
             log,
@@ -125,11 +124,11 @@ def _work(args: argparse.Namespace) -> None:
             workers.send(dataclasses.asdict(row))
 
 
-def _options(args: argparse.Namespace, problem: Problem) -> list[str]:
+def _command(args: argparse.Namespace, problem: Problem) -> list[str]:
     options = [f"--problem={json.dumps(dataclasses.asdict(problem))}"]
     for name in ("masks", "seed", "repeats", "seconds", "cpu_devices"):
         options += [f"--{name.replace('_', '-')}={getattr(args, name)}"]
-    return [*options, "--measures", *args.measures]
+    return workers.command("benchmarks.ring.attention", *options, "--measures", *args.measures)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

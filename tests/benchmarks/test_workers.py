@@ -6,7 +6,8 @@ from benchmarks import workers
 def measured(jobs, at_once, **options):
     """What workers sent, and what was logged."""
     sent, logged = [], []
-    workers.measure("tests.benchmarks.worker", jobs, at_once, sent.append, logged.append, **options)
+    jobs = [(name, workers.command("tests.benchmarks.worker", *words)) for name, words in jobs]
+    workers.measure(jobs, at_once, sent.append, logged.append, **options)
     return sent, logged
 
 
@@ -29,6 +30,13 @@ def test_workers_that_fail_are_named_and_others_continue():
     sent, logged = measured(jobs, 3)
     assert [x[0] for x in sent if isinstance(x, list)] == ["b", "c"]
     assert logged == ["FAILED to compile: early", "FAILED to measure: late"]
+
+
+def test_workers_may_skip_and_say_what_they_run_with():
+    jobs = [("absent", ["a", "skips"]), ("present", ["b", "names a version"])]
+    sent, logged = measured(jobs, 2)
+    assert [x[0] for x in sent if isinstance(x, list)] == ["b"]
+    assert logged == ["no absent (no such device)", "present: version 9"]
 
 
 def test_nothing_is_measured_when_it_is_not_allowed_any_more():

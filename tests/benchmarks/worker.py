@@ -1,4 +1,4 @@
-"""A worker that sends when it started and measured, or fails on request."""
+"""A worker that sends when it started and measured, or fails or skips on request."""
 
 import sys
 import time
@@ -11,7 +11,10 @@ if __name__ == "__main__":
     print("noise")
     if how == "dies early":
         sys.exit("no")
-    if workers.my_turn():
+    if how == "skips":
+        workers.skip("no such device")
+        sys.exit()
+    if workers.my_turn("version 9" * (how == "names a version")):
         turn = time.time()
         workers.send([name, started, turn])
         if how == "dies late":

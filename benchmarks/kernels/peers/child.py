@@ -1,20 +1,16 @@
-"""The child's side of `peer.py`: times attention in torch, in its own process.
+"""The side of a baseline in torch: a worker that has a row of the table for each problem."""
 
-A child reads a file of arrays, compiles, prints {"ready": versions} or {"missing": reason}, and
-waits for a line on standard input, during which the device must be idle. Then it prints one line of
-JSON for each row of the table: times in ms by name, or {"failed": reason}.
-"""
-
-import contextlib
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-Prepare = Callable[[Any, dict[str, np.ndarray]], tuple[str, Iterable[Callable[[], dict]]]]
+from benchmarks import workers
+
+Prepare = Callable[[Any, dict[str, np.ndarray]], tuple[str, Sequence[Callable[[], dict]]]]
 
 
 class MissingError(Exception):
@@ -26,29 +22,31 @@ def serve(prepare: Prepare) -> None:
 
     Args:
         prepare: called with torch and the arrays of the file; compiles, and returns versions and a
-            function for each row. Raises `MissingError` if something is not installed.
+            function for each row that returns times by name. Raises `MissingError` if something is
+            not installed.
     """
     with np.load(sys.argv[1]) as file:
         problem = dict(file)
-    out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # some libraries print what they lack
-        try:
-            import torch
+    rows = json.loads(str(problem.pop("rows")))
+    try:
+        import torch
 
-            if not torch.cuda.is_available():
-                raise MissingError("torch sees no CUDA device")
-            versions, rows = prepare(torch, problem)
-        except (ImportError, MissingError) as error:
-            _send(out, missing=str(error))
-            return
-        _send(out, ready=f"torch {torch.__version__}, {versions}")
-        sys.stdin.readline()
-        for row in rows:
-            try:
-                values = row()
-            except torch.OutOfMemoryError as error:
-                values = {"failed": str(error).splitlines()[0]}
-            _send(out, **values)
+        if not torch.cuda.is_available():
+            raise MissingError("torch sees no CUDA device")
+        versions, measures = prepare(torch, problem)
+    except (ImportError, MissingError) as error:
+        workers.skip(str(error))
+        return
+    if not workers.my_turn(f"torch {torch.__version__}, {versions}"):
+        return
+    for row, measure in zip(rows, measures, strict=True):
+        row |= measure()
+        if "tiles" in row:
+            done = {name: row.pop(name) for name in ("tiles", "bars")}
+            if done != row["work"]:
+                name = f"{row['who']} on mask {row['mask']}"
+                sys.exit(f"error: {name} executes {done} instead of {row['work']}")
+        workers.send(row | {"total": row["forward"] + row["backward"]})
 
 
 def median_ms(torch: Any, run: Callable[[], Any], repeats: int) -> float:
@@ -69,7 +67,3 @@ def median_ms(torch: Any, run: Callable[[], Any], repeats: int) -> float:
 def normal(torch: Any, *shape: int) -> Any:
     """A random tensor in bf16."""
     return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
-
-
-def _send(file: Any, **values: Any) -> None:
-    print(json.dumps(values), file=file, flush=True)

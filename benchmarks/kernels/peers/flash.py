@@ -1,4 +1,4 @@
-"""The dense causal flash attention of torch, with `enable_gqa`: a child process (`child.py`)."""
+"""The dense causal flash attention of torch, with `enable_gqa`: a worker (`child.py`)."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""FlexAttention of torch on a block mask: a child process (`child.py`)."""
+"""FlexAttention of torch on a block mask: a worker (`child.py`)."""
 
 import numpy as np
 
@@ -6,13 +6,11 @@ from benchmarks.kernels.peers.child import median_ms, normal, serve
 
 
 def prepare(torch, problem):
-    """Compiles for mask (packed bits), seq_len, heads, kv_heads and dim; returns one row."""
+    """Compiles for the shape and mask (packed bits); returns one row."""
     import triton
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    seq_len, heads, kv_heads, dim = (
-        int(problem[name]) for name in ("seq_len", "heads", "kv_heads", "dim")
-    )
+    seq_len, heads, kv_heads, dim = problem["shapes"][0].tolist()
     blocks = seq_len // 128
     mask = np.unpackbits(problem["mask"], count=heads * blocks**2).astype(bool)
     mask = torch.from_numpy(mask.reshape(1, heads, blocks, blocks)).cuda()

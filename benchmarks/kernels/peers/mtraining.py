@@ -1,4 +1,4 @@
-"""The Triton kernels of MTraining's authors: a child process (`child.py`).
+"""The Triton kernels of MTraining's authors: a worker (`child.py`).
 
 They come from a checkout of microsoft/MInference (branch wenxuan/mtrain). Two of its files are
 read: `minference/ops/pit_sparse_flash_attention_v3.py` and `op_utils/vertical_slash_utils.py` next
@@ -87,22 +87,8 @@ def _measure(torch, kernels, shape, mask, repeats):
     out, lse = forward()
 
     def backward():
-        return kernels.block_bar_attn_bwd(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            None,
-            None,
-            None,
-            lse,
-            scale,
-            *index,
-            granularity=_BLOCK,
-            deterministic=False,
-            step=0,
-        )
+        inputs = dout, q, k, v, out, None, None, None, lse, scale, *index
+        return kernels.block_bar_attn_bwd(*inputs, granularity=_BLOCK, deterministic=False, step=0)
 
     _, bar_counts, _, counts = index
     times = {f.__name__: median_ms(torch, f, repeats) for f in (build, forward, backward)}

@@ -148,9 +148,9 @@ def test_other_backends_have_workers_and_rows_of_their_own(monkeypatch):
             assert repeats == 1
             return Row(self.shape, mask, OWN, forward=times[self.backend])
 
-    def measure(module, jobs, at_once, receive, log, allowed):
-        for _, options in jobs:
-            assert attention.main(options) == ""
+    def measure(jobs, at_once, receive, log):
+        for _, command in jobs:
+            assert attention.main(command[3:]) == ""
             receive(json.loads(sent.pop()))
 
     monkeypatch.setattr(workers, "send", lambda value: sent.append(json.dumps(value)))
