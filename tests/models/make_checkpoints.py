@@ -2,7 +2,8 @@
 
 `python tests/models/make_checkpoints.py FOLDER [NAME ...]` writes one folder per checkpoint:
 config.json and model.safetensors as transformers saves them, and golden.npz with its outputs in
-fp32 on a CPU. The weights of qwen2_tiny_yarn are those of qwen2_tiny and are stored once. It needs torch and transformers, and nothing of this repository.
+fp32 on a CPU. The weights of qwen2_tiny_yarn are those of qwen2_tiny and are stored once. It needs
+torch and transformers, and nothing of this repository.
 """
 
 import sys
