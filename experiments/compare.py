@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.result_lines import Line, read_lines
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 DRAWS = 10_000
 LONG = 2048  # "long context" begins at this position, by predictions.md

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from experiments import run, variants
 from experiments.measure import LATER, START
 from experiments.time_budget import TimeBudget
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 
 class Item(NamedTuple):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from experiments.result_lines import Line, read_lines
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.utils.errors import UserError
 
 # Fields added after the first results. At their defaults they are omitted from the hash, so that
 # old results keep their hash.
-_SINCE = r", (dense_(first|last|every|start|end)=(0|None)|random_share=0\.0)(?=[,)])"
+_SINCE = r", (dense_(first|last|every|start|end)=(0|None)|random_block_prob=0\.0)(?=[,)])"
 
 
 def header(engine: Engine, config: Config, about: Line) -> Line:

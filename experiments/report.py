@@ -27,8 +27,8 @@ from experiments.decision import EARLY, cell, task_verdicts, verdicts
 from experiments.result_lines import Line
 from experiments.steps import count
 from experiments.variants import own_pattern
-from mtraining_jax.errors import UserError
 from mtraining_jax.models.position_buckets import bucket_names
+from mtraining_jax.utils.errors import UserError
 
 
 def bucket_table(found: dict[tuple[str, str], Losses], as_trained: bool = False) -> list[str]:

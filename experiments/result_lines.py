@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 Line = dict[str, Any]
 

@@ -21,13 +21,13 @@ from experiments.measure import LATER, START
 from experiments.result_lines import append_lines, read_lines
 from experiments.steps import KEPT, training_lines
 from experiments.time_budget import GRACE_SECONDS, ROOT, TimeBudget
-from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint import newest_step
-from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.utils.errors import UserError
 
 PROBE_STEPS = 20
 _LAST_IS_DENSE = (
-    "--sparsity.dense_first=0", "--sparsity.dense_every=0", "--sparsity.dense_last=1",
+    "--sparsity.dense_warmup_steps=0", "--sparsity.dense_interval=0", "--sparsity.dense_cooldown_steps=1",
 )  # fmt: skip
 
 

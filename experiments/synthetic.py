@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtraining_jax.random_bits import Stream
+from mtraining_jax.utils.random_bits import Stream
 
 TASKS = ("copy", "needle_end", "needle_any", "passkey")
 SEPARATOR, FIRST_FILLER = 0, 1 + len(TASKS)

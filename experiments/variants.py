@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mtraining_jax.config import Config
 from mtraining_jax.config.load import load_config
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 # Most informative first, in case the time limit ends a call before the last one.

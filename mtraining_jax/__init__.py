@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.inspection import Inspection, inspect
     from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
     from mtraining_jax.evaluation.decode.options import GenerateOptions
-    from mtraining_jax.evaluation.engine import Engine
+    from mtraining_jax.evaluation.engine.engine import Engine
     from mtraining_jax.evaluation.generate import generate
     from mtraining_jax.parallel.layout import Layout
-    from mtraining_jax.sparsity import (
+    from mtraining_jax.patterns import (
         AdaSpa,
         BlockTopK,
         Choice,
@@ -35,33 +35,33 @@ if TYPE_CHECKING:
         XAttention,
         load_budgets,
     )
-    from mtraining_jax.sparsity.documents import Documents
+    from mtraining_jax.selection.documents import Documents
 
 _HOMES = {
-    "AdaSpa": "sparsity",
-    "BlockTopK": "sparsity",
-    "Choice": "sparsity",
-    "Dense": "sparsity",
-    "Documents": "sparsity.documents",
-    "Engine": "evaluation.engine",
-    "ExactRows": "sparsity",
-    "FixedBudget": "sparsity",
-    "FlexPrefill": "sparsity",
+    "AdaSpa": "patterns",
+    "BlockTopK": "patterns",
+    "Choice": "patterns",
+    "Dense": "patterns",
+    "Documents": "selection.documents",
+    "Engine": "evaluation.engine.engine",
+    "ExactRows": "patterns",
+    "FixedBudget": "patterns",
+    "FlexPrefill": "patterns",
     "GenerateOptions": "evaluation.decode.options",
     "Inspection": "attention.inspection",
     "Layout": "parallel.layout",
-    "MixedRows": "sparsity",
-    "MoBA": "sparsity",
-    "Pattern": "sparsity",
-    "Prism": "sparsity",
-    "SampledRows": "sparsity",
-    "Shards": "sparsity",
-    "VerticalSlash": "sparsity",
-    "XAttention": "sparsity",
+    "MixedRows": "patterns",
+    "MoBA": "patterns",
+    "Pattern": "patterns",
+    "Prism": "patterns",
+    "SampledRows": "patterns",
+    "Shards": "patterns",
+    "VerticalSlash": "patterns",
+    "XAttention": "patterns",
     "attention_fn": "attention.flax_modules",
     "generate": "evaluation.generate",
     "inspect": "attention.inspection",
-    "load_budgets": "sparsity",
+    "load_budgets": "patterns",
     "sequence_layout": "attention.order",
     "sparse_attention": "attention.api",
     "stripe": "attention.order",

@@ -2,7 +2,7 @@
 
 import sys
 
-from mtraining_jax.cli import main
+from mtraining_jax.cli.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

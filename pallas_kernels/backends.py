@@ -28,7 +28,7 @@ class Estimate(Protocol):
     """Optional kernels that score key blocks by the attention of the last queries."""
 
     def unsupported(self, q: Shaped) -> str | None:
-        """Why the kernels do not support last queries q [B, Hq, last_q, D], or None."""
+        """Why the kernels do not support last queries q [B, Hq, num_probe_queries, D], or None."""
         ...
 
     def block_statistics(
@@ -236,7 +236,7 @@ def describe(name: str | None, q: Shaped, block_size: int | None = None) -> Desc
 
 
 def estimate_kernels(name: str | None, q: Shaped, block_size: int) -> Estimate | None:
-    """Returns the kernels that select by the last queries q [B, Hq, last_q, D]; None for XLA.
+    """Returns the kernels that select by the last queries q [B, Hq, num_probe_queries, D]; None for XLA.
 
     Raises:
         ValueError: as in `resolve`, or a backend requested by name does not support the queries.

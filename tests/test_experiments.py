@@ -28,9 +28,9 @@ from experiments import (
 from experiments.time_budget import TimeBudget
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import ByteTokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.models.label_scores import LabelScores
-from mtraining_jax.sparsity import ModelSizes
+from mtraining_jax.patterns import ModelSizes
+from mtraining_jax.utils.errors import UserError
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152,
@@ -74,7 +74,7 @@ def test_arms_with_dense_steps_differ_from_their_pattern_only_in_these_steps(ove
         assert 100 in mixed.dense_steps and 1 not in mixed.dense_steps  # audits begin with step 1
         # A probe compiles both programs.
         command = run.train_command("c", arm, 0, data.FOLDER, overrides("c"), 1)
-        assert "--run.steps=2" in command and "--sparsity.dense_last=1" in command
+        assert "--run.steps=2" in command and "--sparsity.dense_cooldown_steps=1" in command
         given = [x for x in command if x.startswith(("--sparsity", "--optimizer", "--run.steps"))]
         probe = variants.arm_config("c", arm, [*overrides("c"), *variants.split_overrides(given)])
         assert [step for step in (1, 2) if step in probe.dense_steps] == [2]
@@ -287,7 +287,7 @@ def test_results_with_other_settings_are_not_resumed(tmp_path):
     # Results that are older than these fields match runs with the defaults.
     before = repr(variants.arm_config("b", "dense"))
     since = [f"dense_{name}=0" for name in ("first", "last", "every", "start")]
-    for field in (*since, "dense_end=None", "random_share=0.0"):
+    for field in (*since, "dense_suffix_tokens=None", "random_block_prob=0.0"):
         before = before.replace(f", {field}", "")
     now = provenance.header(engine, variants.arm_config("b", "dense"), about)["config"]
     assert now == hashlib.sha256(before.encode()).hexdigest()[:16]

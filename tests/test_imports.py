@@ -12,16 +12,16 @@ ROOT = Path(__file__).resolve().parent.parent
 # From lowest to highest; packages on one line do not import each other.
 LAYERS = [
     {"pallas_kernels"},
-    {"mtraining_jax.sparsity", "mtraining_jax.parallel"},
+    {"mtraining_jax.patterns", "mtraining_jax.parallel"},
     {"mtraining_jax.attention"},
     {"mtraining_jax.models"},
     {"mtraining_jax.reporting"},
     {"mtraining_jax.training"},
     {"mtraining_jax.planning", "mtraining_jax.evaluation"},
-    {"mtraining_jax.cli"},
+    {"mtraining_jax.cli.train"},
 ]
 # Packages with the declarations that configurations consist of, importable without JAX.
-DECLARED_IN = ("mtraining_jax.sparsity", "mtraining_jax.data", "mtraining_jax.models")
+DECLARED_IN = ("mtraining_jax.patterns", "mtraining_jax.data", "mtraining_jax.models")
 
 
 @functools.cache

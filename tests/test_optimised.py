@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import VerticalSlash, choose_index
-from tests.sparsity import inputs
+from mtraining_jax.patterns import VerticalSlash, choose_index
+from tests.patterns import inputs
 
 ROOT = Path(__file__).parent.parent
 OPTIMISED = os.environ.get("MTRAINING_TEST_OPTIMISED") == "1"
@@ -27,10 +27,10 @@ _ANY_RANKS = "test_the_index_is_the_same_on_eight_ranks_and_computes_its_pairs"
 AGAIN = (
     "tests/test_optimised.py::test_this_process_optimises",
     # The index is bit-identical on any number of ranks: lists, and vertical-slash.
-    f"tests/sparsity/test_patterns.py::TestSampledRows::{_ANY_RANKS}",
+    f"tests/patterns/test_patterns.py::TestSampledRows::{_ANY_RANKS}",
     "tests/test_optimised.py::test_columns_and_diagonals_are_those_of_one_device",
     # Losses of a stopped and resumed run are bit-identical.
-    "tests/training/test_stopping.py::test_a_run_alone_saves_its_state_and_goes_on",
+    "tests/training/loop/test_stopping.py::test_a_run_alone_saves_its_state_and_goes_on",
 )
 
 
@@ -42,10 +42,12 @@ def test_this_process_optimises():
 
 @pytest.mark.skipif(not OPTIMISED, reason="for the process that the next test starts")
 def test_columns_and_diagonals_are_those_of_one_device():
-    """A smaller version of tests/sparsity/test_distributed.py."""
+    """A smaller version of tests/selection/test_distributed.py."""
     seq_len, block, ranks = 256, 16, 2
     layout = Layout("zigzag", seq_len, ranks, block)
-    small = dict(block_size=block, last_q=15, sink_tokens=4, min_verticals=8, min_slashes=3)
+    small = dict(
+        block_size=block, num_probe_queries=15, sink_tokens=4, min_verticals=8, min_slashes=3
+    )
     pattern = VerticalSlash(0.6, 64, 12, **small)
     choose = functools.partial(choose_index, pattern=pattern, num_blocks=seq_len // block)
 

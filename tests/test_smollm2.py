@@ -10,9 +10,9 @@ from examples.gguf import read_gguf
 from examples.packages import Package
 from examples.smollm2 import checkpoint_tensors, main, write_folder
 from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
-from mtraining_jax.errors import UserError
-from mtraining_jax.models.hf.config import read_hf_config
-from mtraining_jax.models.hf.read import load_hf
+from mtraining_jax.models.huggingface.config import read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.utils.errors import UserError
 
 HEADS, KV_HEADS, WIDTH, INNER = 4, 2, 32, 64
 TOKENS = ["<|endoftext|>", "<|im_start|>", *"abcdefgh12345", "Ġ", "ab", "Ġc"]

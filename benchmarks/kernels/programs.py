@@ -9,7 +9,7 @@ from jax import Array
 
 import pallas_kernels
 from benchmarks.kernels.masks import BLOCK
-from mtraining_jax.sparsity import VerticalSlash, choose_index
+from mtraining_jax.patterns import VerticalSlash, choose_index
 from pallas_kernels import DenseIndex, Index, Plan, VerticalSlashIndex
 
 HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim

@@ -20,10 +20,11 @@ from benchmarks.options import BACKENDS, make_parser
 from benchmarks.quality.patterns import parse
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
-from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity import ModelSizes, Shards, VerticalSlash, choose_index, estimate
-from mtraining_jax.sparsity.row_pattern import RowPattern
-from mtraining_jax.sparsity.row_rule import kept_blocks
+from mtraining_jax.patterns import ModelSizes, Shards, VerticalSlash, choose_index
+from mtraining_jax.patterns.row_pattern import RowPattern
+from mtraining_jax.selection.rules.row_rule import kept_blocks
+from mtraining_jax.selection.scores import estimate
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels import plan
 from pallas_kernels.index import BlockMaskIndex, Index
 
@@ -128,7 +129,7 @@ def _probe_queries(args, pattern: VerticalSlash, q, k, time) -> str:
     @jax.jit
     def scores(q: Array, k: Array) -> tuple[Array, ...]:
         return estimate.softmax_scores(
-            q[:, -pattern.last_q :].swapaxes(1, 2),
+            q[:, -pattern.num_probe_queries :].swapaxes(1, 2),
             k,
             scale=args.head_dim**-0.5,
             block_ids=blocks,

@@ -26,15 +26,15 @@ from jax import Array
 from benchmarks.options import make_parser, overrides
 from benchmarks.report import table_head, table_line
 from mtraining_jax.config import Config, load_config
-from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.evaluation.engine.network import Attending, Network
+from mtraining_jax.evaluation.engine.programs import Programs
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
-from mtraining_jax.evaluation.network import Attending, Network
-from mtraining_jax.evaluation.programs import Programs
-from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.models import ModelSpec, init_model, parameter_names
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training.build import layer_inputs
+from mtraining_jax.utils.jax_platform import set_platform
 
 _COLUMNS = (
     "pattern", "density", "training's forward s", "prefill s", "rate over training's",
@@ -176,7 +176,7 @@ def main() -> None:
     pairs = overrides(fields)
     # One sequence with the whole prompt, and no training to audit.
     pairs += [("parallel.data", "1"), ("data.seq_len", str(args.length))]
-    pairs += [("audit.every_steps", "0")]
+    pairs += [("audit.interval", "0")]
     configs = {
         name: load_config(args.config, [*pairs, ("sparsity.kind", name)]) for name in args.pattern
     }

@@ -40,8 +40,8 @@ from benchmarks.quality.measure import (
 from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, parse
 from benchmarks.quality.stepped_model import Attend, SteppedModel, read_model
 from benchmarks.timing import log
-from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity import Dense, ModelSizes, Pattern
+from mtraining_jax.patterns import Dense, ModelSizes, Pattern
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex
 
 _TIMED = 4  # layers, spread over the model

@@ -14,9 +14,9 @@ from benchmarks.kernels.programs import Attention
 from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.timing import median_ms
 from mtraining_jax.evaluation.far_copies import far_copies
-from mtraining_jax.sparsity import Pattern, Shards
-from mtraining_jax.sparsity.choose import choose
-from mtraining_jax.sparsity.metrics import attention_recall, causal_pairs
+from mtraining_jax.patterns import Pattern, Shards
+from mtraining_jax.selection.choose import choose
+from mtraining_jax.selection.metrics import attention_recall, causal_pairs
 from pallas_kernels.index import Index
 
 PARTS = ("choose", "build", "forward", "backward")  # of the attention time of a layer

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.limits import check_limits, limited
-from mtraining_jax.sparsity import Choice, ModelSizes, Pattern, Shards
-from mtraining_jax.sparsity.setting_text import parse_settings
+from mtraining_jax.patterns import Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.patterns.setting_text import parse_settings
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.limits import check_limits, limited
 
 if TYPE_CHECKING:
     from jax import Array
@@ -61,8 +61,8 @@ BASELINES = (
     "vertical_slash,max_verticals=2048,max_slashes=128",
     "vertical_slash,max_verticals=512,max_slashes=32",
     "vertical_slash,local_blocks=8,max_verticals=1024,max_slashes=256",
-    "vertical_slash,preset=joint,top_p=1.0,least_share=0.004",
-    "vertical_slash,preset=joint,top_p=1.0,least_share=0.002",
+    "vertical_slash,preset=joint,top_p=1.0,min_block_mass=0.004",
+    "vertical_slash,preset=joint,top_p=1.0,min_block_mass=0.002",
     "window,blocks=32",
     "window,blocks=24",
     "window,blocks=16",
@@ -125,7 +125,7 @@ def parse(text: str, model: ModelSizes) -> Pattern:
 def family(text: str) -> str:
     """The name of the curve of a setting: everything but the option that varies along it."""
     name, *options = text.split(",")
-    varying = _VARYING + (("least_share",) if "preset=joint" in options else ())
+    varying = _VARYING + (("min_block_mass",) if "preset=joint" in options else ())
     kept = [x for x in options if not x.startswith(varying)]
     if any(x.startswith("max_") for x in options):
         kept.append("capped")

@@ -17,8 +17,8 @@ from flax import nnx
 from jax import Array
 
 from mtraining_jax.models import YarnScaling
-from mtraining_jax.models.hf.config import read_hf_config
-from mtraining_jax.models.hf.read import load_hf
+from mtraining_jax.models.huggingface.config import read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.models.rotary import rope_tables
 from mtraining_jax.models.spec import ModelSpec

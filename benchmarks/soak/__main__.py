@@ -22,14 +22,14 @@ from benchmarks.options import make_parser
 from benchmarks.soak.events import Rhythm, draw_events
 from benchmarks.soak.pair import SoakedPair
 from benchmarks.soak.process import NAMES, make_data
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 CONFIG = """\
 [run]
 steps = {steps}
 output_dir = "{out}/runs"
 compile_cache_dir = "{out}/compiled"
-log_every = 1
+log_interval = 1
 [model]
 vocab_size = 512
 hidden_size = {hidden}
@@ -54,10 +54,10 @@ seq_len = {seq_len}
 [optimizer]
 lr = 1e-3
 [audit]
-every_steps = {audit}
+interval = {audit}
 rows = {rows}
 [checkpoint]
-every_steps = {save}
+interval = {save}
 [metrics]
 tensorboard = false
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.soak import report
 from benchmarks.soak.events import Event, Rhythm, step_under_way, where_it_fell
 from benchmarks.soak.process import NAMES, SoakedRun, make_data
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 _TRIES = 5  # an audit takes milliseconds, and a signal can miss it
 _SECONDS_BETWEEN_NEWS = 15

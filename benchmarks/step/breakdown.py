@@ -26,11 +26,11 @@ from benchmarks.report import number, table_head, table_line
 from benchmarks.step import trace_summary
 from benchmarks.step.compiled_step import CompiledStep, Steps
 from mtraining_jax.config import Config, load_config
-from mtraining_jax.jax_platform import set_platform
+from mtraining_jax.cost_model.flops import peak_flops, step_flops
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.reporting.flops import peak_flops, step_flops
 from mtraining_jax.training.build import build_layout, build_mesh
 from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.utils.jax_platform import set_platform
 from pallas_kernels.names import SAVED_NAMES
 
 _COLUMNS = (

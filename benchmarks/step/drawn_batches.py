@@ -13,18 +13,18 @@ import numpy as np
 
 from benchmarks.step.drawn_lists import BLOCK, DENSITIES, DENSITY, SHARES, TAU, densities_by_length
 from mtraining_jax.config import Config
+from mtraining_jax.cost_model.kernel_times import AttentionSize, documents_ms, pack_ms
 from mtraining_jax.data.balance import Balance, imbalance
 from mtraining_jax.data.densities import Densities, length_classes, num_classes
 from mtraining_jax.data.packing import chunked, packed_order
-from mtraining_jax.errors import UserError
-from mtraining_jax.latency import AttentionSize, documents_ms, pack_ms
 from mtraining_jax.planning.cost import count_flops, seconds
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory
-from mtraining_jax.training.group_work import assumed_densities, attention_size
-from mtraining_jax.training.share_response import GroupDocuments, ShareResponse
-from mtraining_jax.training.tuned_shares import Bounds, tuned_shares
-from mtraining_jax.training.tuner import DELAY
+from mtraining_jax.training.tuning.group_work import assumed_densities, attention_size
+from mtraining_jax.training.tuning.share_response import GroupDocuments, ShareResponse
+from mtraining_jax.training.tuning.tuned_shares import Bounds, tuned_shares
+from mtraining_jax.training.tuning.tuner import DELAY
+from mtraining_jax.utils.errors import UserError
 
 MEANS = 1200, 65536  # tokens of short and long documents on average
 START = 1.81  # imbalance where the table of SparseBalance begins (arXiv 2604.13847, table I)
@@ -63,9 +63,9 @@ class Run:
         return attention_size(self.config)
 
     @property
-    def dense_below(self) -> int:
+    def min_sparse_tokens(self) -> int:
         """Shorter documents, including padding, are dense."""
-        return self.config.sparsity.settings.dense_below
+        return self.config.sparsity.settings.min_sparse_tokens
 
     @functools.cached_property
     def rest_ms(self) -> float:
@@ -127,7 +127,7 @@ def draw_batches(
     """
     rng, seq_len, size = np.random.default_rng(seed), run.config.data.seq_len, run.replicas
     size *= run.packs
-    table = densities_by_length(seed, seq_len, run.dense_below)
+    table = densities_by_length(seed, seq_len, run.min_sparse_tokens)
     tokens = int(1.02 * seq_len * size * (WARM + _TRIES))
     lengths = document_lengths(rng, tokens, seq_len, means)
     order, ends = packed_order(-(-lengths // BLOCK), seq_len // BLOCK, int(rng.integers(2**31)))
@@ -215,13 +215,13 @@ def _tuned(batches: Sequence[list[Sequence[Pack]]], run: Run) -> Iterator[Assign
     responses = [ShareResponse.start(assumed.size, run.config.model.num_layers)]
     for replicas in batches:
         documents = [
-            GroupDocuments([pack.lengths for pack in packs], BLOCK, run.dense_below)
+            GroupDocuments([pack.lengths for pack in packs], BLOCK, run.min_sparse_tokens)
             for packs in replicas
         ]
         known = responses[max(0, len(responses) - DELAY)]
         shares = tuned_shares(documents, known, assumed, BOUNDS, "mean", run.size).shares
         found = [
-            [_at_shares(pack, own, run.dense_below) for pack in packs]
+            [_at_shares(pack, own, run.min_sparse_tokens) for pack in packs]
             for packs, own in zip(replicas, shares, strict=True)
         ]
         measured = np.array([np.mean([density for _, density in x], axis=0) for x in found])
@@ -229,10 +229,10 @@ def _tuned(batches: Sequence[list[Sequence[Pack]]], run: Run) -> Iterator[Assign
         yield Assignment([[pack for pack, _ in packs] for packs in found], shares)
 
 
-def _at_shares(pack: Pack, shares: np.ndarray, dense_below: int) -> tuple[Pack, np.ndarray]:
+def _at_shares(pack: Pack, shares: np.ndarray, min_sparse_tokens: int) -> tuple[Pack, np.ndarray]:
     """A pack at the mass fractions [L] of its replica, and its density in each layer, [L]."""
     pairs = _causal_pairs(pack.lengths)
-    sparse = -(-pack.lengths // BLOCK) * BLOCK >= dense_below
+    sparse = -(-pack.lengths // BLOCK) * BLOCK >= min_sparse_tokens
     growth = np.interp(shares, SHARES, DENSITIES) / DENSITY
     by_layer = np.minimum(pack.densities[sparse, None] * growth, 1.0)  # [d, L]
     densities = pack.densities.copy()

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.limits import check_limits, limited
-from mtraining_jax.sparsity import Choice, Pattern, Shards
-from mtraining_jax.sparsity.pattern import KeptShare
+from mtraining_jax.patterns import Choice, Pattern, Shards
+from mtraining_jax.patterns.base import KeptShare
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.limits import check_limits, limited
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+    from mtraining_jax.selection.document_blocks import DocumentBlocks
 
 BLOCK = 128
 # Density of sampled rows at mass fraction 0.9, in SmolLM2-135M at 32768 tokens. It falls with the
@@ -36,7 +36,7 @@ _DRAW_BITS = 16  # of the random numbers: densities are met to 2^-16
 
 
 @functools.cache
-def densities_by_length(seed: int, seq_len: int, dense_below: int) -> np.ndarray:
+def densities_by_length(seed: int, seq_len: int, min_sparse_tokens: int) -> np.ndarray:
     """Draws the density of documents of each number of tokens: float64 [S + 1].
 
     It is at least that of the blocks that every row keeps. Documents of one length have one
@@ -44,9 +44,9 @@ def densities_by_length(seed: int, seq_len: int, dense_below: int) -> np.ndarray
     """
     tokens, rng = np.arange(seq_len + 1), np.random.default_rng(seed)
     blocks = -(-tokens // BLOCK)
-    mean = DENSITY * (np.maximum(tokens, max(dense_below, 1)) / AT) ** -POWER
+    mean = DENSITY * (np.maximum(tokens, max(min_sparse_tokens, 1)) / AT) ** -POWER
     found = np.minimum(mean * rng.lognormal(0, SPREAD, tokens.shape), 1.0)
-    found = np.where(blocks * BLOCK < dense_below, 1.0, found)
+    found = np.where(blocks * BLOCK < min_sparse_tokens, 1.0, found)
     blocks = np.maximum(blocks, 1)
     return np.maximum(found, np.minimum(_always(blocks, BLOCK) / _causal(blocks, BLOCK), 1.0))
 
@@ -58,7 +58,7 @@ class DrawnLists(Pattern):
     Attributes:
         draw: seed of densities and of blocks.
         tau: mass fraction of the drawn densities. Another one computes more or fewer pairs.
-        dense_below: documents of fewer tokens, including padding, are dense.
+        min_sparse_tokens: documents of fewer tokens, including padding, are dense.
         block_size: tokens on a side of a block.
     """
 
@@ -69,7 +69,7 @@ class DrawnLists(Pattern):
 
     draw: limited(int, ge=0) = 0
     tau: limited(float, gt=0, le=1) = TAU
-    dense_below: limited(int, ge=0) = DENSE_BELOW
+    min_sparse_tokens: limited(int, ge=0) = DENSE_BELOW
     block_size: limited(int, ge=1) = BLOCK
 
     def __post_init__(self) -> None:
@@ -98,7 +98,9 @@ class DrawnLists(Pattern):
         if shards.documents is None:
             raise UserError("DrawnLists draws by the length of documents: set data.documents")
         rows, num_blocks = shards.block_ids, shards.num_blocks
-        own = shards.documents.dense_below(-(-self.dense_below // self.block_size)).of(rows)
+        own = shards.documents.min_sparse_tokens(-(-self.min_sparse_tokens // self.block_size)).of(
+            rows
+        )
         density = self._densities(own, num_blocks * self.block_size, shards.shares)
         # No compiler knows whether the first query is NaN. So each layer draws and lists again, as
         # a selection would.
@@ -116,7 +118,7 @@ class DrawnLists(Pattern):
         """Density of the document of each row, fp32 [B, n]."""
         import jax.numpy as jnp
 
-        table = densities_by_length(self.draw, seq_len, self.dense_below)
+        table = densities_by_length(self.draw, seq_len, self.min_sparse_tokens)
         found = jnp.asarray(table, jnp.float32)[own.tokens]
         if shares is not None:
             at = shares.astype(jnp.float32) / 2**SHARE_BITS

@@ -27,12 +27,12 @@ from benchmarks.options import make_parser, overrides
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.step.compiled_step import CompiledStep, Steps
 from mtraining_jax.config import Config, load_config
-from mtraining_jax.errors import UserError
-from mtraining_jax.jax_platform import set_platform
-from mtraining_jax.sparsity.setting_text import split_settings
+from mtraining_jax.patterns.setting_text import split_settings
 from mtraining_jax.training.build import build_layout, build_mesh
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import set_platform
 
 # "budgets" is replaced by a file with 1000 columns and 6096 diagonals for each head, as in most
 # heads of published files.

@@ -7,12 +7,11 @@ r"""Compares ways to balance packs over data-parallel replicas, predicted and me
 A step takes as long as its slowest replica. This takes the training step of each replica, one after
 another on one device, and combines the times; communication between replicas is not included. All
 orders have the same batches (`drawn_batches.py`), with random lists of given densities
-(`drawn_lists.py`). Predictions use the table in `mtraining_jax/latency.py` for attention, and the
-dry run for the rest of a step. --predict prints them only, on any machine and for replicas of any
-size.
+(`drawn_lists.py`). Predictions use `mtraining_jax/cost_model/kernel_times.py` for attention, and the dry run
+for the rest of a step. --predict prints them only, on any machine and for replicas of any size.
 
 A small trial on a CPU: --config tiny --groups 2 --parts 2 --documents 300 1800 --start 1.3
---parallel.nodes=1 --parallel.devices_per_node=1 --data.seq_len=2048 --sparsity.dense_below=512
+--parallel.nodes=1 --parallel.devices_per_node=1 --data.seq_len=2048 --sparsity.min_sparse_tokens=512
 """
 
 import argparse
@@ -42,9 +41,9 @@ from benchmarks.step.replica_times import ReplicaTimer
 from benchmarks.timing import log
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.data.balance import imbalance
-from mtraining_jax.errors import UserError
-from mtraining_jax.jax_platform import set_platform
 from mtraining_jax.training.build import build_mesh
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import set_platform
 
 # Default: a cut model, so that many steps take little time.
 _CUT = {
@@ -163,7 +162,8 @@ def _introduction(args: argparse.Namespace, run: Run) -> list[str]:
         f"Pairs are drawn, not selected. For `{TUNED}` the effect of mass fractions "
         f"({BOUNDS.low} to {BOUNDS.high}) on densities is given too, the same in all layers. The "
         f"averages had seen {WARM} batches before. Predicted: attention on H200s by the table in "
-        "`mtraining_jax/latency.py`, the rest of a step by the dry run. Speedup: over `none`.",
+        "`mtraining_jax/cost_model/kernel_times.py`, the rest of a step by the dry run. Speedup: "
+        "over `none`.",
     ]
     if not args.predict:
         lines += [

@@ -19,9 +19,9 @@ from mtraining_jax.attention.sharded import (
 )
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import check_ring
-from mtraining_jax.sparsity import Pattern, SampledRows
-from mtraining_jax.sparsity.document_blocks import DocumentBlocks
-from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.patterns import Pattern, SampledRows
+from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import Index
 
 Axes = str | tuple[str, ...] | None
@@ -91,7 +91,7 @@ def sparse_attention(
             to S.
         documents: `Documents` packed into the sequences: one table per sequence, or one for all.
             Must have the pattern's block size. Queries attend only to their own document, and
-            pairs are selected per document. Documents shorter than `pattern.dense_below` use dense
+            pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens` use dense
             attention. Blocks without a document get output 0, lse -inf and zero gradients.
             Requires a pattern with `reads_documents` (every causal pattern of this package), or
             a `BlockMaskIndex` or `DenseDocumentsIndex` that is then restricted to

@@ -10,9 +10,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Placement
-from mtraining_jax.sparsity import Pattern
-from mtraining_jax.sparsity.document_blocks import DocumentBlocks
-from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.patterns import Pattern
+from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import Index
 
 

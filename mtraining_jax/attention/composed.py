@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.sparsity import Shards, exchange
+from mtraining_jax.patterns import Shards
+from mtraining_jax.selection import collectives
 from pallas_kernels.composed import chunk_attention
 from pallas_kernels.index import TokenChunksIndex
 
@@ -41,14 +42,14 @@ def composed_ring(
 def _all_blocks(
     num_blocks: int, axis_names: tuple[str, ...], x_BnHD: Array, block_ids: Array
 ) -> Array:
-    """`exchange.all_blocks`, with gradients of the ranks summed in fp32."""
-    return exchange.all_blocks(x_BnHD, block_ids, num_blocks, axis_names)
+    """`collectives.all_blocks`, with gradients of the ranks summed in fp32."""
+    return collectives.all_blocks(x_BnHD, block_ids, num_blocks, axis_names)
 
 
 def _all_blocks_forward(
     num_blocks: int, axis_names: tuple[str, ...], x_BnHD: Array, block_ids: Array
 ) -> tuple[Array, Array]:
-    return exchange.all_blocks(x_BnHD, block_ids, num_blocks, axis_names), block_ids
+    return collectives.all_blocks(x_BnHD, block_ids, num_blocks, axis_names), block_ids
 
 
 def _all_blocks_backward(
@@ -58,7 +59,7 @@ def _all_blocks_backward(
     local_tokens = block_ids.size * seq_len // num_blocks
     local = jax.ShapeDtypeStruct((batch, local_tokens, *heads), jnp.float32)
     gather: Callable[[Array], Array] = functools.partial(
-        exchange.all_blocks, block_ids=block_ids, num_blocks=num_blocks, axis_names=axis_names
+        collectives.all_blocks, block_ids=block_ids, num_blocks=num_blocks, axis_names=axis_names
     )
     (d_local,) = jax.linear_transpose(gather, local)(d_all.astype(jnp.float32))
     return d_local.astype(d_all.dtype), None

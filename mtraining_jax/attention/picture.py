@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import Index, TokenChunksIndex
 
 _MOST_PIXELS = 512

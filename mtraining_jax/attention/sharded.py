@@ -16,21 +16,22 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention.auditing import Audit, audit_shards, mask_of_heads, tap_gradient
+from mtraining_jax.attention.audit.auditing import Audit, audit_shards, mask_of_heads, tap_gradient
+from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.composed import composed_ring
 from mtraining_jax.attention.placement import Placement
-from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.groups import shared_axes
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
-from mtraining_jax.sparsity import Choice, Pattern, Shards, exchange
-from mtraining_jax.sparsity.audit import AuditRows
-from mtraining_jax.sparsity.by_length import pairs_by_length
-from mtraining_jax.sparsity.choose import choose
-from mtraining_jax.sparsity.document_blocks import DocumentBlocks
-from mtraining_jax.sparsity.metrics import causal_pairs, density, pairs_to_share
-from mtraining_jax.sparsity.row_attention import RowAttention
+from mtraining_jax.patterns import Choice, Pattern, Shards
+from mtraining_jax.selection import collectives
+from mtraining_jax.selection.by_length import pairs_by_length
+from mtraining_jax.selection.choose import choose
+from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_share
+from mtraining_jax.selection.row_attention import RowAttention
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels import attention
 from pallas_kernels.index import Index, TokenChunksIndex
 
@@ -288,7 +289,7 @@ def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> S
     """Measures density and executed pairs, and adds the statistics of the pattern."""
     block_size, documents = choice.index.block_size, shards.documents
     total = pairs_to_share(seq_len, block_size, documents)
-    rows = exchange.rows_of(shards.block_ids, shards.axis_names)
+    rows = collectives.rows_of(shards.block_ids, shards.axis_names)
     numbers = {
         "density": density(choice.index, seq_len, rows, documents),
         "executed": choice.index.executed_pairs(seq_len, rows) / total,
@@ -329,7 +330,7 @@ def make_attention(
         layout: token order, for as many ranks as `sequence_axes` have devices.
         pattern: the default sparse pattern.
         ring, backend, scale, valid_len: see `sparse_attention`.
-        audit_rows: queries to measure the metrics of `sparsity.audit` on, or None. They cost as
+        audit_rows: queries to measure the metrics of `attention.audit` on, or None. They cost as
             much as exact attention of these rows, forward and backward.
         mask_heads: query heads with their masks included in an audit.
         by_length: also count computed pairs by document length.

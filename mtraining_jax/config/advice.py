@@ -12,7 +12,7 @@ def advice(config: Config) -> list[str]:
         found.append(
             "Hugging Face transformers runs the exported model with dense attention, where a model "
             "trained with sparse attention has a slightly higher loss; "
-            f"--sparsity.dense_last={max(1, config.run.steps // 10)} (a tenth of the steps) "
+            f"--sparsity.dense_cooldown_steps={max(1, config.run.steps // 10)} (a tenth of the steps) "
             "recovers most of it"
         )
     return found

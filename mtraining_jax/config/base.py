@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.config.fields import toml_value
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 Table = dict[str, Any]
 

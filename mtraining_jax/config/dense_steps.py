@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mtraining_jax.text import counted
+from mtraining_jax.utils.text import counted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.file_limits import absence, is_url
-from mtraining_jax.models.hf.config import CONFIG_FILE, FIXED, FREE, read_hf_values
+from mtraining_jax.models.huggingface.config import CONFIG_FILE, FIXED, FREE, read_hf_values
 from mtraining_jax.models.rope import RopeScaling, make_scaling
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import absence, is_url
 
 
 def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -> dict[str, Any]:

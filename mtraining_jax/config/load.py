@@ -25,10 +25,10 @@ from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.renamed import RENAMED, with_new_names
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
-from mtraining_jax.errors import UserError
-from mtraining_jax.field_types import LARGEST_INT
-from mtraining_jax.file_limits import absence, read_text
-from mtraining_jax.plugins import Registry
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.field_types import LARGEST_INT
+from mtraining_jax.utils.file_limits import absence, read_text
+from mtraining_jax.utils.plugins import Registry
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _COMMAND_LINE = "command line"

@@ -23,7 +23,11 @@ from mtraining_jax.config.sections import (
 )
 from mtraining_jax.config.sizes import Sizes
 from mtraining_jax.data.sources import SOURCES
-from mtraining_jax.field_types import (
+from mtraining_jax.models.families import FAMILIES
+from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
+from mtraining_jax.patterns.base import Settings
+from mtraining_jax.patterns.registry import PATTERNS
+from mtraining_jax.utils.field_types import (
     Decay,
     Fraction,
     NonNegativeFloat,
@@ -34,10 +38,6 @@ from mtraining_jax.field_types import (
     Text,
     TextList,
 )
-from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
-from mtraining_jax.sparsity.pattern import Settings
-from mtraining_jax.sparsity.registry import PATTERNS
 
 _Family = Annotated[str, one_of(FAMILIES)]
 _Pattern = Annotated[str, one_of(PATTERNS)]
@@ -57,7 +57,7 @@ class RunConfig:
     """Seed of the parameter initialization."""
     steps: PositiveInt = 1000
     """Total number of optimizer steps."""
-    log_every: PositiveInt = 1
+    log_interval: PositiveInt = 1
     """Print metrics every N steps."""
     step_timeout_seconds: PositiveInt = 1800
     """Stop the run if a step takes longer than this; most likely a device or process hangs."""
@@ -166,15 +166,15 @@ class SparsityConfig:
     the mean, minimum or maximum over all replicas at the configured fraction. Has an effect only
     with documents: without them all replicas have the same work.
     """
-    tune_low: Annotated[float, Field(gt=0, le=1)] = 0.85
+    tune_min: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Lower limit of the tuned mass fraction."""
-    tune_high: Annotated[float, Field(gt=0, le=1)] = 0.97
+    tune_max: Annotated[float, Field(gt=0, le=1)] = 0.97
     """Upper limit of the tuned mass fraction."""
-    dense_first: NonNegativeInt = 0
+    dense_warmup_steps: NonNegativeInt = 0
     """Dense warm-up: compute all pairs in the first N steps of the run."""
-    dense_last: NonNegativeInt = 0
+    dense_cooldown_steps: NonNegativeInt = 0
     """Dense cooldown: compute all pairs in the last N steps, counted back from run.steps."""
-    dense_every: NonNegativeInt = 0
+    dense_interval: NonNegativeInt = 0
     """Compute all pairs in every Nth step; 0 disables."""
 
     plugins: ClassVar[Plugins] = Plugins(PATTERNS, selector="kind")
@@ -276,7 +276,7 @@ class DataConfig:
 class EvalConfig:
     """Validation: the loss on data that is not trained on."""
 
-    every_steps: NonNegativeInt = 0
+    interval: NonNegativeInt = 0
     """Evaluate every N steps and after the last step; 0 disables."""
     batches: PositiveInt = 8
     """Batches per evaluation, the same every time."""
@@ -342,7 +342,7 @@ class LossConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every_steps: NonNegativeInt = 0
+    interval: NonNegativeInt = 0
     """Save a checkpoint every N steps; 0 saves only at the end."""
     last_step: bool = True
     """Save a checkpoint after the last step; false saves time in speed measurements."""
@@ -375,11 +375,11 @@ class MetricsConfig:
 class AuditConfig:
     """Audits: the accuracy of sparse attention, measured during training; ignored in dense runs."""
 
-    every_steps: NonNegativeInt = 0
+    interval: NonNegativeInt = 0
     """Compare attention with dense attention every N steps, from step 1; 0 disables."""
     rows: Annotated[int, Field(ge=4)] = 64
     """Queries per audit: a quarter from the last 64, the others from the entire sequence."""
-    gradient_every: NonNegativeInt = 0
+    gradient_interval: NonNegativeInt = 0
     """Compare all gradients with those of dense attention every N steps; 0 disables."""
     gradient_tokens: PositiveInt | None = None
     """Truncate sequences to N tokens for that comparison; none: 8192, or all if fewer."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.plugins import Registry, attribute_docs
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.plugins import Registry, attribute_docs
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -25,7 +25,7 @@ class FieldConflict(UserError):
 def assemble(name: str, base: Any, plugins: Mapping[str, type], selector: str) -> Any:
     """A section with the fields of `base` and of all plug-ins; `owners` maps fields to plug-ins.
 
-    Types and limits (`mtraining_jax.limits`) come from a plug-in's annotations, help texts from
+    Types and limits (`utils.limits`) come from a plug-in's annotations, help texts from
     "Attributes:" in its docstring. Plug-ins may share a field. Fields of plug-ins that are not
     selected are validated but have no effect.
 

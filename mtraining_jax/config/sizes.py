@@ -32,7 +32,12 @@ class Sizes:
         steps, sparsity = self.run.steps, self.sparsity
         if not sparsity.settings.sparse:
             return DenseSteps(steps)
-        return DenseSteps(steps, sparsity.dense_first, sparsity.dense_last, sparsity.dense_every)
+        return DenseSteps(
+            steps,
+            sparsity.dense_warmup_steps,
+            sparsity.dense_cooldown_steps,
+            sparsity.dense_interval,
+        )
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:

@@ -23,14 +23,14 @@ def unread(config: Config, names: Iterable[str]) -> list[str]:
 def _reasons(config: Config, name: str) -> Iterator[str]:
     section, _, field = name.rpartition(".")
     audit, optimizer, profile = config.audit, config.optimizer, config.profile
-    if name.startswith("eval.") and field != "every_steps" and not config.eval.every_steps:
-        yield "eval.every_steps = 0 disables evaluation"
-    if section == "audit" and not audit.every_steps and not audit.gradient_every:
-        if field not in ("every_steps", "gradient_every"):
-            yield "audit.every_steps = 0 and audit.gradient_every = 0 disable audits"
+    if name.startswith("eval.") and field != "interval" and not config.eval.interval:
+        yield "eval.interval = 0 disables evaluation"
+    if section == "audit" and not audit.interval and not audit.gradient_interval:
+        if field not in ("interval", "gradient_interval"):
+            yield "audit.interval = 0 and audit.gradient_interval = 0 disable audits"
     if name == "profile.steps" and profile.start is None:
         yield "profile.start = none disables tracing"
-    if name in ("sparsity.tune_low", "sparsity.tune_high") and config.sparsity.tune == "none":
+    if name in ("sparsity.tune_min", "sparsity.tune_max") and config.sparsity.tune == "none":
         yield 'sparsity.tune = "none" disables tuning'
     if name in DENSE_STEPS and not config.sparsity.settings.sparse:
         yield f"sparsity.kind = {toml_value(config.sparsity.kind)} computes all pairs in every step"

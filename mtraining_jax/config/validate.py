@@ -8,15 +8,19 @@ from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.config.schema import Config, RopeScalingConfig
 from mtraining_jax.data.sources import problems as data_problems
 from mtraining_jax.data.sources import selected_source
-from mtraining_jax.errors import UserError
-from mtraining_jax.file_limits import is_url
-from mtraining_jax.limits import MAX_BLOCKS, MAX_POSITIONS
-from mtraining_jax.models.hf.config import FREE
+from mtraining_jax.models.huggingface.config import FREE
 from mtraining_jax.models.spec import spec_problems
-from mtraining_jax.sparsity.registry import PATTERNS
+from mtraining_jax.patterns.registry import PATTERNS
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import is_url
+from mtraining_jax.utils.limits import MAX_BLOCKS, MAX_POSITIONS
 
 # Fields that make some steps of a sparse run dense.
-DENSE_STEPS = ("sparsity.dense_first", "sparsity.dense_last", "sparsity.dense_every")
+DENSE_STEPS = (
+    "sparsity.dense_warmup_steps",
+    "sparsity.dense_cooldown_steps",
+    "sparsity.dense_interval",
+)
 
 
 def validate(config: Config, device_count: int | None = None) -> None:
@@ -163,7 +167,7 @@ def _sparsity(config: Config) -> Iterator[str]:
     yield from _tuning(config)
     if settings.sparse:
         yield from _dense_steps(config)
-    for name in ("every_steps", "gradient_every"):
+    for name in ("interval", "gradient_interval"):
         every = getattr(config.audit, name)
         if every and not settings.chooses:
             yield (
@@ -175,7 +179,7 @@ def _sparsity(config: Config) -> Iterator[str]:
 def _dense_steps(config: Config) -> Iterator[str]:
     """Rejects what cannot be combined with dense steps."""
     sparsity, steps = config.sparsity, config.run.steps
-    first, last = sparsity.dense_first, sparsity.dense_last
+    first, last = sparsity.dense_warmup_steps, sparsity.dense_cooldown_steps
     values = {name: getattr(sparsity, name.rpartition(".")[2]) for name in DENSE_STEPS}
     given = ", ".join(f"{name} = {value}" for name, value in values.items() if value)
     if not given:
@@ -205,7 +209,7 @@ def _dense_steps(config: Config) -> Iterator[str]:
 
 def _audit(config: Config) -> Iterator[str]:
     audit, model, seq_len = config.audit, config.model, config.data.seq_len
-    if audit.every_steps and audit.rows > seq_len:
+    if audit.interval and audit.rows > seq_len:
         yield f"audit.rows = {audit.rows} is more than data.seq_len = {seq_len}"
     for text in audit.masks:
         head = re.fullmatch("([0-9]{1,9})[.]([0-9]{1,9})", text)
@@ -215,8 +219,8 @@ def _audit(config: Config) -> Iterator[str]:
                 f'audit.masks has "{text}", which must be LAYER.HEAD, from 0.0 to '
                 f"{sizes[0] - 1}.{sizes[1] - 1}"
             )
-    if audit.masks and not audit.every_steps:
-        yield "audit.masks needs audits, and audit.every_steps = 0 disables them"
+    if audit.masks and not audit.interval:
+        yield "audit.masks needs audits, and audit.interval = 0 disables them"
     tokens, unit = audit.gradient_tokens, config.sequence_unit
     if tokens is None:
         return
@@ -243,11 +247,11 @@ def _tuning(config: Config) -> Iterator[str]:
             '"sampled_rows", or "vertical_slash" with sparsity.preset = "safe"'
         )
         return
-    share, low, high = getattr(sparsity, kept.name), sparsity.tune_low, sparsity.tune_high
+    share, low, high = getattr(sparsity, kept.name), sparsity.tune_min, sparsity.tune_max
     if not low <= share <= high:
         yield (
             f"{tuned} starts from sparsity.{kept.name} = {share}, which must lie between "
-            f"sparsity.tune_low = {low} and sparsity.tune_high = {high}"
+            f"sparsity.tune_min = {low} and sparsity.tune_max = {high}"
         )
 
 
@@ -309,11 +313,11 @@ def _data(config: Config) -> Iterator[str]:
 
 def _held_out(config: Config) -> Iterator[str]:
     held_out = config.eval
-    if not held_out.every_steps:
+    if not held_out.interval:
         return
     if held_out.data is None:
         yield (
-            f"eval.every_steps = {held_out.every_steps} needs validation data; set "
+            f"eval.interval = {held_out.interval} needs validation data; set "
             "eval.data.paths or eval.data.source"
         )
         return

@@ -24,5 +24,5 @@ def slow_start(data: "DataConfig") -> str | None:
     what = "copies" if source.holds_ids else "tokenizes"
     return (
         f"every process of every run {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
-        "pre-tokenize it, see python -m mtraining_jax.tokenize_corpus --help"
+        "pre-tokenize it, see python -m mtraining_jax.cli.tokenize_corpus --help"
     )

@@ -7,8 +7,8 @@ import numpy as np
 
 from mtraining_jax.data.packs import Documents, PackArrays, Packs
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
-from mtraining_jax.text import counted
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 # Steps between a measurement and its use. The loader prefetches two batches, and a step is reported
 # after the next one has started. A fixed delay makes the order of sequences deterministic.

@@ -12,8 +12,8 @@ from mtraining_jax.data.packs import DocumentSpans
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.stream import TokenStream, check_ids, spill
 from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
-from mtraining_jax.errors import UserError
-from mtraining_jax.text import counted
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

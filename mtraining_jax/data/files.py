@@ -4,8 +4,8 @@ import glob
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.file_limits import absence, is_url
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import absence, is_url
 
 _LONGEST_NAME = 255  # bytes, in common file systems
 

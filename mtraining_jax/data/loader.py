@@ -19,7 +19,7 @@ from mtraining_jax.data.densities import Densities
 from mtraining_jax.data.packs import Packs, block_table, stream_places
 from mtraining_jax.data.sources import problems, selected_source
 from mtraining_jax.data.stream import TokenStream
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtraining_jax.data.packs import PackArrays, Packs
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 _SAMPLED = 256  # sequences examined if a source generates them on demand
 _DRAWN = 48

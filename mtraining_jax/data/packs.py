@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mtraining_jax.data.packing import chunked, consecutive, packed_order
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mtraining_jax.data.files import find_files
-from mtraining_jax.field_types import TextList
+from mtraining_jax.utils.field_types import TextList
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Source:
     """Base class of data sources: a frozen dataclass with options of `[data]` as fields.
 
-    Field types may have limits (`mtraining_jax.field_types`); "Attributes:" in the docstring are
+    Field types may have limits (`utils.field_types`); "Attributes:" in the docstring are
     their help texts. Shared options (`seq_len`, `mode`, `eos`, ...) are fields of the section,
     which is passed to every method.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 # Streams up to this many tokens are validated at startup (under a second), longer ones per batch.
 _CHECKED_AT_START = 2**26

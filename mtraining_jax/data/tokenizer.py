@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from mtraining_jax.data.files import first_line
-from mtraining_jax.errors import UserError
-from mtraining_jax.file_limits import LARGEST_TOKENIZER, absence, check_size, read_json
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import LARGEST_TOKENIZER, absence, check_size, read_json
 
 # End tokens of common model families; a vocabulary must have exactly one of them.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")

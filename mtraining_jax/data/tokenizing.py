@@ -16,8 +16,7 @@ import numpy as np
 
 from mtraining_jax.data.documents import DocumentSource, check_tokenizer, encoded
 from mtraining_jax.data.sources import problems, selected_source
-from mtraining_jax.data.stream import check_ids
-from mtraining_jax.data.token_parts import (
+from mtraining_jax.data.sources.token_parts import (
     PartRecord,
     close_folder,
     mark_incomplete,
@@ -25,8 +24,9 @@ from mtraining_jax.data.token_parts import (
     read_record,
     write_part,
 )
+from mtraining_jax.data.stream import check_ids
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -6,11 +6,11 @@ from typing import Protocol
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.results import Key, Line
 from mtraining_jax.evaluation.tasks import Document, Sample, Task
 from mtraining_jax.models.position_buckets import means_by_bucket
+from mtraining_jax.utils.errors import UserError
 
 # Sparse patterns select from the last queries, so the loss of these is also reported separately.
 LAST_TOKENS = 64

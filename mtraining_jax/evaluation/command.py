@@ -11,17 +11,17 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.request import Request
 from mtraining_jax.evaluation.results import Results, check_settings
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, check_vocabulary, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
-from mtraining_jax.models.hf.config import CONFIG_FILE, read_hf_values
-from mtraining_jax.sparsity.row_pattern import PROMPT_END
+from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values
+from mtraining_jax.patterns.row_pattern import PROMPT_END
 from mtraining_jax.training.checkpoint import newest_step, read_record
-from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.utils.errors import UserError
 
 
 def run(request: Request, console: Console, command: str) -> None:
@@ -77,7 +77,7 @@ def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[
         "generate": plan.generate,
         "sparse answers": request.sparse_answers,
         "sparsity": text(request.sparsity) or "as the model says",
-        "end of prompts": f"dense_end = {PROMPT_END} unless given",
+        "end of prompts": f"dense_suffix_tokens = {PROMPT_END} unless given",
         "dtype": request.dtype or "as the model says",
         "tokenizer": request.tokenizer or "the model's own",
         "tasks": {

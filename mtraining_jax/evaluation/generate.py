@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.decode.options import GenerateOptions
-from mtraining_jax.evaluation.engine import Engine, Generated
+from mtraining_jax.evaluation.engine.engine import Engine, Generated
+from mtraining_jax.utils.errors import UserError
 
 
 def generate(

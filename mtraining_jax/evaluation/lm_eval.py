@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.decode.options import GenerateOptions
-from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.load import AttentionKind
+from mtraining_jax.utils.errors import UserError
 
 try:
     from lm_eval import utils as harness_utils  # pyright: ignore[reportAttributeAccessIssue]

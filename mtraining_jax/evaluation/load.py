@@ -15,18 +15,18 @@ from mtraining_jax.config import Config, config_of_model
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
-from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.network import Attending, Network
-from mtraining_jax.jax_platform import check_devices
+from mtraining_jax.evaluation.engine.network import Attending, Network
 from mtraining_jax.models import abstract_state, param_shardings, parameter_names
-from mtraining_jax.models.hf import load_hf
-from mtraining_jax.models.hf.config import CONFIG_FILE, read_json
+from mtraining_jax.models.huggingface import load_hf
+from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_json
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Dense, Settings
+from mtraining_jax.patterns import Dense, Settings
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
-from mtraining_jax.training.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import check_devices
 
 AttentionKind = Literal["dense", "sparse"]
 Overrides = Sequence[tuple[str, str]]
@@ -120,7 +120,7 @@ def load(
 
 def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
     # Older checkpoints lack these fields.
-    dense_steps = sparsity.get("dense_last", 0) or sparsity.get("dense_every", 0)
+    dense_steps = sparsity.get("dense_cooldown_steps", 0) or sparsity.get("dense_interval", 0)
     return sparsity.get("kind", "dense") != "dense" and not dense_steps
 
 

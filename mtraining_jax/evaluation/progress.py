@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mtraining_jax.evaluation.results import Line
 from mtraining_jax.evaluation.tasks import Task
-from mtraining_jax.text import counted
+from mtraining_jax.utils.text import counted
 
 
 class Watch:

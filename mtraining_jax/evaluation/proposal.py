@@ -9,13 +9,13 @@ import numpy as np
 
 from mtraining_jax.data.documents import encoded
 from mtraining_jax.data.sources.text import TextFiles
-from mtraining_jax.errors import UserError
+from mtraining_jax.evaluation.engine.programs import Programs
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.evaluation.load import Loaded
-from mtraining_jax.evaluation.programs import Programs
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.sparsity import Dense, Settings
-from mtraining_jax.text import counted
+from mtraining_jax.patterns import Dense, Settings
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 SAMPLES_NAME = "samples.jsonl"
 SETTINGS_NAME = "settings.json"

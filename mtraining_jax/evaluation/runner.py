@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.asking import Model, ask
 from mtraining_jax.evaluation.results import Key, Line, Results
 from mtraining_jax.evaluation.tasks import Document, Sample, Task
+from mtraining_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

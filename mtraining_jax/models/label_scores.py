@@ -1,7 +1,7 @@
 """Scores the label of each token with a chunked output layer, without gradients.
 
 The logits of all tokens of a long sequence do not fit in memory, so only those of `chunk_size`
-tokens per device exist at a time. `training/loss.py` also computes gradients.
+tokens per device exist at a time. `models/loss.py` also computes gradients.
 """
 
 import functools

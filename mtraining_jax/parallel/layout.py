@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import Segment
 
 KINDS = ("striped", "zigzag", "contiguous")

@@ -3,13 +3,18 @@
 import dataclasses
 
 from mtraining_jax.config import Config
-from mtraining_jax.latency import KERNEL_RATES, SCORES_PER_SECOND, kernel_seconds, matmul_rate
+from mtraining_jax.cost_model.flops import step_flops
+from mtraining_jax.cost_model.kernel_times import (
+    KERNEL_RATES,
+    SCORES_PER_SECOND,
+    kernel_seconds,
+    matmul_rate,
+)
 from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_tokens
-from mtraining_jax.reporting.flops import step_flops
 
 
 @dataclasses.dataclass(frozen=True)

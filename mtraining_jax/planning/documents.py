@@ -8,8 +8,8 @@ from mtraining_jax.config import Config
 from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.pack_report import PackReport, report_on
 from mtraining_jax.data.sources import selected_source
-from mtraining_jax.errors import UserError
-from mtraining_jax.sparsity.pattern import Settings
+from mtraining_jax.patterns.base import Settings
+from mtraining_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def planned_pairs(config: Config) -> Pairs:
         return Pairs(1.0, density, why, _assumed(str(error)))
     report = report_on(packs, config.data.seq_len, config.sparsity.block_size)
     # Patterns that select pairs keep short documents dense; replayed indices are cut instead.
-    below = getattr(settings, "dense_below", 0) if settings.chooses and settings.sparse else 0
+    below = getattr(settings, "min_sparse_tokens", 0) if settings.chooses and settings.sparse else 0
     causal, density, short = _shares(report, settings, below)
     if below:
         why = f"{why}; {short:.1%} of the pairs are in documents shorter than {below:,} tokens"
@@ -76,6 +76,6 @@ def _shares(report: PackReport, settings: Settings, below: int) -> tuple[float, 
 
 def _assumed(reason: str) -> str:
     return (
-        f"ASSUMED one document per sequence: {reason}; python -m mtraining_jax.inspect_data "
+        f"ASSUMED one document per sequence: {reason}; python -m mtraining_jax.cli.inspect_data "
         "counts them"
     )

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import jax
 
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
-from mtraining_jax.jax_platform import MEMORY_FRACTION, host_memory
+from mtraining_jax.cost_model.flops import audit_flops, peak_flops
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import H200, Gpu
 from mtraining_jax.planning.memory import Memory, count_parameters, estimate_memory, offloaded
-from mtraining_jax.reporting.flops import audit_flops, peak_flops
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, host_memory
 
 _GIB = 2**30
 # Values of model.remat, from most memory to least.
@@ -200,7 +200,7 @@ def _flop_lines(flops: Flops, pairs: Pairs, mixed: bool) -> Iterator[str]:
 
 def _audit_lines(config: Config, flops: Flops) -> Iterator[str]:
     audit = config.audit
-    if not config.sparsity.settings.sparse or not (audit.every_steps or audit.gradient_every):
+    if not config.sparsity.settings.sparse or not (audit.interval or audit.gradient_interval):
         return
     step = flops.layers + flops.head + flops.attention
     step += flops.recomputed + flops.attention_recomputed

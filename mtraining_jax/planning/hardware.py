@@ -1,6 +1,6 @@
 """Memory sizes and rates of GPUs for the dry run, with their sources.
 
-Rates of attention and matrix products on the H200 are in `mtraining_jax/latency.py`.
+Rates of attention and matrix products on the H200: `mtraining_jax/cost_model/kernel_times.py`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ class Gpu:
         index_seconds: time of selection and building work lists, per query head and key.
         lists_seconds: the same without selection.
         forward_share, backward_share, matmul_share: rates relative to the H200 rates in
-            `mtraining_jax/latency.py`.
+            `mtraining_jax/cost_model/kernel_times.py`.
         forecast: why predicted times are only a forecast; None if the rates were measured.
     """
 

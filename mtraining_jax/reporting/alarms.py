@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import worst_head
 from mtraining_jax.reporting.record import Record
+from mtraining_jax.utils.errors import UserError
 
 
 class Alarms:

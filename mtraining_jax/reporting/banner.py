@@ -7,9 +7,9 @@ import jax
 from jax.sharding import Mesh
 
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
 from mtraining_jax.models.families import family_of
-from mtraining_jax.text import counted
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 from pallas_kernels import backends
 
 
@@ -75,7 +75,7 @@ def _tuning(config: Config) -> str:
     name = "" if kept is None else kept.name
     targets = {"mean": "mean time", "min": "fastest replica", "max": "slowest replica"}
     text = (
-        f"{name} from {sparsity.tune_low:g} to {sparsity.tune_high:g} per data-parallel replica, to"
+        f"{name} from {sparsity.tune_min:g} to {sparsity.tune_max:g} per data-parallel replica, to"
         f" match the {targets[sparsity.tune]}"
     )
     if config.parallel.data == 1 or not config.data.has_documents:

@@ -11,7 +11,6 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
     Record,
@@ -21,7 +20,8 @@ from mtraining_jax.reporting.record import (
     note_on_density,
     tuned_text,
 )
-from mtraining_jax.signals import redirect_to_devnull
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.signals import redirect_to_devnull
 
 
 class Display:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mtraining_jax.config import Config
-from mtraining_jax.reporting.flops import peak_flops, step_flops
+from mtraining_jax.cost_model.flops import peak_flops, step_flops
 
 Record = dict[str, Any]
 

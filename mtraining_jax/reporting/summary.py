@@ -10,7 +10,7 @@ import numpy as np
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.record import Record, note_on_density
-from mtraining_jax.text import counted
+from mtraining_jax.utils.text import counted
 
 
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:

@@ -3,16 +3,16 @@
 import jax
 from jax.sharding import Mesh
 
+from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.config import Config, validate
-from mtraining_jax.errors import UserError
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import ModelSizes, Pattern
-from mtraining_jax.sparsity.audit import AuditRows
-from mtraining_jax.training.group_work import measures_by_length
+from mtraining_jax.patterns import ModelSizes, Pattern
+from mtraining_jax.training.tuning.group_work import measures_by_length
+from mtraining_jax.utils.errors import UserError
 
 
 def build_mesh(config: Config) -> Mesh:

@@ -7,7 +7,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 _FOLDER_NAME = "compiled"
 

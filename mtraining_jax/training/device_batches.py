@@ -17,7 +17,7 @@ from mtraining_jax.training.documents import (
     reads_lengths,
     restarting_positions,
 )
-from mtraining_jax.training.group_work import balance_of
+from mtraining_jax.training.tuning.group_work import balance_of
 
 
 class DeviceBatches:

@@ -12,7 +12,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
-from mtraining_jax.sparsity.document_blocks import DocumentBlocks
+from mtraining_jax.selection.document_blocks import DocumentBlocks
 
 
 def attention_within(attention: Attention, batch: Mapping[str, Array]) -> Attention:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.jax_platform import host_memory
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import host_memory
 
 _WIDTH = 1 << 18  # row length, in 4-byte numbers, of a trial allocation
 

@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from mtraining_jax.config import OptimizerConfig
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 Parameters = dict[str, Array]
 Schedule = Callable[[Array], Array]

@@ -20,7 +20,7 @@ from mtraining_jax.models import (
     param_shardings,
 )
 from mtraining_jax.models import parameter_names as names_of
-from mtraining_jax.models.hf import load_hf
+from mtraining_jax.models.huggingface import load_hf
 from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainable_names
 
 # Fixed, because key data of another `jax_default_prng_impl` has another shape in checkpoints.

@@ -10,17 +10,17 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.config import Config
+from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.groups import constrain, in_groups
 from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, SHARES, TOKENS
 from mtraining_jax.parallel.ordering import join
-from mtraining_jax.sparsity.audit import AuditRows
 from mtraining_jax.training.audit import StepAudit
 from mtraining_jax.training.documents import attention_within
-from mtraining_jax.training.loss import count_labels, linear_cross_entropy
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
 from mtraining_jax.training.shares import with_shares
 from mtraining_jax.training.state import StateBuilder, TrainState

@@ -13,19 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
-from mtraining_jax.errors import UserError
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
+from mtraining_jax.patterns import Dense, Pattern
 from mtraining_jax.reporting.record import Record, held_out_record
-from mtraining_jax.sparsity import Dense, Pattern
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch
+from mtraining_jax.utils.errors import UserError
 
 
 class Evaluator:
@@ -68,7 +68,7 @@ class Evaluator:
 
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is evaluated."""
-        return step % self._config.eval.every_steps == 0 or step == self._config.run.steps
+        return step % self._config.eval.interval == 0 or step == self._config.run.steps
 
     def compile(
         self,

@@ -28,7 +28,7 @@ class Configs:
 # those with almost no spills. With packed documents the fastest forward kernel spills 156 bytes, so
 # another one is used. For 64, and for documents, selected by what the compiler reports for sm_80
 # and not yet timed: no spills, copies that run two tiles ahead.
-# tests/pallas_kernels/test_triton_compiled.py checks that none spills.
+# tests/pallas_kernels/triton/test_triton_compiled.py checks that none spills.
 AMPERE = {
     64: Configs(
         Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3),

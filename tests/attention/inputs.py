@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtraining_jax import VerticalSlash
-from tests.sparsity import inputs as realistic
+from tests.patterns import inputs as realistic
 
 TOKENS, BLOCK, HEADS, KV_HEADS, DIM = 128, 8, 4, 2, 8
 PATTERN = VerticalSlash(
-    top_p=0.4, max_verticals=24, max_slashes=12, last_q=8, block_size=BLOCK,
+    top_p=0.4, max_verticals=24, max_slashes=12, num_probe_queries=8, block_size=BLOCK,
     sink_tokens=2, local_blocks=1, min_verticals=4, min_slashes=2,
 )  # fmt: skip
 

@@ -144,7 +144,7 @@ def test_fixed_budgets_keep_the_given_number_of_columns():
         slashes=np.array([30, 3, 0, 12], np.int32),
         max_verticals=24,
         max_slashes=32,
-        last_q=BLOCK,
+        num_probe_queries=BLOCK,
         block_size=BLOCK,
         sink_tokens=2,
         sliding_window=4,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.attention import composed
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES, make_mesh
-from mtraining_jax.sparsity import exchange
+from mtraining_jax.selection import collectives
 
 RANKS, BLOCK, TOKENS, HEADS, DIM = 8, 4, 64, 2, 16
 LAYOUT = Layout("striped", TOKENS, RANKS, BLOCK)
@@ -34,7 +34,7 @@ def in_compute_dtype(x, blocks):
 
 
 def through_fp32(x, blocks):
-    wide = exchange.all_blocks(x.astype(jnp.float32), blocks, LAYOUT.num_blocks, SEQUENCE_AXES)
+    wide = collectives.all_blocks(x.astype(jnp.float32), blocks, LAYOUT.num_blocks, SEQUENCE_AXES)
     return wide.astype(x.dtype)
 
 

@@ -27,22 +27,22 @@ from mtraining_jax import (
 from mtraining_jax.parallel.mesh import make_mesh
 from pallas_kernels.index import BlockMaskIndex, DenseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
-from tests.pallas_kernels.properties import repeatable
+from tests.pallas_kernels.helpers.properties import repeatable
 from tests.parallel import indices
 
 SEQ_LEN, BLOCK = indices.SEQ_LEN, indices.BLOCK_SIZE
 NUM_BLOCKS = SEQ_LEN // BLOCK
-PATTERN = SampledRows(tau=0.6, sampled_rows=2, dense_below=32, block_size=BLOCK)
+PATTERN = SampledRows(tau=0.6, sampled_rows=2, min_sparse_tokens=32, block_size=BLOCK)
 VERTICAL_SLASH = VerticalSlash(
     top_p=0.5,
-    last_q=4,
+    num_probe_queries=4,
     sink_tokens=2,
     min_verticals=4,
     max_verticals=SEQ_LEN,
     min_slashes=1,
     max_slashes=2,
     local_blocks=1,
-    dense_below=32,
+    min_sparse_tokens=32,
     block_size=BLOCK,
 )
 MOBA = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
@@ -127,9 +127,9 @@ def check_equal_to_alone(pattern, lengths, q, k, v, dout, dlse):
         np.testing.assert_array_equal(at, moved)
         if marks is not None:
             np.testing.assert_array_equal(marks[0, :, first : first + count], marks[n, :, :count])
-            assert marks[n, :, :count].any() == (size >= pattern.dense_below)
+            assert marks[n, :, :count].any() == (size >= pattern.min_sparse_tokens)
             assert not marks[n, :, count:].any()
-        if size < pattern.dense_below:
+        if size < pattern.min_sparse_tokens:
             below = (places >= first) & (places <= first + np.arange(count)[:, None])
             assert (at == below).all()
 

@@ -23,7 +23,7 @@ from tests.attention.inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs
 
 BUDGET = FixedBudget(
     verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
-    max_verticals=24, max_slashes=32, last_q=BLOCK, block_size=BLOCK,
+    max_verticals=24, max_slashes=32, num_probe_queries=BLOCK, block_size=BLOCK,
     sink_tokens=2, sliding_window=4,
 )  # fmt: skip
 

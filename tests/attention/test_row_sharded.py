@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from mtraining_jax import SampledRows, inspect, sequence_layout, sparse_attention, stripe, unstripe
+from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity.audit import GRADIENT_FIGURES, AuditRows
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.names import SAVED_NAMES
 from pallas_kernels.reference import mask_from_index
+from tests.attention import audit_oracle
 from tests.parallel import indices
-from tests.sparsity import audit_oracle
 
 PATTERN = SampledRows(tau=0.6, sampled_rows=2, block_size=indices.BLOCK_SIZE)
 

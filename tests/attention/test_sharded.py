@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Dense, FixedBudget, SampledRows, VerticalSlash, choose_index
-from mtraining_jax.sparsity.audit import AuditRows
-from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, VerticalSlash, choose_index
+from mtraining_jax.selection.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices
 
@@ -21,7 +21,7 @@ PATTERN = VerticalSlash(
     top_p=0.4,
     max_verticals=24,
     max_slashes=12,
-    last_q=8,
+    num_probe_queries=8,
     block_size=indices.BLOCK_SIZE,
     sink_tokens=2,
     local_blocks=1,
@@ -30,7 +30,7 @@ PATTERN = VerticalSlash(
 )
 BUDGET = FixedBudget(
     verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
-    max_verticals=24, max_slashes=32, last_q=8, block_size=indices.BLOCK_SIZE,
+    max_verticals=24, max_slashes=32, num_probe_queries=8, block_size=indices.BLOCK_SIZE,
     sink_tokens=2, sliding_window=4,
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ def test_description(steps, text):
 
 
 def test_dense_steps_of_a_configuration(tmp_path):
-    fields = {"dense_first": 1, "dense_last": 2, "dense_every": 3}
+    fields = {"dense_warmup_steps": 1, "dense_cooldown_steps": 2, "dense_interval": 3}
     config = changed(tiny_config(tmp_path), run={"steps": 9}, sparsity=fields)
     assert config_from_dict(config_to_dict(config), "a test").dense_steps == DenseSteps(9, 1, 2, 3)
     # A dense run has no dense steps in this sense.

@@ -9,9 +9,9 @@ from mtraining_jax.config import (
     config_to_toml,
     load_config,
 )
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
-TEXT = (("eval.every_steps", "20"), ("eval.data.source", "text"), ("eval.data.paths", "held/*.py"))
+TEXT = (("eval.interval", "20"), ("eval.data.source", "text"), ("eval.data.paths", "held/*.py"))
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_unset_fields_default_to_training(load):
     assert (data.eos, data.seq_len, data.tokenizer) == (7, 2048, "bytes")
     # Source-specific fields are inherited only if eval.data.source is not set.
     own = ("data.source", "jsonl"), ("data.paths", "train.jsonl"), ("data.text_field", "body")
-    same = load(*own, ("eval.every_steps", "1"), ("eval.data.paths", "held.jsonl")).eval.data
+    same = load(*own, ("eval.interval", "1"), ("eval.data.paths", "held.jsonl")).eval.data
     assert (same.source, same.paths, same.text_field) == ("jsonl", ("held.jsonl",), "body")
     assert load(*own, *TEXT).eval.data.text_field == "text"
     # Validation batches are not balanced.
@@ -64,7 +64,7 @@ def test_inherited_problems_are_reported_once(load):
 def test_invalid_evaluations(load):
     on = TEXT[0]
     assert error_of(load, on) == (
-        "eval.every_steps = 20 needs validation data; set eval.data.paths or eval.data.source"
+        "eval.interval = 20 needs validation data; set eval.data.paths or eval.data.source"
     )
     assert error_of(load, *TEXT, ("eval.data.balance", "density")) == (
         'eval.data.balance = "density" is not possible: evaluations read their batches in the '
@@ -80,9 +80,9 @@ def test_invalid_evaluations(load):
     assert error == "eval.data.seq_len = 4096 is more than model.max_position_embeddings = 2048"
     error = error_of(load, on, ("eval.data.source", "text"))
     assert error == 'eval.data.source = "text" needs eval.data.paths, the files to read'
-    replayed = ("sparsity.kind", "replay"), ("sparsity.least_share", "0")
-    error = error_of(load, *TEXT, *replayed, ("audit.every_steps", "0"))
+    replayed = ("sparsity.kind", "replay"), ("sparsity.min_block_mass", "0")
+    error = error_of(load, *TEXT, *replayed, ("audit.interval", "0"))
     assert error.startswith('eval.attention = "same" needs a pattern that selects pairs, and ')
     error = error_of(load, on, ("eval.data.source", "no:Such"))
     assert error.startswith('eval.data.source: "no:Such" cannot be loaded')
-    assert load(("eval.data.paths", "x")).eval.every_steps == 0  # disabled, so not validated
+    assert load(("eval.data.paths", "x")).eval.interval == 0  # disabled, so not validated

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
-from mtraining_jax.errors import UserError
 from mtraining_jax.models.families.llama import Llama
-from mtraining_jax.models.hf import check_same_model
+from mtraining_jax.models.huggingface import check_same_model
+from mtraining_jax.utils.errors import UserError
 from tests.models.common import DATA
 
 SIZES = {

@@ -6,7 +6,7 @@ import pytest
 from mtraining_jax.config import DataConfig, config_from_dict
 from mtraining_jax.data.loader import Loader, build_loader
 from mtraining_jax.data.sources import selected_source
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 VOCAB = 257
 

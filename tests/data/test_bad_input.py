@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from mtraining_jax.config.fields import toml_value
 from mtraining_jax.data.loader import build_loader
 from mtraining_jax.data.sources.jsonl import JsonLines
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from tests.data.common import error_of, loader_of, section
 
 

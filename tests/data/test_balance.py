@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtraining_jax.data.balance import Balance, even_order, imbalance
 from mtraining_jax.data.densities import DELAY, Densities, OtherPlace, length_classes, num_classes
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from tests.data.common import loader_of, section
 
 EOS, G, S, B = 9, 4, 32, 8

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtraining_jax.data.sources.hf_disk import HuggingFaceOnDisk
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from tests.data.contract import SourceContract
 
 TEXTS = ["abcd", "efgh", "ijkl", "mnop", "qrst"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtraining_jax.data.loader import IGNORE_LABEL, local_rows_and_columns
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from tests.data.common import loader_of as any_loader_of
 from tests.data.common import section
 

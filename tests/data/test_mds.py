@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtraining_jax.data.sources.mds import MosaicShards
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from tests.data.common import error_of, sequences
 from tests.data.contract import SourceContract
 from tests.data.mds_writer import array_bytes, packers, write_mds

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
+from mtraining_jax.cli.inspect_data import main
 from mtraining_jax.data.pack_report import PackReport, report_on
 from mtraining_jax.data.packs import PackArrays
-from mtraining_jax.errors import UserError
-from mtraining_jax.inspect_data import main
+from mtraining_jax.utils.errors import UserError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mtraining_jax.data import packing
 from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.packing import best_fit, chunked, consecutive, packed_order
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section
 
 EOS, G, S = 9, 4, 32

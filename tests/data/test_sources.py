@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from mtraining_jax.cli import parse_command_line
+from mtraining_jax.cli.train import parse_command_line
 from mtraining_jax.config import (
     config_from_dict,
     config_to_dict,

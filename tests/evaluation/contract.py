@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks import Sample, Task, make_tasks, option_docs
+from mtraining_jax.utils.errors import UserError
 
 BYTES = ByteTokenizer()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtraining_jax.evaluation.cli import main
+from mtraining_jax.cli.evaluate import main
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.results import read_lines
 
@@ -23,7 +23,7 @@ def command(tmp_path, monkeypatch, capsys):
     (tmp_path / "window.json").write_text(json.dumps(budgets))
     window = (
         f"--sparsity.kind=fixed --sparsity.budget_file={tmp_path / 'window.json'} "
-        "--sparsity.block_size=16 --sparsity.last_q=16 --sparsity.sliding_window=32 "
+        "--sparsity.block_size=16 --sparsity.num_probe_queries=16 --sparsity.sliding_window=32 "
         "--sparsity.sink_tokens=0"
     )
 

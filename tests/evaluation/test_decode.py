@@ -11,19 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.decode.attention import CHUNK
 from mtraining_jax.evaluation.decode.cache import room_for
 from mtraining_jax.evaluation.decode.options import GenerateOptions
-from mtraining_jax.evaluation.engine import Engine
-from mtraining_jax.models.hf import load_hf, read_hf_config
+from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.models.huggingface import load_hf, read_hf_config
 from mtraining_jax.models.transformer import graph_definition
+from mtraining_jax.utils.errors import UserError
 from tests.models.common import DATA, forward
 
 # The prompt ends inside a block on every mesh.
 PROMPT, NEW = 75, 8
 TEXT = np.random.default_rng(0).integers(0, 256, PROMPT + NEW).astype(np.int32)
-SPARSE = {"block_size": 8, "sampled_rows": 4, "tau": 0.5, "local_blocks": 1, "dense_end": 0}
+SPARSE = {
+    "block_size": 8,
+    "sampled_rows": 4,
+    "tau": 0.5,
+    "local_blocks": 1,
+    "dense_suffix_tokens": 0,
+}
 ONE, EIGHT = (1, 1), (2, 4)
 LLAMA, PHI = "llama3_tiny", "phi3_tiny_longrope"
 GREEDY = np.float32(0), np.float32(1), np.uint32(0)
@@ -137,7 +143,9 @@ def test_an_answer_after_a_sparse_prompt_is_scored_as_it_would_be_generated():
 
 def test_the_end_of_a_prompt_sees_all_of_it_unless_the_settings_say_otherwise():
     without = engine(EIGHT, "sparse")
-    settings = dataclasses.replace(without.loaded.network.attending.settings, dense_end=None)
+    settings = dataclasses.replace(
+        without.loaded.network.attending.settings, dense_suffix_tokens=None
+    )
     model = without.with_pattern(settings)
     # The prompt is shorter than its dense suffix.
     found, dense = (x.forced(TEXT[:PROMPT], TEXT[PROMPT:]) for x in (model, engine(EIGHT)))

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.lm_eval import HarnessModel, generate_options
+from mtraining_jax.utils.errors import UserError
 from tests.evaluation import harness_tasks
 from tests.models.common import DATA
 

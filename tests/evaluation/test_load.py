@@ -9,15 +9,15 @@ import pytest
 import tokenizers
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
-from mtraining_jax.errors import UserError
-from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models import parameter_names
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Dense, SampledRows, VerticalSlash
+from mtraining_jax.patterns import Dense, SampledRows, VerticalSlash
 from mtraining_jax.training.checkpoint import Checkpoints
-from mtraining_jax.training.run_folder import checkpoint_folder
+from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.utils.errors import UserError
 from tests.models.common import DATA
 from tests.training.common import VERTICAL_SLASH, tiny_config
 
@@ -65,7 +65,10 @@ def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
         assert x.dtype == ("bfloat16" if is_matrix else "float32"), name
     network = found.network
     assert isinstance(network.attending.settings, VerticalSlash)
-    assert (network.attending.settings.block_size, network.attending.settings.last_q) == (8, 8)
+    assert (
+        network.attending.settings.block_size,
+        network.attending.settings.num_probe_queries,
+    ) == (8, 8)
     assert network.spec.max_position_embeddings == 128
     # The run had 4 devices, the test has 8.
     assert network.mesh.devices.shape == (1, 1, 8)
@@ -104,7 +107,7 @@ def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
     # It does not depend on the pattern in use.
     override = [("sparsity.kind", "dense")]
     assert load(folder, attention="dense", overrides=override).note_on_dense_use() == note
-    for name, sparsity in {"last": {"dense_last": 1}, "dense": {"kind": "dense"}}.items():
+    for name, sparsity in {"last": {"dense_cooldown_steps": 1}, "dense": {"kind": "dense"}}.items():
         cooled_down, _ = saved_run(tmp_path / name, sparsity=sparsity)
         assert load(cooled_down, attention="dense").note_on_dense_use() is None
     assert load(QWEN2, attention="dense").note_on_dense_use() is None
@@ -147,8 +150,8 @@ def test_errors_are_reported(run, tmp_path):
         (folder, {"overrides": [("sparsity.topp", "2")]}, "did you mean sparsity.top_p"),
         (
             folder,
-            {"overrides": [("sparsity.last_q", "64")], "attention": "sparse"},
-            "sparsity.last_q = 64",
+            {"overrides": [("sparsity.num_probe_queries", "64")], "attention": "sparse"},
+            "sparsity.num_probe_queries = 64",
         ),
         (folder, {"overrides": [("parallel.nodes", "9")]}, "but there are 8"),
         (folder, {"tokenizer": "bytes"}, "has 257 ids, but the model in .* has only 61"),

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks import GROUPS, make_tasks
 from mtraining_jax.evaluation.tasks.infinitebench.task import _PARTS as INFINITEBENCH
 from mtraining_jax.evaluation.tasks.longbench import rules as longbench_rules
 from mtraining_jax.evaluation.tasks.longbench.task import _PARTS as LONGBENCH
 from mtraining_jax.evaluation.tasks.metrics import edit_similarity, overlap_f1, words_f1
 from mtraining_jax.evaluation.tasks.rouge import rouge_l, rouge_l_sum
+from mtraining_jax.utils.errors import UserError
 
 BYTES = ByteTokenizer()
 TEXT = "The story begins. " * 40

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks import GROUPS, make_tasks
 from mtraining_jax.evaluation.tasks.scoring import any_found, share_found
+from mtraining_jax.utils.errors import UserError
 from tests.evaluation.contract import BYTES, TaskContract
 
 LENGTH = 8192

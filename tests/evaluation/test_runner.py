@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.report import write_report
 from mtraining_jax.evaluation.results import Results, read_lines, read_settings
 from mtraining_jax.evaluation.runner import Plan, check, check_vocabulary, evaluate
 from mtraining_jax.evaluation.tasks import Document, Task, make_tasks
+from mtraining_jax.utils.errors import UserError
 from tests.evaluation.fake_model import FakeModel
 
 

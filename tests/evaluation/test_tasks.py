@@ -5,10 +5,10 @@ import hashlib
 import numpy as np
 import pytest
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks import make_tasks
 from mtraining_jax.evaluation.tasks.recall import mqar
 from mtraining_jax.evaluation.tasks.tokens import continuation_ids, largest_size
+from mtraining_jax.utils.errors import UserError
 from tests.evaluation.contract import BYTES, TaskContract
 
 

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from mtraining_jax.models import ModelSpec, init_model
-from mtraining_jax.models.hf import save_hf
+from mtraining_jax.models.huggingface import save_hf
 
 VOCAB, MAX_LENGTH = 64, 256
 SPEC = ModelSpec(

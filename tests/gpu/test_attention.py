@@ -10,11 +10,16 @@ import pytest
 import pallas_kernels
 from pallas_kernels import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index
-from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.contract import AttentionContract, backward, forward, resolve_index
-from tests.pallas_kernels.expected import assert_same_bits, compare, oracle
-from tests.pallas_kernels.hopper_backends import registered
+from tests.pallas_kernels.helpers import cases
+from tests.pallas_kernels.helpers.cases import Size
+from tests.pallas_kernels.helpers.contract import (
+    AttentionContract,
+    backward,
+    forward,
+    resolve_index,
+)
+from tests.pallas_kernels.helpers.expected import assert_same_bits, compare, oracle
+from tests.pallas_kernels.mosaic_gpu.hopper_backends import registered
 
 LONG = 65536  # tokens
 

@@ -29,7 +29,7 @@ def first_step(backend, audited, **changes):
         "parallel.backend": backend,
         # With random weights attention is flat: a larger fraction would keep nearly everything.
         "sparsity.tau": 0.3,
-        "audit.every_steps": int(audited),
+        "audit.interval": int(audited),
         **changes,
     }
     config = load_config("qwen3b_512k", [(name, str(value)) for name, value in fields.items()])

@@ -10,7 +10,7 @@ import pytest
 
 from mtraining_jax import Dense, Documents, FixedBudget, VerticalSlash, sparse_attention
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.sparsity import (
+from mtraining_jax.patterns import (
     BlockTopK,
     FlexPrefill,
     MixedRows,
@@ -20,13 +20,13 @@ from mtraining_jax.sparsity import (
     Shards,
     XAttention,
 )
-from mtraining_jax.sparsity.minference import MInference
+from mtraining_jax.patterns.minference import MInference
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.reference import mask_from_index
-from tests.gpu.ring_errors import own_device
-from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.expected import compare, compare_lse, oracle
+from tests.gpu_tools.ring_errors import own_device
+from tests.pallas_kernels.helpers import cases
+from tests.pallas_kernels.helpers.cases import Size
+from tests.pallas_kernels.helpers.expected import compare, compare_lse, oracle
 
 BLOCK, NUM_BLOCKS, BACKEND = 128, 32, "mosaic_gpu"
 SIZE = Size(1, 4, 2, NUM_BLOCKS, NUM_BLOCKS, block_size=BLOCK, dim=128)
@@ -34,22 +34,22 @@ SIZE = Size(1, 4, 2, NUM_BLOCKS, NUM_BLOCKS, block_size=BLOCK, dim=128)
 LENGTHS = [1, 128, 129, 600, 1700, 900]
 DENSE_BELOW = 1000
 PATTERNS = [
-    SampledRows(tau=0.6, dense_below=DENSE_BELOW), XAttention(tau=0.6, dense_below=DENSE_BELOW),
-    MixedRows(tau=0.6, dense_below=DENSE_BELOW), Prism(tau=0.6, dense_below=DENSE_BELOW),
-    Dense(), SampledRows(tau=0.6, columns=100, dense_below=DENSE_BELOW), BlockTopK(top_blocks=4),
+    SampledRows(tau=0.6, min_sparse_tokens=DENSE_BELOW), XAttention(tau=0.6, min_sparse_tokens=DENSE_BELOW),
+    MixedRows(tau=0.6, min_sparse_tokens=DENSE_BELOW), Prism(tau=0.6, min_sparse_tokens=DENSE_BELOW),
+    Dense(), SampledRows(tau=0.6, columns=100, min_sparse_tokens=DENSE_BELOW), BlockTopK(top_blocks=4),
     MoBA(chunk_size=256, top_k=3),
-    FlexPrefill(gamma=0.5, min_budget=256, dense_below=DENSE_BELOW),
+    FlexPrefill(gamma=0.5, min_budget=256, min_sparse_tokens=DENSE_BELOW),
 ]  # fmt: skip
 VERTICAL_SLASH = [
-    VerticalSlash(preset=preset, top_p=0.6, max_slashes=4, dense_below=DENSE_BELOW, **options)
+    VerticalSlash(preset=preset, top_p=0.6, max_slashes=4, min_sparse_tokens=DENSE_BELOW, **options)
     for preset, options in [("safe", {"min_slashes": 1}), ("joint", {})]
 ]
 NUMBERS = [np.array(own, np.int32) for own in ((40, 0, 100, 200), (4, 8, 100, 0))]
 BUDGETS = [
-    FixedBudget(*NUMBERS, max_verticals=200, max_slashes=100, dense_below=DENSE_BELOW),
+    FixedBudget(*NUMBERS, max_verticals=200, max_slashes=100, min_sparse_tokens=DENSE_BELOW),
     MInference(
         *NUMBERS, *(np.full(4, number, np.int32) for number in (30, 100)), max_verticals=200,
-        max_slashes=100, max_sinks=30, dense_below=DENSE_BELOW,
+        max_slashes=100, max_sinks=30, min_sparse_tokens=DENSE_BELOW,
     ),
 ]  # fmt: skip
 EVERY = [*PATTERNS, *VERTICAL_SLASH, *BUDGETS]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.sparsity import AdaSpa, BlockTopK, FlexPrefill, MoBA, Shards, VerticalSlash
+from mtraining_jax.patterns import AdaSpa, BlockTopK, FlexPrefill, MoBA, Shards, VerticalSlash
 from pallas_kernels.reference import mask_from_index, reference_attention
-from tests.gpu.ring_errors import own_device
-from tests.sparsity import inputs
+from tests.gpu_tools.ring_errors import own_device
+from tests.patterns import inputs
 
 SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM = 4096, 128, 4, 2, 128
 NUM_BLOCKS = SEQ_LEN // BLOCK

@@ -9,11 +9,11 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import DenseIndex, DiagonalTiles
-from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.contract import AttentionContract, backward, forward
-from tests.pallas_kernels.expected import assert_same_bits
-from tests.pallas_kernels.hopper_backends import registered
+from tests.pallas_kernels.helpers import cases
+from tests.pallas_kernels.helpers.cases import Size
+from tests.pallas_kernels.helpers.contract import AttentionContract, backward, forward
+from tests.pallas_kernels.helpers.expected import assert_same_bits
+from tests.pallas_kernels.mosaic_gpu.hopper_backends import registered
 
 FUSED = registered("mosaic_gpu, one backward kernel", one_backward_kernel=True)
 

@@ -6,12 +6,12 @@ import functools
 import jax
 import numpy as np
 
-from mtraining_jax.evaluation.engine import Engine
+from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.evaluation.engine.network import Attending, Network
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
-from mtraining_jax.evaluation.network import Attending, Network
 from mtraining_jax.models import ModelSpec, init_model
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.sparsity import Dense, VerticalSlash
+from mtraining_jax.patterns import Dense, VerticalSlash
 
 PROMPT, NEW = 1900, 8  # padded to 2048
 TEXT = np.random.default_rng(0).integers(0, 1000, PROMPT + NEW).astype(np.int32)

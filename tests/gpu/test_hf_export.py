@@ -15,7 +15,7 @@ from mtraining_jax.models import (
     init_model,
 )
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.hf import load_hf, read_hf_config, save_hf
+from mtraining_jax.models.huggingface import load_hf, read_hf_config, save_hf
 from mtraining_jax.training.loop import run
 from tests.models.common import forward, some_tokens, tiny_spec
 from tests.training.common import tiny_config

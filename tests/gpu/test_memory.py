@@ -14,7 +14,7 @@ import types
 import jax
 import jax.numpy as jnp
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 from mtraining_jax.training.memory_check import check_memory
 
 device = jax.devices()[0]

@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.sparsity import choose_index
+from mtraining_jax.patterns import choose_index
 from pallas_kernels.index import DenseIndex
-from tests.gpu import ring_problem
-from tests.gpu.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
-from tests.gpu.ring_problem import SIZE, Ring
+from tests.gpu_tools import ring_problem
+from tests.gpu_tools.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
+from tests.gpu_tools.ring_problem import SIZE, Ring
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +92,7 @@ def processes(several, tmp_path_factory):
             [
                 sys.executable,
                 "-m",
-                "tests.gpu.ring_problem",
+                "tests.gpu_tools.ring_problem",
                 coordinator,
                 str(several),
                 str(number),

@@ -11,16 +11,16 @@ import pytest
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.sparsity import MixedRows, SampledRows, XAttention, choose_index
+from mtraining_jax.patterns import MixedRows, SampledRows, XAttention, choose_index
 from pallas_kernels.index import BlockMaskIndex
-from tests.gpu import ring_problem
-from tests.gpu.ring_errors import NAMES, assert_right, own_device
-from tests.gpu.ring_problem import SIZE
+from tests.gpu_tools import ring_problem
+from tests.gpu_tools.ring_errors import NAMES, assert_right, own_device
+from tests.gpu_tools.ring_problem import SIZE
 
 RANKS = 8
 PATTERNS = [
     XAttention(stride=8), XAttention(stride=16), SampledRows(), MixedRows(tau=0.8),
-    SampledRows(columns=128), SampledRows(random_share=0.1, dense_end=200),
+    SampledRows(columns=128), SampledRows(random_block_prob=0.1, dense_suffix_tokens=200),
 ]  # fmt: skip
 
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from pallas_kernels.triton import device
-from tests.gpu import estimate_checks
-from tests.pallas_kernels.contract import AttentionContract
+from tests.gpu_tools import estimate_checks
+from tests.pallas_kernels.helpers.contract import AttentionContract
 
 if importlib.util.find_spec("jax_triton") is None:
     pytest.skip("needs the ampere extra", allow_module_level=True)

@@ -11,7 +11,7 @@ from mtraining_jax.models import abstract_state, graph_definition
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.sparsity import VerticalSlash, choose_index
+from mtraining_jax.patterns import VerticalSlash, choose_index
 from tests.models.common import equations, tiny_spec
 
 BLOCK, LENGTH = 16, 128
@@ -27,7 +27,7 @@ def traces():
         top_p=0.5,
         max_verticals=16,
         max_slashes=32,
-        last_q=BLOCK,
+        num_probe_queries=BLOCK,
         block_size=BLOCK,
         sink_tokens=2,
         min_verticals=2,

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.pallas_kernels.quick_pallas import quicken_callbacks, quicken_lowering
+from tests.pallas_kernels.helpers.quick_pallas import quicken_callbacks, quicken_lowering
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from pallas_kernels import (
     VerticalSlashIndex,
 )
 from pallas_kernels.index import Segment
-from tests.pallas_kernels import cases
+from tests.pallas_kernels.helpers import cases
 
 B, S, HQ, HK, D, G = 1, 32, 4, 2, 8, 8
 

@@ -5,7 +5,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
-from tests.pallas_kernels.block_masses import check_masses, check_masses_of_documents
+from tests.pallas_kernels.helpers.block_masses import check_masses, check_masses_of_documents
 
 WATCHED = HopperBlockScores(plgpu.InterpretGPUParams(detect_races=True))
 

@@ -19,7 +19,7 @@ from pallas_kernels import DenseIndex, backends
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 from pallas_kernels.triton import device
 from pallas_kernels.work.fused_work import FusedWork
-from tests.pallas_kernels.described import (
+from tests.pallas_kernels.helpers.described import (
     A100,
     H200,
     HQ,

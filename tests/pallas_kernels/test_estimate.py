@@ -10,8 +10,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.kernels import estimate
-from tests.pallas_kernels.estimate import ROWS, TILE, check_sets_of_queries, check_sums
-from tests.pallas_kernels.hopper import hopper
+from tests.pallas_kernels.helpers.estimate import ROWS, TILE, check_sets_of_queries, check_sums
+from tests.pallas_kernels.mosaic_gpu.hopper import hopper
 
 
 @pytest.fixture

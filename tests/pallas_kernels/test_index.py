@@ -17,9 +17,9 @@ from pallas_kernels import (
     VerticalSlashIndex,
 )
 from pallas_kernels.index import Rows
-from tests.pallas_kernels import brute_force, cases
-from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.properties import repeatable
+from tests.pallas_kernels.helpers import brute_force, cases
+from tests.pallas_kernels.helpers.cases import Size
+from tests.pallas_kernels.helpers.properties import repeatable
 
 from_block_mask = jax.jit(
     BlockSparseIndex.from_block_mask, static_argnames=("block_size", "causal")

@@ -13,8 +13,8 @@ from pallas_kernels.tiles import COLUMN_TILE, Tiles
 from pallas_kernels.work.items import KEY_COLUMNS, KeyItem, QueryItem
 from pallas_kernels.work.key_work import KeyWork, key_work
 from pallas_kernels.work.query_work import LONG, QueryWork, query_work, share
-from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.helpers import cases
+from tests.pallas_kernels.helpers.cases import Size
 
 
 @functools.cache

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.reference import mask_from_index, reference_attention
-from tests.pallas_kernels import brute_force, cases
-from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.helpers import brute_force, cases
+from tests.pallas_kernels.helpers.cases import Size
 
 SIZE = Size(batch=2, heads=4, kv_heads=2, query_blocks=6, key_blocks=6, block_size=4, dim=8)
 

@@ -7,8 +7,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import backends
 from pallas_kernels.triton import device
-from tests.pallas_kernels.described import A100, H200, gpu, target
-from tests.pallas_kernels.hopper_backends import registered
+from tests.pallas_kernels.helpers.described import A100, H200, gpu, target
+from tests.pallas_kernels.mosaic_gpu.hopper_backends import registered
 
 G = 128
 Q = jax.ShapeDtypeStruct((1, G, 1, 64), jnp.bfloat16)

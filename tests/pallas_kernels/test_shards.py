@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels.index import BlockMaskIndex, DenseIndex, Segment, VerticalSlashIndex
 from pallas_kernels.tiles import NO_DIAGONAL
-from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.helpers import cases
+from tests.pallas_kernels.helpers.cases import Size
 
 SIZE, BATCH, HEADS, NUM_BLOCKS, RANKS = 4, 2, 2, 16, 4
 

@@ -17,9 +17,9 @@ from pallas_kernels import (
 )
 from pallas_kernels.index import Segment
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL
-from tests.pallas_kernels import brute_force, cases
-from tests.pallas_kernels.cases import Size
-from tests.pallas_kernels.properties import repeatable
+from tests.pallas_kernels.helpers import brute_force, cases
+from tests.pallas_kernels.helpers.cases import Size
+from tests.pallas_kernels.helpers.properties import repeatable
 
 row_ranges = jax.jit(DiagonalTiles.row_ranges, static_argnums=(1, 2))
 column_ranges = jax.jit(DiagonalTiles.column_ranges, static_argnums=(1, 2))

@@ -8,7 +8,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import VerticalSlashIndex
 from pallas_kernels.reference import reference_attention
-from tests.pallas_kernels.contract import AttentionContract
+from tests.pallas_kernels.helpers.contract import AttentionContract
 
 
 class TestXla(AttentionContract):

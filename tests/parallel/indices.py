@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.index import VerticalSlashIndex
-from tests.pallas_kernels import cases
-from tests.pallas_kernels.cases import Size
+from tests.pallas_kernels.helpers import cases
+from tests.pallas_kernels.helpers.cases import Size
 
 SEQ_LEN, BLOCK_SIZE, BATCH, HEADS, KV_HEADS, DIM = 256, 8, 2, 4, 2, 16
 NUM_BLOCKS = SEQ_LEN // BLOCK_SIZE

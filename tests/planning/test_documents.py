@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.cost_model.density import density_of_lists
 from mtraining_jax.parallel.mesh import DOCUMENTS
 from mtraining_jax.planning.compiled import abstract_batch
 from mtraining_jax.planning.cost import count_flops
@@ -12,7 +13,6 @@ from mtraining_jax.planning.documents import planned_pairs
 from mtraining_jax.planning.dry_run import report
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory, index_bytes
-from mtraining_jax.sparsity.assumed_density import density_of_lists
 from mtraining_jax.training.build import build_mesh
 from tests.training.common import LONGROPE, VERTICAL_SLASH, changed, tiny_config
 
@@ -34,7 +34,9 @@ def test_abstract_batch_and_index_with_documents(tmp_path):
 
 
 def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
-    config = tiny_config(tmp_path, sparsity={"dense_below": 40}, data={"mode": "pack", "eos": 0})
+    config = tiny_config(
+        tmp_path, sparsity={"min_sparse_tokens": 40}, data={"mode": "pack", "eos": 0}
+    )
     chosen = density_of_lists(128, config.sparsity.settings.tau)
     unknown = planned_pairs(config)
     assert (unknown.causal, unknown.density, unknown.counted) == (1.0, chosen, False)
@@ -70,7 +72,7 @@ def test_expected_density_falls_with_document_length(tmp_path):
     config = tiny_config(
         tmp_path,
         model={"max_position_embeddings": 2**19},
-        sparsity={"block_size": 128, "dense_below": 0, "tau": 0.9},
+        sparsity={"block_size": 128, "min_sparse_tokens": 0, "tau": 0.9},
         data={"mode": "pack", "eos": 0, "seq_len": 2**18},
     )
     one = planned_pairs(config)
@@ -84,7 +86,7 @@ def test_expected_density_falls_with_document_length(tmp_path):
     assert found.density == pytest.approx((4 * 0.100 + 2 * 0.109) / 6, rel=1e-4)
     more = planned_pairs(changed(config, sparsity={"tau": 0.95}))
     assert more.density == pytest.approx(1.41 * found.density, rel=0.01)
-    columns = VERTICAL_SLASH | {"block_size": 128, "dense_below": 0}
+    columns = VERTICAL_SLASH | {"block_size": 128, "min_sparse_tokens": 0}
     assert planned_pairs(changed(config, sparsity=columns)).density > found.density
     few = columns | {"preset": "joint", "max_density": 0.05}
     assert planned_pairs(changed(config, sparsity=few)).density == pytest.approx(0.05)

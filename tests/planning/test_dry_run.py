@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mtraining_jax.cli import main
+from mtraining_jax.cli.train import main
 from mtraining_jax.config import available_configs, load_config
-from mtraining_jax.latency import SCORES_PER_SECOND, kernel_seconds
+from mtraining_jax.cost_model.flops import audit_flops
+from mtraining_jax.cost_model.kernel_times import SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.models import abstract_state, embedding, graph_definition
+from mtraining_jax.models.loss import linear_cross_entropy
+from mtraining_jax.patterns import choose_index
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
 from mtraining_jax.planning.hardware import A100_40GB, H200
 from mtraining_jax.planning.memory import count_parameters, estimate_memory, index_bytes
-from mtraining_jax.reporting.flops import audit_flops
-from mtraining_jax.sparsity import choose_index
 from mtraining_jax.training.build import build_mesh, build_pattern
-from mtraining_jax.training.loss import linear_cross_entropy
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed
 
@@ -46,7 +46,7 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
 
 
 def test_audits_cost_less_than_1_percent_of_a_step_at_131072_tokens(capsys):
-    asked = ["--audit.every_steps=50", "--audit.gradient_every=500", "--data.seq_len=131072"]
+    asked = ["--audit.interval=50", "--audit.gradient_interval=500", "--data.seq_len=131072"]
     main(["--config", "qwen3b_512k", "--dry-run=estimate", *asked])
     assert "  audits add 0.0" in capsys.readouterr().out
     config = load_config("qwen3b_512k", [tuple(text[2:].split("=")) for text in asked])
@@ -298,7 +298,7 @@ def test_score_time_is_bound_by_products_or_exponentials():
 
 
 def test_dense_steps_of_a_sparse_run_are_predicted(capsys):
-    name, asked = "qwen3b_512k", [("run.steps", "100"), ("sparsity.dense_last", "25")]
+    name, asked = "qwen3b_512k", [("run.steps", "100"), ("sparsity.dense_cooldown_steps", "25")]
     sparse, dense = load_config(name, asked), load_config(name, [("sparsity.kind", "dense")])
 
     def total(config):
@@ -316,7 +316,7 @@ def test_dense_steps_of_a_sparse_run_are_predicted(capsys):
         f"  mean of all steps    {mean:6.2f}  {524288 / mean:,.0f} tokens/s\n",
     ):
         assert text in printed
-    only_dense = changed(sparse, sparsity={"dense_last": 100})
+    only_dense = changed(sparse, sparsity={"dense_cooldown_steps": 100})
     assert dry_run(only_dense, "estimate") == 0
     every_step = capsys.readouterr().out
     assert dry_run(changed(sparse, sparsity={"kind": "dense"}), "estimate") == 0
@@ -329,7 +329,7 @@ def test_memory_is_that_of_the_larger_of_sparse_and_dense_steps(config, capsys, 
 
     monkeypatch.setattr("mtraining_jax.planning.dry_run.compile_step", compiled)
     monkeypatch.setattr("mtraining_jax.planning.dry_run.missing_plugin", lambda: None)
-    mixed = changed(config, parallel=ON_GPUS, sparsity={"dense_every": 2})
+    mixed = changed(config, parallel=ON_GPUS, sparsity={"dense_interval": 2})
     assert dry_run(mixed, "compile") == 0
     printed = capsys.readouterr().out
     assert "compiling the sparse step for 4 x" in printed

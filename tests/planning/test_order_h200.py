@@ -10,9 +10,9 @@ import re
 import pytest
 
 from mtraining_jax.config import load_config
+from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.planning.compiled import lower_step, missing_plugin
 from mtraining_jax.planning.hardware import H200
-from mtraining_jax.sparsity.registry import PATTERNS
 
 pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
 
@@ -20,7 +20,7 @@ SIZES = {
     "data.seq_len": 32768, "model.num_layers": 2, "model.hidden_size": 256, "model.num_heads": 4,
     "model.num_kv_heads": 2, "model.head_dim": 64, "model.intermediate_size": 256,
     "model.vocab_size": 512, "parallel.devices_per_node": 1, "parallel.fsdp": False,
-    "sparsity.dense_below": 0,
+    "sparsity.min_sparse_tokens": 0,
 }  # fmt: skip
 OPTIONS = {
     "vertical_slash": [{}, {"preset": "joint"}],

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import KEPT, History
 from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import Memory, step_record
 from mtraining_jax.reporting.summary import summary
 from mtraining_jax.reporting.writers import open_writers, tensorboard
-from mtraining_jax.signals import redirect_to_devnull
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.signals import redirect_to_devnull
 from tests.training.common import VERTICAL_SLASH, changed, tiny_config, written
 
 
@@ -138,7 +138,7 @@ def test_the_summary_excludes_warm_up_and_traced_steps(config):
 
 
 def test_dense_steps_of_a_sparse_run_are_reported_separately(config):
-    config = changed(config, run={"steps": 6}, sparsity={"dense_every": 3})
+    config = changed(config, run={"steps": 6}, sparsity={"dense_interval": 3})
     whole = {"density": np.ones(2), "executed": np.ones(2)}
     records = [
         record(config, i, seconds=8.0 if i % 3 == 0 else 2.0, layers=whole if i % 3 == 0 else ())

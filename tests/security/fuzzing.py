@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 EXAMPLES = int(os.environ.get("MTRAINING_FUZZ", "40"))
 FUZZ = settings(

@@ -5,14 +5,14 @@ import os
 
 import pytest
 
-from mtraining_jax import file_limits
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.errors import UserError
-from mtraining_jax.models.hf import read_hf_config
-from mtraining_jax.models.hf.read import Tensors
-from mtraining_jax.sparsity.fixed_budget import load_budgets
+from mtraining_jax.models.huggingface import read_hf_config
+from mtraining_jax.models.huggingface.read import Tensors
+from mtraining_jax.patterns.fixed_budget import load_budgets
 from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.utils import file_limits
+from mtraining_jax.utils.errors import UserError
 
 
 def sparse_file(path, size):

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from mtraining_jax.config import config_from_dict, config_to_dict, load_config
 from mtraining_jax.data.sources.tokens import open_token_file, read_lengths
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.errors import UserError
-from mtraining_jax.models.hf import read_hf_config
-from mtraining_jax.models.hf.read import Tensors
+from mtraining_jax.models.huggingface import read_hf_config
+from mtraining_jax.models.huggingface.read import Tensors
+from mtraining_jax.patterns.fixed_budget import load_budgets
 from mtraining_jax.reporting.writers.jsonl import _lines_until
-from mtraining_jax.sparsity.fixed_budget import load_budgets
+from mtraining_jax.utils.errors import UserError
 from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of
 
 ROOT = Path(__file__).resolve().parents[2]

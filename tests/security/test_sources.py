@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.data.sources.tokens import open_token_file, read_lengths
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(

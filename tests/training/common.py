@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
 # Vertical-slash, instead of the row blocks of `tiny_config`.
 VERTICAL_SLASH = {
-    "kind": "vertical_slash", "last_q": 8, "min_verticals": 2, "min_slashes": 2,
+    "kind": "vertical_slash", "num_probe_queries": 8, "min_verticals": 2, "min_slashes": 2,
     "max_verticals": 8, "max_slashes": 4,
 }  # fmt: skip
 # For heads of 16: the short factors up to 32 tokens, the long ones above.

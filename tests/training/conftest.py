@@ -116,8 +116,8 @@ def whole():
         folder,
         run={"name": "whole", "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"]},
         parallel={"nodes": 1, "devices_per_node": 4},
-        checkpoint={"every_steps": 2},
-        audit={"every_steps": 3, "rows": 16, "masks": ("1.0",), "alarm_recall": 1.0},
+        checkpoint={"interval": 2},
+        audit={"interval": 3, "rows": 16, "masks": ("1.0",), "alarm_recall": 1.0},
     )
     ended = folder / "records.json"
     with FileLock(folder / "lock"):

@@ -34,7 +34,9 @@ def made_once(config, builder, attention, mesh, inputs=None, audit=None):
 def _of_step(config: Config, audited: bool) -> tuple:
     """Returns what a step may read from a configuration."""
     optimizer = dataclasses.replace(config.optimizer, max_skipped_steps=0)
-    sparsity = dataclasses.replace(config.sparsity, dense_first=0, dense_last=0, dense_every=0)
+    sparsity = dataclasses.replace(
+        config.sparsity, dense_warmup_steps=0, dense_cooldown_steps=0, dense_interval=0
+    )
     return (
         config.run.seed,
         optimizer.schedule != "constant" and config.run.steps,

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.audit import audit_record, audit_text, worst_head
-from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.selection.documents import Documents
 from mtraining_jax.training.gradient_comparison import compared, shortened
 from mtraining_jax.training.loop import run
+from mtraining_jax.utils.errors import UserError
 from tests.training.common import VERTICAL_SLASH, changed, written
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
@@ -29,10 +29,10 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, w
         data={"batch_size": 4},
         optimizer={"accumulation_steps": 2},
         audit={
-            "gradient_every": 2,
+            "gradient_interval": 2,
             "gradient_tokens": 64,
             "alarm_gradient": 1.0,
-            "every_steps": 1,
+            "interval": 1,
             "rows": 16,
             "masks": ("0.1",),
         },

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.loop import run
-from mtraining_jax.training.run_folder import checkpoint_folder
 from tests.training.common import changed, losses, written
 
 ONE = {"nodes": 1, "devices_per_node": 1}
@@ -17,7 +17,7 @@ ONE = {"nodes": 1, "devices_per_node": 1}
 def sparse(config):
     """Four steps on one device, all audited, so a run has one sparse program."""
     return changed(
-        config, parallel=ONE, audit={"every_steps": 1, "rows": 16}, checkpoint={"every_steps": 2}
+        config, parallel=ONE, audit={"interval": 1, "rows": 16}, checkpoint={"interval": 2}
     )
 
 
@@ -37,7 +37,7 @@ def without_times(record):
 
 
 def test_they_are_at_both_ends_and_every_so_often(sparse, capsys):
-    fields = {"dense_first": 1, "dense_last": 1, "dense_every": 4}
+    fields = {"dense_warmup_steps": 1, "dense_cooldown_steps": 1, "dense_interval": 4}
     records = run(changed(sparse, run={"steps": 7}, sparsity=fields))
     assert [record.get("dense_step", False) for record in records] == [
         True,
@@ -62,7 +62,7 @@ def test_they_are_at_both_ends_and_every_so_often(sparse, capsys):
 
 
 def test_a_run_that_ends_dense_is_one_of_two_commands_to_the_bit(sparse, capsys):
-    one = changed(sparse, run={"name": "one"}, sparsity={"dense_last": 2})
+    one = changed(sparse, run={"name": "one"}, sparsity={"dense_cooldown_steps": 2})
     records = run(one)
     assert [record.get("dense_step", False) for record in records] == [False, False, True, True]
 

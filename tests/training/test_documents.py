@@ -5,20 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
-from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.selection.documents import Documents
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
+from mtraining_jax.utils.errors import UserError
 from tests.training.common import LONGROPE, VOCAB, changed, tiny_config
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 SEQ_LEN, BLOCK = 128, 8
 LENGTHS = [[30, 1, 57], [8, 64, 17, 20]]  # the second sequence is full
-SPARSE = {"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "dense_below": 40}
+SPARSE = {"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "min_sparse_tokens": 40}
 
 
 class Run:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mtraining_jax.errors import UserError
-from mtraining_jax.jax_platform import host_memory
 from mtraining_jax.training.memory_check import allocate, check_memory, check_state_memory
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import host_memory
 
 GIB = 2**30
 
@@ -102,7 +102,7 @@ def test_the_state_is_checked_before_it_is_created(monkeypatch):
 
 def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
     whole = host_memory()
-    monkeypatch.setattr("mtraining_jax.jax_platform._CGROUP_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr("mtraining_jax.utils.jax_platform._CGROUP_LIMIT", tmp_path / "memory.max")
     (tmp_path / "memory.max").write_text("1073741824\n")
     assert host_memory() == GIB
     (tmp_path / "memory.max").write_text("max\n")

@@ -4,8 +4,8 @@ import optax
 import pytest
 
 from mtraining_jax.config import OptimizerConfig
-from mtraining_jax.errors import UserError
 from mtraining_jax.training.optimizer import clip, make_optimizer, make_schedule, trainable_names
+from mtraining_jax.utils.errors import UserError
 
 NAMES = (
     "embed_tokens.weight",

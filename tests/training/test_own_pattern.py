@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mtraining_jax.cli import main
+from mtraining_jax.cli.train import main
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml
-from mtraining_jax.sparsity import PATTERNS
+from mtraining_jax.patterns import PATTERNS
 from tests.training.common import changed, written
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.cli import main
+from mtraining_jax.cli.train import main
 from mtraining_jax.config import config_to_toml
 from tests.training.common import changed, written
 
 HEADS = [["vertical_and_slash", 8, 16, 1.0], ["stream_llm", 4, 24, 1.0]]
 OPTIONS = {
-    "minference": ["budget_file={file}", "last_q=8"],
+    "minference": ["budget_file={file}", "num_probe_queries=8"],
     "flex_prefill": ["gamma=0.5", "min_budget=8", "js_threshold=0.2"],
     "moba": ["chunk_size=16", "top_k=3"],
 }

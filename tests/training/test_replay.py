@@ -42,7 +42,7 @@ def replayed(shared):
             "kind": "replay",
             "replay_density": 0.3,
             "block_size": 4,
-            "last_q": 4,
+            "num_probe_queries": 4,
             "max_slashes": 128,
         },
         parallel={"nodes": 1, "devices_per_node": 1},

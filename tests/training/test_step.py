@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES
 from mtraining_jax.parallel.groups import in_groups
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.sparsity.audit import GRADIENT_FIGURES
 from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -100,7 +100,7 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
         "min_verticals": 128,
     }
     config = untied(
-        folder, data={"batch_size": 4}, sparsity=everything, audit={"every_steps": 1, "rows": 16}
+        folder, data={"batch_size": 4}, sparsity=everything, audit={"interval": 1, "rows": 16}
     )
     sparse, _ = Parts(config).train(3)
     np.testing.assert_array_equal(sparse[0]["layers"]["density"], [1, 1])

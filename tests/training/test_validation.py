@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.record import held_out_record, held_out_text
 from mtraining_jax.training.build import build_mesh
+from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.loop import run
-from mtraining_jax.training.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.validation import Evaluator
+from mtraining_jax.utils.errors import UserError
 from tests.training.common import VOCAB, changed, losses, written
 
 
@@ -24,11 +24,11 @@ def held_out(plain_config, tmp_path):
     path = tmp_path / "held_out.npy"
     np.save(path, np.random.default_rng(5).integers(0, VOCAB, 9 * 64).astype(np.uint16))
     data = changed(plain_config, data={"paths": (str(path),), "seq_len": 64, "batch_size": 3}).data
-    return changed(plain_config, eval={"every_steps": 2, "batches": 2, "data": data})
+    return changed(plain_config, eval={"interval": 2, "batches": 2, "data": data})
 
 
 def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys, watched):
-    config = changed(held_out, run={"steps": 5}, checkpoint={"every_steps": 3})
+    config = changed(held_out, run={"steps": 5}, checkpoint={"interval": 3})
     whole = run(config)
     assert [("eval_loss" in record) for record in whole] == [False, True, False, True, True]
     assert written(config) == whole
@@ -54,7 +54,7 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys,
     assert "tokens: 1 file, 576 tokens" in printed and "  validation " in printed
     # Evaluation at other steps does not change the training metrics.
     shutil.rmtree(checkpoint_folder(config) / "5")
-    rest = run(changed(config, eval={"every_steps": 5}))
+    rest = run(changed(config, eval={"interval": 5}))
     np.testing.assert_array_equal(losses(rest), losses(whole[3:]))
     assert watched[0] == "reading the checkpoint of step 3"
     assert "eval_loss" not in rest[0]
@@ -68,7 +68,7 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     tokens = np.random.default_rng(5).integers(0, VOCAB, (2, 128))
     np.save(path, tokens.astype(np.uint16).ravel())
     data = changed(config, data={"paths": (str(path),), "batch_size": 1, "shuffle": False}).data
-    asked = {"every_steps": 1, "batches": 2, "attention": "both", "data": data}
+    asked = {"interval": 1, "batches": 2, "attention": "both", "data": data}
     config = changed(config, parallel={"nodes": 1, "devices_per_node": 1}, eval=asked)
     mesh = build_mesh(config)
     builder = StateBuilder(config, mesh)

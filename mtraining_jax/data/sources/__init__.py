@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from mtraining_jax.plugins import Registry
+from mtraining_jax.utils.plugins import Registry
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

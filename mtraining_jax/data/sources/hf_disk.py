@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.arrow_columns import Column, load_pyarrow
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import find_folders, first_line, inside, shown_names
 from mtraining_jax.data.source import FileSource
-from mtraining_jax.errors import UserError
-from mtraining_jax.field_types import Text
-from mtraining_jax.file_limits import read_json
+from mtraining_jax.data.sources.arrow_columns import Column, load_pyarrow
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.field_types import Text
+from mtraining_jax.utils.file_limits import read_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _FILE_MAGIC = b"ARROW1"  # Arrow file format, as opposed to the stream format

@@ -8,10 +8,18 @@ import numpy as np
 
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import find_files
-from mtraining_jax.data.mds import INDEX, Damaged, Shard, decoded, load_shard, read_index, samples
 from mtraining_jax.data.source import FileSource
-from mtraining_jax.errors import UserError
-from mtraining_jax.field_types import Text
+from mtraining_jax.data.sources.mds_format import (
+    INDEX,
+    Damaged,
+    Shard,
+    decoded,
+    load_shard,
+    read_index,
+    samples,
+)
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.field_types import Text
 
 
 @dataclass(frozen=True, kw_only=True)

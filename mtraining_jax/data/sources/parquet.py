@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mtraining_jax.data.arrow_columns import Column, load_pyarrow
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import first_line
 from mtraining_jax.data.source import FileSource
-from mtraining_jax.errors import UserError
-from mtraining_jax.field_types import Text
+from mtraining_jax.data.sources.arrow_columns import Column, load_pyarrow
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.field_types import Text
 
 # 16 rows of half a million tokens are 64 MB as int64.
 _ROWS_AT_ONCE = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtraining_jax.data.documents import DocumentSource
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 # Tests have invalid encodings on purpose and are missing in many distributions.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}

@@ -14,7 +14,7 @@ from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.documents import eos_id, named_eos
 from mtraining_jax.data.packing import consecutive
 from mtraining_jax.data.source import Source
-from mtraining_jax.random_bits import GOLDEN, mixed
+from mtraining_jax.utils.random_bits import GOLDEN, mixed
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.source import FileSource
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from mtraining_jax.data.documents import eos_id, named_eos
 from mtraining_jax.data.files import first_line
 from mtraining_jax.data.packs import DocumentSpans
 from mtraining_jax.data.source import FileSource
+from mtraining_jax.data.sources.token_parts import LENGTHS, check_complete
 from mtraining_jax.data.stream import Part, TokenStream, chunks
-from mtraining_jax.data.token_parts import LENGTHS, check_complete
-from mtraining_jax.errors import UserError
-from mtraining_jax.text import counted
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.evaluation.decode.attention import CHUNK
-from mtraining_jax.evaluation.network import Network
+from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 
 _LEAST_ROOM = 64

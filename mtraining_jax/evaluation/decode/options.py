@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

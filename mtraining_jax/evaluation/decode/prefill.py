@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.evaluation.decode.cache import STACKED
-from mtraining_jax.evaluation.network import Network
+from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.token_parallel import gather
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import ACTIVATIONS, SEQUENCE_AXES
 from mtraining_jax.parallel.ordering import serialize_collectives
-from mtraining_jax.sparsity import Pattern
+from mtraining_jax.patterns import Pattern
 
 
 class Prompt(NamedTuple):

@@ -14,7 +14,7 @@ from mtraining_jax.evaluation.decode.attention import attend_to_cache
 from mtraining_jax.evaluation.decode.cache import Cache
 from mtraining_jax.evaluation.decode.prefill import token_logits
 from mtraining_jax.evaluation.decode.sampling import next_token
-from mtraining_jax.evaluation.network import Network
+from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.models.rotary import rope_tables
 from mtraining_jax.models.sharding import layer_specs, lm_head_spec, parameter_spec, state_shardings
 from mtraining_jax.models.token_parallel import compute_weights, gather

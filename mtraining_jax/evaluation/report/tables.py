@@ -12,7 +12,7 @@ import rich.table
 from mtraining_jax.evaluation.report.cells import Lines, Mean
 from mtraining_jax.evaluation.tasks import GROUPS
 from mtraining_jax.models.position_buckets import bucket_names
-from mtraining_jax.text import counted
+from mtraining_jax.utils.text import counted
 
 _EMPTY = "–"
 # Groups of tasks with a mean of their own.

@@ -6,11 +6,11 @@ from typing import Any
 
 from rich.console import Console
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.report.cells import Lines
 from mtraining_jax.evaluation.report.pictures import draw_all
 from mtraining_jax.evaluation.report.tables import settings_text, tables
 from mtraining_jax.evaluation.results import read_invocations, read_lines, read_settings
+from mtraining_jax.utils.errors import UserError
 
 REPORT_NAME = "results.md"
 

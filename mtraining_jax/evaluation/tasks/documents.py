@@ -11,10 +11,10 @@ import numpy as np
 
 from mtraining_jax.data.files import find_files
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.records import iterate_records
 from mtraining_jax.evaluation.tasks.task import Document, Task
-from mtraining_jax.field_types import Text
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.field_types import Text
 
 _SUFFIXES = (".txt", ".jsonl")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from mtraining_jax.data.files import find_files
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.words import words
-from mtraining_jax.random_bits import Stream
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.random_bits import Stream
 
 # Landmark Attention's irrelevant text (Mohtashami and Jaggi, 2023), RULER's "noise".
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.task import Sample, Task
-from mtraining_jax.limits import Ge, PositiveInt, check_limits
-from mtraining_jax.random_bits import Stream
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.limits import Ge, PositiveInt, check_limits
+from mtraining_jax.utils.random_bits import Stream
 
 # Label of tokens that are not scored.
 NOT_ASKED = -100

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.data.files import shown_names
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 
 def read_records(path: Path, option: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:

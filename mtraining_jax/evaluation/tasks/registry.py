@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.task import Task
-from mtraining_jax.plugins import Registry, attribute_docs
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.plugins import Registry, attribute_docs
 
 _HERE = "mtraining_jax.evaluation.tasks"
 _NEEDLES = tuple(

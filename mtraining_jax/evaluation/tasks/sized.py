@@ -8,7 +8,7 @@ from typing import ClassVar
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.task import Sample, Task
 from mtraining_jax.evaluation.tasks.tokens import largest_size
-from mtraining_jax.limits import PositiveInt, check_limits
+from mtraining_jax.utils.limits import PositiveInt, check_limits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import ClassVar
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.tokens import continuation_ids
-from mtraining_jax.plugins import attribute_docs
-from mtraining_jax.random_bits import Stream
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.plugins import attribute_docs
+from mtraining_jax.utils.random_bits import Stream
 
 
 @dataclass(frozen=True, kw_only=True)

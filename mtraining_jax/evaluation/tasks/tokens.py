@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 # Last characters of a prompt that affect the tokens of a continuation.
 _TAIL = 64

@@ -4,7 +4,7 @@ Does not import JAX.
 """
 
 from mtraining_jax.models.families.family import Family
-from mtraining_jax.plugins import Registry
+from mtraining_jax.utils.plugins import Registry
 
 _HERE = "mtraining_jax.models.families"
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring.gather_ring import (
     GatherPlans,
@@ -27,6 +26,7 @@ from mtraining_jax.parallel.ring.rotate_ring import (
     rotate_forward,
 )
 from mtraining_jax.parallel.ring.topology import RingTopology
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels import names
 from pallas_kernels.index import Index
 from pallas_kernels.one_device import attention

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.utils.errors import UserError
 
 RINGS = ("hierarchical", "flat", "gather")
 

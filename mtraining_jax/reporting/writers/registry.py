@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.writers.jsonl import JsonlWriter
 from mtraining_jax.reporting.writers.tensorboard import TensorBoardWriter
 from mtraining_jax.reporting.writers.wandb import WandbWriter
+from mtraining_jax.utils.errors import UserError
 
 
 class Writer(Protocol):

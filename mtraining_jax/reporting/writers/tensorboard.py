@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
+from mtraining_jax.utils.errors import UserError
 
 TENSORBOARD_NAME = "tensorboard"
 # Seconds between flushes; TensorBoard reloads every 30.

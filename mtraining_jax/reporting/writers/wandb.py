@@ -4,9 +4,9 @@ import uuid
 from pathlib import Path
 
 from mtraining_jax.config import Config, config_to_dict
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
+from mtraining_jax.utils.errors import UserError
 
 # File with the W&B id of the run. A run that starts from scratch gets a new run folder and id.
 ID_NAME = "wandb_id.txt"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 # Evidence that a file has changed: names of TensorStore errors (the last one: data that cannot be
 # decompressed) and exceptions of parsers. Any other failure may come from the network, a disk or a

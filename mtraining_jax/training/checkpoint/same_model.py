@@ -5,8 +5,8 @@ from typing import Any
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.config.fields import all_fields, toml_value
-from mtraining_jax.errors import UserError
 from mtraining_jax.training.state import TrainState
+from mtraining_jax.utils.errors import UserError
 
 # Fields of the model that may change without changing its parameters.
 _FREE_MODEL_FIELDS = (

@@ -6,10 +6,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from jax import Array
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint.checksums import checksums
 from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
 from mtraining_jax.training.checkpoint.reading import damaged, unreadable
+from mtraining_jax.utils.errors import UserError
 
 _PARAMETERS = "parameters"
 

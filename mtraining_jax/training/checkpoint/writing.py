@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.training.checkpoint.reading import causes_of, first_line
+from mtraining_jax.utils.errors import UserError
 
 # Messages of the operating system and TensorStore for a full disk or quota.
 _NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")

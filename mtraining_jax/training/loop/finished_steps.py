@@ -10,16 +10,16 @@ import numpy as np
 
 from mtraining_jax.attention.picture import Panel, draw
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Memory, Record, step_record
 from mtraining_jax.reporting.writers import Writer
-from mtraining_jax.training.group_work import GroupWork
 from mtraining_jax.training.loop.watchdog import HangWatchdog
-from mtraining_jax.training.tuner import Tuner
+from mtraining_jax.training.tuning.group_work import GroupWork
+from mtraining_jax.training.tuning.tuner import Tuner
+from mtraining_jax.utils.errors import UserError
 
 
 class FinishedSteps:
@@ -150,7 +150,7 @@ class FinishedSteps:
                 ) from error
         step, run = record["step"], self._config.run
         measured = evaluate is not None or audited
-        line = measured or step % run.log_every == 0 or step in (1, run.steps)
+        line = measured or step % run.log_interval == 0 or step in (1, run.steps)
         self._display.step(record, line)
         if "masks" in metrics and self._writers:
             self._wait_for_picture()

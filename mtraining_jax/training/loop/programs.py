@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from mtraining_jax.config import Config
 from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.patterns import Dense, Pattern
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.sparsity import Dense, Pattern
 from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.build import build_attention, layer_inputs
 from mtraining_jax.training.gradient_comparison import make_gradient_comparison
@@ -52,7 +52,7 @@ def make_programs(
     attention = build_attention(config, mesh, layout, pattern)
     audit = make_step_audit(config, mesh, layout, pattern)
     audited = audit and make_train_step(config, builder, attention, mesh, inputs, audit)
-    always = audited is not None and config.audit.every_steps == 1
+    always = audited is not None and config.audit.interval == 1
     return Programs(
         train_step=audited if always else make_train_step(config, builder, attention, mesh, inputs),
         audited_step=None if always else audited,

@@ -3,22 +3,23 @@
 import contextlib
 
 from mtraining_jax.config import Config
-from mtraining_jax.errors import UserError
-from mtraining_jax.jax_platform import check_devices
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
-from mtraining_jax.signals import Stopped, StopSignals
-from mtraining_jax.training import distributed, run_folder
-from mtraining_jax.training.agreement import (
+from mtraining_jax.training.checkpoint import run_folder
+from mtraining_jax.training.checkpoint.export import export_checkpoint
+from mtraining_jax.training.checkpoint.run_lock import only_run_in
+from mtraining_jax.training.compile_cache import use_compile_cache
+from mtraining_jax.training.loop.trainer import Trainer
+from mtraining_jax.training.processes import distributed
+from mtraining_jax.training.processes.agreement import (
     assert_same_on_all_processes,
     check_same_configuration,
     run_on_process_0,
 )
-from mtraining_jax.training.compile_cache import use_compile_cache
-from mtraining_jax.training.export import export_checkpoint
-from mtraining_jax.training.loop.trainer import Trainer
-from mtraining_jax.training.run_lock import only_run_in
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import check_devices
+from mtraining_jax.utils.signals import Stopped, StopSignals
 
 
 def run(config: Config, signals: StopSignals | None = None) -> list[Record]:

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.config import Config
-from mtraining_jax.training import run_folder
-from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.checkpoint import Checkpoints, run_folder
 from mtraining_jax.training.state import TrainState
 
 
@@ -23,14 +22,14 @@ class Saving:
     @property
     def ever(self) -> bool:
         """Whether the run saves checkpoints at all."""
-        return bool(self._config.checkpoint.every_steps) or self._config.checkpoint.last_step
+        return bool(self._config.checkpoint.interval) or self._config.checkpoint.last_step
 
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is saved."""
         checkpoint = self._config.checkpoint
         if step == self._config.run.steps and checkpoint.last_step:
             return True
-        return bool(checkpoint.every_steps) and step % checkpoint.every_steps == 0
+        return bool(checkpoint.interval) and step % checkpoint.interval == 0
 
     def path(self, step: int) -> Path:
         """Returns the folder of a step's checkpoint."""

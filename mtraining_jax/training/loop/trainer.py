@@ -21,22 +21,22 @@ from mtraining_jax.reporting.banner import ParameterCount, banner
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import open_writers
-from mtraining_jax.signals import EXIT_STUCK, Stopped, StopSignals, exit_immediately
-from mtraining_jax.training import distributed
-from mtraining_jax.training.agreement import check_same_data
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
+from mtraining_jax.training.checkpoint.export import export_state
 from mtraining_jax.training.device_batches import DeviceBatches
-from mtraining_jax.training.export import export_state
-from mtraining_jax.training.group_work import GroupWork
 from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
 from mtraining_jax.training.loop.saving import Saving
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
+from mtraining_jax.training.processes import distributed
+from mtraining_jax.training.processes.agreement import check_same_data
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.tuner import Tuner
+from mtraining_jax.training.tuning.group_work import GroupWork
+from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.training.validation import Evaluator
+from mtraining_jax.utils.signals import EXIT_STUCK, Stopped, StopSignals, exit_immediately
 
 # Keys of a checkpoint next to the position in the data: tuner state and audit alarms.
 _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
@@ -88,7 +88,7 @@ class Trainer:
         self._builder = builder = StateBuilder(config, mesh)
         self._programs = make_programs(config, builder, mesh, layout, pattern, self._step)
         self._devices = mesh.local_devices
-        self._evaluator = Evaluator(config, builder, mesh) if config.eval.every_steps else None
+        self._evaluator = Evaluator(config, builder, mesh) if config.eval.interval else None
         if self._evaluator is not None:
             opened.callback(self._evaluator.close)
             check_same_data(self._evaluator.identity, "eval.data")
@@ -202,14 +202,14 @@ class Trainer:
         if self._step in self._config.dense_steps:  # nothing to audit
             train_step = programs.dense_step
         else:
-            if programs.compare_gradients and (self._step - 1) % audit.gradient_every == 0:
+            if programs.compare_gradients and (self._step - 1) % audit.gradient_interval == 0:
                 self._finished.wait()  # keeps the comparison out of the step time
                 started = time.perf_counter()
                 with self._watchdog.watch(f"the gradient comparison before step {self._step}"):
                     compared = jax.device_get(programs.compare_gradients(self._state, batch))
                 compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
                 self._finished.restart_clock()
-            if programs.audited_step and (self._step - 1) % audit.every_steps == 0:
+            if programs.audited_step and (self._step - 1) % audit.interval == 0:
                 train_step = programs.audited_step
         assert train_step is not None  # `make_programs` builds what the remaining steps need
         self._watchdog.begin(self._step)
@@ -278,7 +278,7 @@ class Trainer:
     def _way_to_resume(self) -> str:
         newest = self._newest_checkpoint()
         return (
-            "no checkpoint was saved yet (checkpoint.every_steps), so the same command will start "
+            "no checkpoint was saved yet (checkpoint.interval), so the same command will start "
             "from scratch"
             if newest is None
             else f"run the same command again to resume from the checkpoint of step {newest}"

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 # Warn about a step after this many times the longest earlier step, but at least these seconds.
 _TIMES, _SECONDS = 10.0, 60.0

@@ -17,7 +17,7 @@ from benchmarks.kernels.masks import BLOCK, SlashMask, Work, block_mask, causal_
 from benchmarks.kernels.programs import Attention, select
 from pallas_kernels import BlockSparseIndex
 from pallas_kernels.mosaic_gpu import backend as hopper
-from tests.pallas_kernels.quick_pallas import quicken_lowering
+from tests.pallas_kernels.helpers.quick_pallas import quicken_lowering
 
 WIDE = Shape(131072, 16, 2, 128)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.kernels import selection
-from mtraining_jax.errors import UserError
+from mtraining_jax.utils.errors import UserError
 
 TINY = ["--seq-len", "512", "--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1"]
 

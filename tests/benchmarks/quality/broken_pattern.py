@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mtraining_jax.sparsity import Pattern
+from mtraining_jax.patterns import Pattern
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from benchmarks.quality import frontier, frontier_report
 from benchmarks.quality.measure import summary
 from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, Window, family, parse
 from benchmarks.quality.stepped_model import SteppedModel, read_model
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.label_scores import label_scores
-from mtraining_jax.sparsity import ModelSizes, VerticalSlash
+from mtraining_jax.patterns import ModelSizes, VerticalSlash
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex, attention
 
 TINY = Path(__file__).parents[2] / "data" / "llama3_tiny"
@@ -51,8 +51,8 @@ def test_settings_are_written_as_names_and_options():
         with pytest.raises(UserError, match=reason):
             parse(text, SIZES)
     joint = "vertical_slash,preset=joint,top_p=1.0,"
-    assert family(f"{joint}least_share=0.1") == family(f"{joint}least_share=0.2")
-    assert family("a,least_share=0.1") != family("a,least_share=0.2")
+    assert family(f"{joint}min_block_mass=0.1") == family(f"{joint}min_block_mass=0.2")
+    assert family("a,min_block_mass=0.1") != family("a,min_block_mass=0.2")
     assert family("a,stride=8,tau=0.9") == family("a,stride=8,tau=0.8") != family("a,tau=0.9")
 
 

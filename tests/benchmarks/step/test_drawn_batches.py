@@ -21,15 +21,15 @@ from benchmarks.step.drawn_batches import (
 )
 from benchmarks.step.drawn_lists import DrawnLists, densities_by_length
 from benchmarks.step.replicas import Found
+from mtraining_jax.cost_model.kernel_times import documents_ms
 from mtraining_jax.data.balance import imbalance
-from mtraining_jax.errors import UserError
-from mtraining_jax.latency import documents_ms
-from mtraining_jax.sparsity import Shards
-from mtraining_jax.sparsity.documents import Documents
+from mtraining_jax.patterns import Shards
+from mtraining_jax.selection.documents import Documents
+from mtraining_jax.utils.errors import UserError
 
 SIZES = (
     "--parallel.nodes=1", "--parallel.devices_per_node=1", "--data.seq_len=1024",
-    "--sparsity.dense_below=256", "--model.num_layers=1", "--model.remat=none",
+    "--sparsity.min_sparse_tokens=256", "--model.num_layers=1", "--model.remat=none",
 )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_all_orders_have_the_packs_of_the_same_batches():
 def drawn(lengths: list[int], share: float | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The mask bool [Hq, NB, NB] that is drawn, and computed pairs over those wanted."""
     seq_len, block = 8192, 128
-    pattern = DrawnLists(dense_below=1024)
+    pattern = DrawnLists(min_sparse_tokens=1024)
     documents = Documents.from_lengths([lengths], seq_len, block).blocks()
     shards = Shards(
         jnp.arange(seq_len // block, dtype=jnp.int32),

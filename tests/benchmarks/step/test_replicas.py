@@ -13,7 +13,7 @@ MINIATURE = (
 )  # fmt: skip
 SIZES = (
     "--parallel.nodes=1", "--parallel.devices_per_node=1", "--data.seq_len=1024",
-    "--sparsity.dense_below=256", "--model.num_layers=1", "--model.intermediate_size=64",
+    "--sparsity.min_sparse_tokens=256", "--model.num_layers=1", "--model.intermediate_size=64",
     "--model.hidden_size=32", "--model.num_heads=1", "--model.head_dim=16", "--model.remat=none",
 )  # fmt: skip
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.infinitebench import rules
 from mtraining_jax.evaluation.tasks.published import PublishedTask
 from mtraining_jax.evaluation.tasks.task import Sample
+from mtraining_jax.utils.errors import UserError
 
 
 class _Part(NamedTuple):

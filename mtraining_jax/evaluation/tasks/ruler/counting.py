@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
 from mtraining_jax.evaluation.tasks.sized import Draft
 from mtraining_jax.evaluation.tasks.words import words
-from mtraining_jax.random_bits import Stream
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.random_bits import Stream
 
 _COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

@@ -10,7 +10,7 @@ from mtraining_jax.evaluation.tasks.haystack import NOISE, essays
 from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
 from mtraining_jax.evaluation.tasks.sized import Draft
 from mtraining_jax.evaluation.tasks.words import words
-from mtraining_jax.random_bits import Stream
+from mtraining_jax.utils.random_bits import Stream
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _MANY = (

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.errors import UserError
 from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
 from mtraining_jax.evaluation.tasks.scoring import any_found
 from mtraining_jax.evaluation.tasks.sized import Draft
 from mtraining_jax.evaluation.tasks.task import Sample
+from mtraining_jax.utils.errors import UserError
 
 _INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output "

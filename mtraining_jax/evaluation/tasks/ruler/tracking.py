@@ -6,7 +6,7 @@ from typing import ClassVar
 from mtraining_jax.evaluation.tasks.haystack import NOISE
 from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
 from mtraining_jax.evaluation.tasks.sized import Draft
-from mtraining_jax.random_bits import Stream
+from mtraining_jax.utils.random_bits import Stream
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"

@@ -1,0 +1,1 @@
+"""Quality audits of sparse attention: recall, gradient error, starved keys."""

@@ -1,0 +1,1 @@
+"""Forecasts of density, FLOP and kernel time."""

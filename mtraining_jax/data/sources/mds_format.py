@@ -1,0 +1,237 @@
+"""Reader of MosaicML's shard format (MDS, version 2): a JSON index, and shards of samples.
+
+Layout of a shard: uint32 number of samples n; n + 1 uint32 file offsets; a copy of the columns as
+JSON; the samples. A sample has uint32 sizes of its variable-size columns, then all columns. All is
+little-endian. Files are untrusted: every size is checked before use.
+"""
+
+import bz2
+import gzip
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtraining_jax.data.files import first_line, inside, shown_names
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import LARGEST_INDEX, read_json
+
+INDEX = "index.json"
+# Offsets are uint32.
+_LARGEST_SHARD = 2**32 - 1
+# Type codes; other types cannot hold token ids.
+_DTYPES = {
+    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4",
+    64: "<u8", 65: "<i8", 66: "<f8",
+}  # fmt: skip
+_NAMES = {
+    "uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "float16": "<f2",
+    "uint32": "<u4", "int32": "<i4", "float32": "<f4", "uint64": "<u8", "int64": "<i8",
+    "float64": "<f8",
+}  # fmt: skip
+
+
+class Damaged(Exception):
+    """A corrupt shard; the message is a predicate, the caller adds shard and sample."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Index entry of a shard; `sizes` are bytes of each column, 0 if variable."""
+
+    path: Path
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int, ...]
+    samples: int
+    size: int
+    hashes: dict[str, str]
+    packed: Path | None
+    compression: str | None
+
+    def column(self, name: str, field: str) -> int:
+        """The index of a column."""
+        if name not in self.names:
+            raise UserError(
+                f'{self.path} has no column of {field} = "{name}"; it has {shown_names(self.names)}'
+            )
+        number = self.names.index(name)
+        if self.encodings[number].partition(":")[0] == "pkl":
+            raise UserError(
+                f'{self.path}: column "{name}" is pickled, and unpickling can execute arbitrary '
+                "code; rewrite it as ndarray or str"
+            )
+        return number
+
+
+def read_index(path: Path) -> list[Shard]:
+    """Reads the shards of a data set from its index.json."""
+    try:
+        index = read_json(path, LARGEST_INDEX)
+        if index["version"] != 2:
+            raise ValueError(f"version {index['version']} instead of 2")
+        return [_shard(path, entry) for entry in index["shards"]]
+    except UserError:
+        raise
+    except KeyError as error:
+        raise UserError(f"{path} is not an index of MDS shards: {error} is missing") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not an index of MDS shards ({first_line(error)})") from error
+
+
+def _shard(index: Path, entry: dict[str, Any]) -> Shard:
+    if entry["format"] != "mds":
+        raise ValueError(f'format "{entry["format"]}" instead of "mds"')
+    names, encodings = entry["column_names"], entry["column_encodings"]
+    sizes, raw, packed = entry["column_sizes"], entry["raw_data"], entry.get("zip_data")
+    if not len(names) == len(encodings) == len(sizes):
+        raise ValueError("columns have different numbers of names, encodings and sizes")
+    compression = entry.get("compression")
+    return Shard(
+        path=inside(index.parent, str(raw["basename"]), index),
+        names=tuple(map(str, names)),
+        encodings=tuple(map(str, encodings)),
+        sizes=tuple(_number(size or 0, _LARGEST_SHARD) for size in sizes),
+        samples=_number(entry["samples"], _LARGEST_SHARD),
+        size=_number(raw["bytes"], _LARGEST_SHARD),
+        hashes={str(kind): str(value) for kind, value in (raw.get("hashes") or {}).items()},
+        packed=inside(index.parent, str(packed["basename"]), index) if packed else None,
+        compression=None if compression is None else str(compression).partition(":")[0],
+    )
+
+
+def _number(value: Any, largest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
+        raise ValueError(f"{value!r} instead of a number from 0 to {largest}")
+    return value
+
+
+def load_shard(shard: Shard) -> np.ndarray:
+    """The bytes of a shard, uint8 [size]: memory-mapped, or decompressed if necessary."""
+    path = shard.path
+    try:
+        if path.is_file():
+            if path.stat().st_size != shard.size:
+                raise Damaged(f"has {path.stat().st_size} bytes instead of {shard.size}")
+            data = np.memmap(path, np.uint8, mode="r") if shard.size else np.zeros(0, np.uint8)
+        elif shard.packed is not None and shard.packed.is_file():
+            path = shard.packed
+            data = _unpacked(path, shard.compression, shard.size)
+        else:
+            raise Damaged("does not exist")
+        for kind, expected in shard.hashes.items():
+            if kind in hashlib.algorithms_guaranteed and not kind.startswith("shake"):
+                if hashlib.new(kind, data).hexdigest() != expected:
+                    raise Damaged(f"is corrupt: its {kind} does not match {INDEX}")
+        return data
+    except Damaged as error:
+        raise UserError(f"data.paths: {path} {error}") from error
+    except OSError as error:
+        raise UserError(f"data.paths: {path} cannot be read ({first_line(error)})") from error
+
+
+def _unpacked(path: Path, compression: str | None, size: int) -> np.ndarray:
+    """Decompresses at most `size` bytes (guards against decompression bombs)."""
+    if compression == "zstd":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise UserError(
+                f"{path} is compressed with zstd and needs the package zstandard, which is not "
+                "installed: pip install zstandard, or uv run --extra mds"
+            ) from error
+        errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
+
+        def opened(file: Any) -> Any:
+            return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    elif compression in ("gz", "bz2"):
+        errors = (zlib.error,)
+
+        def opened(file: Any) -> Any:
+            return gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
+    else:
+        raise Damaged(f'is compressed with "{compression}"; supported are zstd, gz and bz2')
+    try:
+        with path.open("rb") as file, opened(file) as reader:
+            data = bytearray()
+            while len(data) <= size and (part := reader.read(min(2**24, size + 1 - len(data)))):
+                data += part
+    except (EOFError, ValueError, OSError, *errors) as error:
+        raise Damaged(f"cannot be decompressed ({first_line(error)})") from error
+    if len(data) != size:
+        raise Damaged(f"decompresses to {'more' if len(data) > size else 'less'} than {size} bytes")
+    return np.frombuffer(data, np.uint8)
+
+
+def samples(shard: Shard, data: np.ndarray, columns: list[int]) -> Iterator[list[np.ndarray]]:
+    """Splits a shard, uint8 [size]; yields the bytes of these columns for each sample."""
+    table = 4 * (shard.samples + 2)
+    if data.size < table or int(data[:4].view("<u4")[0]) != shard.samples:
+        raise Damaged(f"does not have the expected {shard.samples} samples")
+    offsets = data[4:table].view("<u4").astype(np.int64)
+    if offsets[0] < table or offsets[-1] != data.size or (np.diff(offsets) < 0).any():
+        raise Damaged("has invalid sample offsets")
+    _check_columns(shard, data[table : offsets[0]])
+    varying = [number for number, size in enumerate(shard.sizes) if not size]
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        sample = data[begin:end]
+        head = 4 * len(varying)
+        if sample.size < head:
+            raise Damaged("is too short for the sizes of its columns")
+        sizes = np.array(shard.sizes, np.int64)
+        sizes[varying] = sample[:head].view("<u4")
+        ends = head + np.cumsum(sizes)
+        if ends[-1] != sample.size:
+            raise Damaged(f"has {sample.size} bytes, but its columns have {ends[-1]}")
+        yield [sample[ends[number] - sizes[number] : ends[number]] for number in columns]
+
+
+def _check_columns(shard: Shard, text: np.ndarray) -> None:
+    try:
+        header = json.loads(text.tobytes().decode("utf-8"))
+        names, encodings = header["column_names"], header["column_encodings"]
+        same = tuple(names) == shard.names and tuple(encodings) == shard.encodings
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"has no valid list of columns ({first_line(error)})") from error
+    if not same:
+        raise Damaged(f"has columns {names} of {encodings}, which do not match {INDEX}")
+
+
+def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
+    """Decodes an array from uint8 [n].
+
+    `encoding` is ``ndarray``, ``ndarray:DTYPE`` or ``ndarray:DTYPE:SHAPE``; omitted parts
+    are stored before the values.
+    """
+    kind, _, rest = encoding.partition(":")
+    if kind != "ndarray":
+        raise Damaged(f'has encoding "{encoding}" instead of ndarray')
+    name, _, axes = rest.partition(":")
+    at = 0
+    try:
+        if name:
+            dtype = np.dtype(_NAMES[name])
+        else:
+            dtype, at = np.dtype(_DTYPES[int(data[0])]), 1
+        if axes:
+            shape = [int(size) for size in axes.split(",")]
+        else:
+            ndim, item = int(data[at]) >> 2, 1 << (int(data[at]) & 3)
+            shape = data[at + 1 : at + 1 + ndim * item].view(f"<u{item}").tolist()
+            if len(shape) != ndim:
+                raise ValueError("truncated shape")
+            at += 1 + ndim * item
+    except (KeyError, IndexError, ValueError) as error:
+        raise Damaged(f"is not a valid {encoding} ({first_line(error)})") from error
+    if math.prod(shape) * dtype.itemsize != data.size - at or min(shape, default=0) < 0:
+        raise Damaged(f"is not an array of shape {tuple(shape)}: it has {data.size - at} bytes")
+    try:
+        return data[at:].view(dtype).reshape(shape)
+    except ValueError as error:  # too many axes, or too large axes in an empty array
+        raise Damaged(f"is not an array of {len(shape)} axes ({first_line(error)})") from error

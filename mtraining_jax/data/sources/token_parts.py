@@ -1,0 +1,141 @@
+"""Folders of pre-tokenized parts, read by `data.source = "tokens"`.
+
+A part has three files: `part-00000.npy` (token ids, each document with its end token),
+`part-00000.npy.lengths` (tokens per document) and `part-00000.json`, written last to mark the part
+complete. `token_parts.json` describes the origin of the parts and whether all of them exist. Files
+are renamed into place, so that an interruption leaves no truncated files.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtraining_jax.data.files import first_line
+from mtraining_jax.utils.errors import UserError
+
+MANIFEST = "token_parts.json"
+LENGTHS = ".lengths"  # after the name of a token file
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """Content of a complete part.
+
+    Attributes:
+        tokens: number of tokens, including end tokens.
+    """
+
+    documents: int
+    tokens: int
+    checksum: int
+
+
+def write_part(
+    folder: Path, number: int, ids: np.ndarray, lengths: np.ndarray, checksum: int
+) -> PartRecord:
+    """Writes part `number`, from 0: ids [n], and `lengths` [d] of its documents, with sum n."""
+    path = _path(folder, number)
+    _replace(path.with_name(path.name + LENGTHS), lambda file: np.save(file, lengths))
+    _replace(path, lambda file: np.save(file, ids))
+    record = PartRecord(int(lengths.size), int(ids.size), checksum)
+    text = json.dumps(asdict(record)).encode()
+    _replace(path.with_suffix(".json"), lambda file: file.write(text))
+    return record
+
+
+def read_record(folder: Path, number: int) -> PartRecord | None:
+    """The record of a part; None if it is missing or incomplete."""
+    path = _path(folder, number)
+    try:
+        record = PartRecord(**json.loads(path.with_suffix(".json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if path.is_file() and path.with_name(path.name + LENGTHS).is_file() else None
+
+
+def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Creates a folder of parts, or resumes one with the same identity.
+
+    `identity` has JSON-serializable values that determine the content of all parts.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / MANIFEST).exists():
+            if any(not path.name.startswith(".") for path in folder.iterdir()):
+                raise UserError(f"{folder} has other files: choose an empty folder")
+            _write_manifest(folder, {"complete": False, "identity": dict(identity)})
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror})") from error
+    known = _manifest(folder).get("identity", {})
+    for name, value in json.loads(json.dumps(dict(identity))).items():
+        if known.get(name) != value:
+            raise UserError(
+                f"{folder} was started with {name} = {json.dumps(known.get(name))}, but now it is "
+                f"{json.dumps(value)}: choose another folder"
+            )
+
+
+def mark_incomplete(folder: Path) -> None:
+    """Marks the folder incomplete."""
+    if _manifest(folder)["complete"]:
+        _write_manifest(folder, {**_manifest(folder), "complete": False})
+
+
+def close_folder(folder: Path, parts: int, totals: Mapping[str, int]) -> None:
+    """Marks the folder complete; deletes stale parts and temporary files."""
+    for path in folder.glob(".part-*"):
+        path.unlink(missing_ok=True)
+    for path in folder.glob("part-*.json"):
+        if int(path.stem.removeprefix("part-")) >= parts:
+            for stale in (path, path.with_suffix(".npy"), path.with_suffix(".npy" + LENGTHS)):
+                stale.unlink(missing_ok=True)
+    known = _manifest(folder)
+    _write_manifest(folder, {**known, "complete": True, "parts": parts, **totals})
+
+
+def check_complete(folder: Path) -> None:
+    """Checks that a folder of parts is complete; accepts any other folder."""
+    if (folder / MANIFEST).is_file() and not _manifest(folder).get("complete"):
+        raise UserError(
+            f"data.paths: {folder} is incomplete: mtraining_jax.cli.tokenize_corpus has not "
+            "finished; run the same command again to resume it"
+        )
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05}.npy"
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        known = json.loads(path.read_bytes())
+        if known["version"] != _VERSION:
+            raise ValueError(f"version {known['version']} instead of {_VERSION}")
+        return known
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)})") from error
+
+
+def _write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps({"version": _VERSION, **content}, indent=1).encode()
+    _replace(folder / MANIFEST, lambda file: file.write(text))
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Writes a file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

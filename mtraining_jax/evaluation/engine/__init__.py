@@ -1,0 +1,1 @@
+"""Compiled prefill and decode programs."""

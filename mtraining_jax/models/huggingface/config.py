@@ -1,0 +1,131 @@
+"""config.json of a Hugging Face checkpoint. Does not import JAX."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtraining_jax.models.families import FAMILIES, family_of
+from mtraining_jax.models.families.family import SIZES
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.utils import file_limits
+from mtraining_jax.utils.errors import UserError
+
+CONFIG_FILE = "config.json"
+
+# Fields of `ModelSpec` that config.json fixes because they determine the parameters, and fields in
+# which a model may intentionally differ from its checkpoint.
+FIXED = ("family", *SIZES, "head_dim", "tie_word_embeddings")
+FREE = (
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "initializer_range",
+)
+
+
+def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
+    """Reads the model of a checkpoint, in the format of transformers 4 or 5.
+
+    Args:
+        directory: folder of config.json.
+        **overrides: fields of `ModelSpec` that config.json does not determine, such as `dtype` and
+            `remat`.
+
+    Raises:
+        UserError: if the file is missing or damaged, or has an unsupported value.
+    """
+    values = read_hf_values(directory, overrides.get("family"))
+    try:
+        return ModelSpec.from_config(values | overrides)
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{Path(directory) / CONFIG_FILE}: {error}") from None
+
+
+def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
+    """Reads the fields of `ModelSpec` that a checkpoint determines: `FIXED` and `FREE`.
+
+    `own_family` is a user-defined family, as package.module:Name, for checkpoints of its
+    model_type; any other name is ignored.
+    """
+    path = Path(directory) / CONFIG_FILE
+    raw = read_json(path)
+    own = family_of(own_family) if own_family is not None and ":" in own_family else None
+    kind, architectures = raw.get("model_type"), raw.get("architectures") or [None]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
+        raise UserError(f"{path}: architectures={architectures!r} must be a list of names")
+    architecture = architectures[0]
+    if kind is None and architecture is not None:
+        kind = next((k for k in FAMILIES.names if family_of(k).architecture == architecture), None)
+    own = own if own is not None and own.model_type == kind else None
+    if own is not None:
+        family = own
+    elif isinstance(kind, str) and kind in FAMILIES.names:
+        family = family_of(kind)
+    else:
+        known = ", ".join(sorted(FAMILIES.names))
+        raise UserError(
+            f"{path} describes an unsupported model, {architecture or 'without architecture'} "
+            f"(model_type {kind}); supported model types are {known}"
+        )
+    if architecture not in (None, family.architecture):
+        raise UserError(
+            f"{path} describes {architecture}, but of model_type {kind} only {family.architecture}"
+            " is supported"
+        )
+    if raw.get("quantization_config"):
+        raise UserError(f"{path}: quantization_config is not supported; use unquantized weights")
+    try:
+        values = family.read_config(raw)
+        return values if own is None else values | {"family": own_family}
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        # A value of the wrong type may fail in arithmetic in many ways.
+        raise UserError(f"{path}: {error}") from None
+
+
+def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
+    """Returns the contents of config.json, for transformers 4 and 5."""
+    theirs = family_of(spec.family).write_config(spec)
+    return dict(sorted((theirs | {"torch_dtype": dtype, "dtype": dtype}).items()))
+
+
+def check_same_model(config: Any, directory: str | Path, override: Sequence[str] = ()) -> None:
+    """Checks that a checkpoint matches the model, except for the fields in `override`.
+
+    Raises:
+        UserError: naming the first field that differs.
+    """
+    ours = ModelSpec.from_config(config)
+    theirs = ModelSpec.from_config(read_hf_values(directory, ours.family))
+
+    def value(spec: ModelSpec, name: str) -> Any:
+        if name == "rope_scaling" and spec.rope_scaling is not None:
+            return spec.rope_scaling.to_hf(spec.max_position_embeddings)
+        return getattr(spec, name)
+
+    for name in (*FIXED, *FREE):
+        if name not in override and value(ours, name) != value(theirs, name):
+            raise UserError(
+                f"{Path(directory) / CONFIG_FILE} is of another model: it has "
+                f"{SIZES.get(name, name)} = {value(theirs, name)}, but the configuration has "
+                f"{name} = {value(ours, name)}"
+            )
+
+
+def read_json(path: Path, limit: int = file_limits.LARGEST_CONFIG) -> dict[str, Any]:
+    """Reads a file with one JSON object, of at most `limit` bytes.
+
+    Raises:
+        UserError: if the file is invalid, too large or unreadable.
+    """
+    try:
+        raw = file_limits.read_json(path, limit)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must contain a JSON object, not a {type(raw).__name__}")
+    return raw

@@ -1,0 +1,188 @@
+"""Reads safetensors into a sharded state; each device reads only its slices."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Sharding, SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+
+from mtraining_jax.models.huggingface.config import check_same_model, read_json
+from mtraining_jax.models.huggingface.names import checkpoint_tensors, is_redundant
+from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import abstract_state
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import LARGEST_INDEX, is_plain_name
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = ("F32", "BF16", "F16")
+
+
+def load_hf(
+    directory: str | Path,
+    config: Any,
+    shardings: nnx.State | None = None,
+    *,
+    override: Sequence[str] = (),
+) -> nnx.State:
+    """Reads a checkpoint into the stacked fp32 state of a `Transformer`.
+
+    Names, shapes and dtypes are checked from the file headers before any tensor is read. With
+    several processes, each reads only the slices of its devices.
+
+    Args:
+        directory: folder of config.json and either model.safetensors or the shards listed in
+            model.safetensors.index.json. Tensors are F32, BF16 or F16.
+        config: the model: a `ModelSpec`, or any object or mapping with its fields.
+        shardings: from `param_shardings`; None is the default device.
+        override: fields of `config.FREE` in which `config` may differ from the checkpoint's
+            config.json, for example to extend a context.
+
+    Returns:
+        The state; `nnx.merge` joins it with `graph_definition`.
+
+    Raises:
+        UserError: if a file is missing or damaged; a tensor is missing, unknown, or has another
+            shape or dtype; or the checkpoint is of another model.
+    """
+    spec = ModelSpec.from_config(config)
+    check_same_model(spec, directory, override)
+    wanted = abstract_state(spec)
+    names = parameter_names(wanted)
+    if shardings is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, wanted)
+    with Tensors(directory) as tensors:
+        sources = _check_tensors(tensors, spec)
+
+        def load(name: str, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
+            return _load_parameter(sources[name], leaf.shape, sharding)
+
+        return jax.tree.map(load, names, wanted, shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Location of a parameter, or of one layer of a stacked one: rows of a tensor."""
+
+    tensor: Any
+    first_row: int
+    layer: int | None
+
+    def read(self, rows: slice, rest: tuple[slice, ...]) -> np.ndarray:
+        rows = slice(rows.start + self.first_row, rows.stop + self.first_row)
+        return self.tensor[(rows, *rest)]
+
+
+class Tensors:
+    """The tensors of a checkpoint by name, read lazily; a context manager that closes the files."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._handles: dict[Path, Any] = {}
+        self._files = self._find_files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.clear()
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        return self._files
+
+    def open(self, name: str) -> Any:
+        return self._handle(self._files[name]).get_slice(name)
+
+    def _find_files(self) -> dict[str, Path]:
+        single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
+        if single.exists():
+            return dict.fromkeys(self._handle(single).keys(), single)
+        if not index.exists():
+            raise UserError(f"{self.directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f'{index} has no "weight_map"')
+        files: dict[str, Path] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not is_plain_name(file):
+                raise UserError(f"{index}: the file of {name} is {file!r}, not a plain file name")
+            files[name] = self.directory / file
+        for path in sorted(set(files.values())):
+            if not path.exists():
+                raise UserError(f"{path} is missing, but {INDEX_FILE} lists it")
+            inside = set(self._handle(path).keys())
+            for name, file in files.items():
+                if file == path and name not in inside:
+                    raise UserError(f"{path} lacks tensor {name}, but {INDEX_FILE} lists it there")
+        return files
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._handles:
+            try:
+                self._handles[path] = safe_open(path, framework="numpy")
+            except SafetensorError as error:
+                raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error}") from None
+        return self._handles[path]
+
+
+def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]]:
+    """Returns the sources of every parameter, in layer order for stacked ones."""
+    expected = checkpoint_tensors(spec)
+    sources: dict[str, list[_Source]] = {}
+    for tensor in expected:
+        name = tensor.name
+        if name not in tensors.files:
+            raise UserError(f"{tensors.directory} has no tensor {name}")
+        found = tensors.open(name)
+        if tuple(found.get_shape()) != tensor.shape:
+            raise UserError(
+                f"{tensors.files[name]}: tensor {name} has shape {list(found.get_shape())}, "
+                f"but the model needs {list(tensor.shape)}"
+            )
+        if found.get_dtype() not in _DTYPES:
+            raise UserError(
+                f"{tensors.files[name]}: tensor {name} has dtype {found.get_dtype()}; "
+                f"it must be one of {', '.join(_DTYPES)}"
+            )
+        for part in tensor.parts:
+            source = _Source(found, part.first_row, part.layer)
+            sources.setdefault(part.parameter, []).append(source)
+    names = {tensor.name for tensor in expected}
+    for name, path in tensors.files.items():
+        if name not in names and not is_redundant(name, spec):
+            raise UserError(f"{path}: tensor {name} does not belong to this model")
+    return sources
+
+
+def _load_parameter(
+    sources: Sequence[_Source], shape: tuple[int, ...], sharding: Sharding
+) -> Array:
+    # Devices with the same slice share one read.
+    seen: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+        if key not in seen:
+            ranges = [slice(start, stop) for start, stop, _ in key]
+            if sources[0].layer is None:
+                block = sources[0].read(ranges[0], tuple(ranges[1:])).astype(np.float32)
+            else:
+                block = np.empty([part.stop - part.start for part in ranges], np.float32)
+                for row, layer in enumerate(range(ranges[0].start, ranges[0].stop)):
+                    block[row] = sources[layer].read(ranges[1], tuple(ranges[2:]))
+            seen[key] = block
+        return seen[key]
+
+    return jax.make_array_from_callback(shape, sharding, read)

@@ -1,0 +1,245 @@
+"""Writes a state as a Hugging Face checkpoint, which appears only when complete."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from mtraining_jax.models.huggingface.config import CONFIG_FILE, hf_config, read_json
+from mtraining_jax.models.huggingface.names import checkpoint_tensors
+from mtraining_jax.models.huggingface.read import INDEX_FILE, SINGLE_FILE
+from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
+from mtraining_jax.utils.errors import UserError
+
+# If these are missing, transformers assumes ids that the vocabulary may not have.
+_UNKNOWN_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def save_hf(
+    directory: str | Path,
+    config: Any,
+    state: Any,
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5_000_000_000,
+    copied: Mapping[str, Path | dict[str, Any]] = types.MappingProxyType({}),
+    replace: bool = False,
+    like: str | Path | None = None,
+    eos: int | None = None,
+) -> Path:
+    """Writes config.json and safetensors for transformers.
+
+    Tensors are gathered one at a time, so a host holds at most the tensors of one file. All
+    processes of a run must call this; the first one writes. Files go to a hidden folder next to
+    `directory`, which is renamed when everything is on disk.
+
+    Args:
+        directory: target folder; must not exist, or be empty.
+        config: a `ModelSpec`, or any object or mapping with its fields.
+        state: state of a `Transformer` (`nnx.State` or pure dict), arrays with any sharding.
+        dtype: dtype of the written tensors, "bfloat16" or "float32".
+        max_shard_bytes: maximum size of a file; a larger tensor gets its own file. A single file is
+            named model.safetensors and has no index.
+        copied: extra files by name, such as those of a tokenizer: a file to copy, or the contents
+            of a JSON file.
+        replace: replace an older folder, which is deleted when the new one is complete.
+        like: folder of the checkpoint that the model started from; its config.json provides fields
+            that are not in `ModelSpec`, such as the ids of special tokens.
+        eos: id of the end token, if `like` has none; None leaves it unset.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: if the folder is in use or not writable, or an argument is invalid. No files are
+            left behind.
+    """
+    spec = ModelSpec.from_config(config)
+    directory = Path(directory)
+    if dtype not in COMPUTE_DTYPES:
+        raise UserError(f'dtype="{dtype}" must be one of {", ".join(COMPUTE_DTYPES)}')
+    if max_shard_bytes < 1:
+        raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
+
+    others = {} if like is None else read_json(Path(like) / CONFIG_FILE)
+    config_json = _UNKNOWN_TOKENS | others | hf_config(spec, dtype)
+    if config_json["eos_token_id"] is None and eos is not None and eos < spec.vocab_size:
+        config_json["eos_token_id"] = eos
+    shards = _plan(state, spec, jnp.dtype(dtype), max_shard_bytes)
+    folder = _Folder(directory, replace) if jax.process_index() == 0 else None
+    try:
+        _together(folder, _Folder.make)
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            file = SINGLE_FILE
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {}
+            for tensor in shard:
+                value = tensor.gather(dtype, keep=folder is not None)
+                weight_map[tensor.name] = file
+                if folder is not None:
+                    tensors[tensor.name] = value
+            _together(folder, _Folder.write_tensors, file, tensors)
+        if len(shards) > 1:
+            size = sum(tensor.size for shard in shards for tensor in shard)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            _together(folder, _Folder.write_json, INDEX_FILE, index)
+        _together(folder, _Folder.write_json, CONFIG_FILE, config_json)
+        _together(folder, _Folder.copy, copied)
+        _together(folder, _Folder.publish)
+    finally:
+        if folder is not None:
+            folder.discard()
+    return directory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the checkpoint: parameters, or layers of stacked ones, concatenated by rows."""
+
+    name: str
+    parts: tuple[tuple[Array, int | None], ...]
+    size: int  # bytes in the file
+
+    def gather(self, dtype: str, *, keep: bool) -> np.ndarray | None:
+        """Returns the tensor on the host, if it is kept there; a collective operation."""
+        values = [_gather(parameter, layer, dtype) for parameter, layer in self.parts]
+        if not keep:
+            return None
+        arrays = [np.asarray(value) for value in values]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _gather(parameter: Array, layer: int | None, dtype: str) -> Array:
+    sharding = getattr(parameter, "sharding", None)
+    whole = None
+    if isinstance(sharding, NamedSharding):
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return _whole(parameter, layer, dtype=dtype, sharding=whole).addressable_data(0)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "sharding"))
+def _whole(x: Array, layer: int | None, *, dtype: str, sharding: Sharding | None) -> Array:
+    if layer is not None:
+        x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    x = x.astype(dtype)
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _plan(
+    state: Any, spec: ModelSpec, dtype: jnp.dtype, max_shard_bytes: int
+) -> list[list[_Tensor]]:
+    parameters = dict(
+        zip(jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state), strict=True)
+    )
+    shards: list[list[_Tensor]] = [[]]
+    filled = 0
+    for tensor in checkpoint_tensors(spec):
+        parts = tuple((parameters[part.parameter], part.layer) for part in tensor.parts)
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(_Tensor(tensor.name, parts, size))
+        filled += size
+    return shards
+
+
+class _Folder:
+    """A folder with a temporary name until it is published."""
+
+    def __init__(self, target: Path, replace: bool) -> None:
+        self.target, self.replace = target, replace
+        self.temporary = target.absolute().parent / f".{target.name}.tmp-{os.getpid()}"
+
+    def make(self) -> None:
+        in_use = self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir()))
+        if in_use and not (self.replace and self.target.is_dir()):
+            raise UserError(f"{self.target} exists and is not an empty folder; use another folder")
+        self.temporary.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary.mkdir()
+
+    def write_tensors(self, file: str, tensors: dict[str, np.ndarray]) -> None:
+        path = self.temporary / file
+        save_file(tensors, path, metadata={"format": "pt"})
+        # safetensors creates files that only their owner can read.
+        path.chmod(0o666 & ~_umask())
+        _flush(path)
+
+    def write_json(self, file: str, content: dict[str, Any]) -> None:
+        path = self.temporary / file
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _flush(path)
+
+    def copy(self, files: Mapping[str, Path | dict[str, Any]]) -> None:
+        for name, content in files.items():
+            if isinstance(content, Path):
+                _flush(Path(shutil.copyfile(content, self.temporary / name)))
+            else:
+                self.write_json(name, content)
+
+    def publish(self) -> None:
+        _flush(self.temporary)
+        if self.replace and self.target.exists():
+            # Renaming cannot replace a folder that is not empty, so it is moved away first.
+            old = self.temporary.with_suffix(".old")
+            self.target.rename(old)
+            self.temporary.rename(self.target)
+            shutil.rmtree(old)
+        else:
+            self.temporary.rename(self.target)
+        _flush(self.target.absolute().parent)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _together(folder: _Folder | None, step: Callable[..., None], *arguments: Any) -> None:
+    """Runs a step on the process that has the folder, and raises its error on every process.
+
+    Otherwise one process would stop at a full disk, and the others would wait for it forever.
+    """
+    problem = ""
+    if folder is not None:
+        try:
+            step(folder, *arguments)
+        except UserError as error:
+            problem = str(error)
+        except (OSError, SafetensorError) as error:
+            problem = f"cannot write {folder.target}: {error}"
+    failed = bool(problem)
+    if jax.process_count() > 1:
+        failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failed)))
+    if failed:
+        raise UserError(problem or "the first process could not write the checkpoint")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

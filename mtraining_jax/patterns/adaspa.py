@@ -1,0 +1,154 @@
+"""AdaSpa: key blocks by exact attention mass, for non-causal denoising models."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from mtraining_jax.utils.limits import Ge, Lt, NonNegativeInt, PositiveInt, check_limits
+
+if TYPE_CHECKING:
+    from jax import Array
+
+# A head that keeps more than this fraction of its mass at the given sparsity can be made sparser.
+_ENOUGH = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaSpa(Pattern):
+    """Per head and query block, the key blocks with the largest exact attention mass; not causal.
+
+    The mass of a block is the sum of the softmax of all queries of the row over all keys. All rows
+    of blocks of a head keep the same number of blocks. With s = `sparsity`, let n be the number of
+    heads that keep more than 0.8 of their mass at s, at most half of them. The n heads that keep
+    most get sparsity (1 + s) / 2, the n that keep least get (3 s - 1) / 2, the others s, so the
+    mean is unchanged. Ties go to the smaller block or head.
+
+    A search costs half of a dense forward pass, so reuse its index: the steps of a denoiser share
+    one input, and adjacent steps attend similarly. Search at some steps with `return_index=True`
+    and pass the index as pattern in the steps between (`examples/dit_adaspa.py`). For
+    `sparse_attention(..., causal=False)` on one device.
+
+    Source: AdaSpa (arXiv 2502.21079). Its search takes two passes, and saves the first by reusing
+    the log-sum-exp of an earlier step. Here one pass computes the exact masses of the step itself
+    from the log-sum-exp of each block, so nothing is stored. The limit of n to half of the heads is
+    not specified in the paper.
+
+    Attributes:
+        sparsity: Fraction of key blocks that each row skips (s). At least 1/3, so that no head
+            gets a negative sparsity.
+        adaptive: Vary the sparsity of heads as described above; false uses s for all heads.
+        first_blocks: Number of first key blocks (text) that are always kept, within the budget.
+        last_blocks: Number of last key blocks that are always kept, within the budget.
+        block_size: Block size in tokens (g).
+    """
+
+    also_not_causal = True
+
+    sparsity: Annotated[float, Ge(1 / 3), Lt(1)] = 0.8
+    adaptive: bool = True
+    first_blocks: NonNegativeInt = 0
+    last_blocks: NonNegativeInt = 0
+    block_size: PositiveInt = 128
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+        """Selects lists for all rows and reports the fraction of mass kept as `recall`."""
+        from pallas_kernels.index import BlockSparseIndex
+
+        if shards.causal or shards.axis_names:
+            raise ValueError(
+                "AdaSpa needs causal=False and a sequence on one device; for causal attention use "
+                "ExactRows, which selects by the same masses"
+            )
+        masses = exact_masses(q, k, shards, self.block_size)
+        kept = self.kept(masses)
+        index = BlockSparseIndex.from_block_mask(kept, self.block_size, causal=False)
+        return Choice(index, {"recall": recall(masses, kept)})
+
+    def kept(self, masses: "Array") -> "Array":
+        import jax.numpy as jnp
+
+        num_heads, num_blocks = masses.shape[1], masses.shape[-1]
+        counts = [
+            max(round((1 - level) * num_blocks), 1, self.first_blocks + self.last_blocks)
+            for level in ((1 + self.sparsity) / 2, self.sparsity, (3 * self.sparsity - 1) / 2)
+        ]
+        few, middle, many = (jnp.int32(min(count, num_blocks)) for count in counts)
+        kept = self._largest(masses, middle)
+        if not self.adaptive:
+            return kept
+        shares = recall(masses, kept)
+        able = jnp.minimum((shares > _ENOUGH).sum(-1, keepdims=True), num_heads // 2)
+        # Rank of each head, by descending mass kept.
+        rank = jnp.argsort(jnp.argsort(-shares, axis=-1, stable=True), axis=-1)
+        of_heads = jnp.where(rank < able, few, jnp.where(rank >= num_heads - able, many, middle))
+        return self._largest(masses, of_heads[..., None])
+
+    def _largest(self, masses: "Array", count: "Array") -> "Array":
+        """Returns the blocks of largest mass of each row, forced ones first."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.selection.rules import top_p
+
+        blocks = jnp.arange(masses.shape[-1], dtype=jnp.int32)
+        forced = (blocks < self.first_blocks) | (blocks >= masses.shape[-1] - self.last_blocks)
+        keys = jnp.where(forced, jnp.inf, masses)
+        keys = top_p.float_keys(keys)[..., None]
+        return top_p.kept_entries(keys, top_p.Rule(minimum=0, maximum=count))[0][..., 0]
+
+    def describe(self) -> str:
+        return f"AdaSpa, {100 * self.sparsity:g} % of the key blocks skipped"
+
+    def expected_density(self, tokens: int) -> tuple[float, str]:
+        return 1 - self.sparsity, "1 - sparsity"
+
+    def scoring_share(self) -> float:
+        # One of the two products of a forward pass.
+        return 0.5
+
+    def softmax_share(self) -> float:
+        return 1.0
+
+
+def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int) -> "Array":
+    """Computes the mean softmax mass that each query block gives to each key block.
+
+    Args:
+        q: [B, S, Hq, D].
+        k: [B, S, Hk, D].
+        shards: the whole sequence on one device; only `scale` and `backend` are read.
+        block_size: tokens per block (g).
+
+    Returns:
+        fp32 [B, Hq, S/g, S/g], multiples of 2^-30; rows sum to 1 up to rounding.
+    """
+    import jax.numpy as jnp
+
+    from mtraining_jax.selection.scores import row_scores
+
+    def blocks(x: "Array") -> "Array":  # [B, S, H, D] -> [B, H, S/g, g, D]
+        return x.reshape(x.shape[0], -1, block_size, *x.shape[2:]).transpose(0, 3, 1, 2, 4)
+
+    places = jnp.full((q.shape[1] // block_size, block_size), k.shape[1] - 1, jnp.int32)
+    return row_scores.block_masses(
+        blocks(q),
+        blocks(k),
+        places,
+        scale=shards.scale_for(q.shape[-1]),
+        like=q,
+        backend=shards.backend,
+    )
+
+
+def recall(masses: "Array", kept: "Array") -> "Array":
+    """Returns the fraction of mass on kept blocks: fp32 [B, Hq].
+
+    Args:
+        masses: fp32 [B, Hq, NB, NB], from `exact_masses`.
+        kept: bool [B, Hq, NB, NB].
+    """
+    import jax.numpy as jnp
+
+    return jnp.where(kept, masses, 0.0).sum((-2, -1)) / masses.sum((-2, -1))

@@ -1,0 +1,1 @@
+"""Arithmetic of selections: scores, rules, documents. Knows no pattern."""

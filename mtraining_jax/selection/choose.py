@@ -1,0 +1,59 @@
+"""Selection of an index, on one device or on the shards of a sequence."""
+
+from collections.abc import Sequence
+
+import jax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from pallas_kernels import names
+from pallas_kernels.index import Index
+
+
+def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
+    """Selects an index with a pattern; no gradient flows through it.
+
+    The index has the checkpoint name `names.INDEX`. A rematerialization policy that saves this name
+    avoids a second selection.
+
+    Args:
+        pattern: any pattern.
+        q: [B, n, Hq, D], local queries, after rotary embedding.
+        k: [B, n, Hk, D], local keys.
+        shards: the shards of the sequence.
+
+    Raises:
+        UserError: if there are documents, and the pattern does not support them.
+        ValueError: if `shards.shares` are given for a pattern without a mass fraction.
+        TypeError: if the pattern does not return a `Choice`.
+    """
+    if shards.documents is not None:
+        pattern.check_documents()
+    if shards.shares is not None and pattern.kept_share() is None:
+        raise ValueError(f"{type(pattern).__name__} has no mass fraction to override with shares")
+    choice = pattern.choose(*lax.stop_gradient((q, k)), shards)
+    if not isinstance(choice, Choice):
+        raise TypeError(
+            f"{type(pattern).__name__}.choose returned {type(choice).__name__}; "
+            "it must return Choice(index, statistics)"
+        )
+    leaves, structure = jax.tree.flatten(choice.index)
+    leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
+    return Choice(jax.tree.unflatten(structure, leaves), choice.statistics)
+
+
+def choose_index(
+    q: Array,
+    k: Array,
+    pattern: Pattern,
+    *,
+    block_ids: Array,
+    num_blocks: int,
+    axis_names: Sequence[str] = (),
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Index:
+    """Selects an index; the arguments are those of `choose` and `Shards`."""
+    shards = Shards(block_ids, num_blocks, tuple(axis_names), scale, backend)
+    return choose(pattern, q, k, shards).index

@@ -1,0 +1,219 @@
+"""Documents packed into sequences."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.utils.errors import UserError
+
+Integers = Sequence[int] | np.ndarray | Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["block_size"]
+)
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Document boundaries of packed sequences; queries attend only to their own document.
+
+    A document begins at a multiple of the block size. Its last block may end with padding, which
+    its tokens never see because it comes after them. Blocks without a document are padding and
+    compute nothing. A pytree, so it can be an argument of a jitted function. The class methods
+    validate their input; `Documents(table, block_size)` does not, for tables built by a program.
+
+    Attributes:
+        table: int32 [B, NB, 3], one row per block in sequence order, whatever the layout: first
+            block of its document, one past the last block, and the document's number of real
+            tokens; (NB, 0, 0) for a block without a document.
+        block_size: g, tokens per block (static).
+    """
+
+    table: Array | np.ndarray
+    block_size: int = 128
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[Sequence[int]], seq_len: int, block_size: int = 128
+    ) -> "Documents":
+        """Packs documents one after another, each padded to whole blocks; pads the end.
+
+        Args:
+            lengths: real tokens of each document of each sequence.
+            seq_len: S, a multiple of the block size.
+            block_size: tokens per block (g).
+
+        Raises:
+            UserError: if a document is empty, or the documents do not fit into the sequence.
+        """
+        _check_sizes(seq_len, block_size)
+        rows = []
+        for row, own in enumerate(lengths):
+            own = _integers(f"lengths[{row}]", own)
+            ends = np.cumsum(-(-own // block_size)) * block_size
+            rows.append(_spans(np.append(0, ends)[:-1], own, seq_len, block_size, "lengths"))
+        return cls._from_rows(rows, seq_len, block_size)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Integers | Sequence[Integers],
+        seq_len: int,
+        block_size: int = 128,
+        lengths: Integers | Sequence[Integers] | None = None,
+    ) -> "Documents":
+        """Builds documents from cumulative lengths.
+
+        Args:
+            cu_seqlens: integers [M + 1], starting with 0: start of each document, and end of the
+                last one; or one such array per sequence. All but the last entry are multiples of
+                the block size.
+            seq_len: S, a multiple of the block size.
+            block_size: tokens per block (g).
+            lengths: integers [M], real tokens of each document, if documents are padded to whole
+                blocks; or one such array per sequence. Defaults to the differences of
+                `cu_seqlens`.
+
+        Raises:
+            UserError: if a boundary is invalid; the message names the first one.
+        """
+        _check_sizes(seq_len, block_size)
+        one = np.ndim(cu_seqlens[0]) == 0
+        many = [cu_seqlens] if one else list(cu_seqlens)
+        real = [None] * len(many) if lengths is None else [lengths] if one else list(lengths)
+        if len(real) != len(many):
+            raise UserError(
+                f"lengths has {len(real)} sequences but cu_seqlens has {len(many)}; pass one array "
+                "of each per sequence"
+            )
+        rows = []
+        for row, (offsets, own) in enumerate(zip(many, real, strict=True)):
+            offsets = _integers("cu_seqlens", offsets)
+            if offsets.size < 1 or offsets[0] != 0:
+                raise UserError(
+                    f"cu_seqlens of sequence {row} begins with {offsets[:1].tolist()}; the first "
+                    "entry must be 0"
+                )
+            distances = np.diff(offsets)
+            if distances.size and distances.min() < 1:
+                bad = int(np.argmin(distances > 0))
+                raise UserError(
+                    f"cu_seqlens[{bad + 1}] = {offsets[bad + 1]} of sequence {row} must be above "
+                    f"cu_seqlens[{bad}] = {offsets[bad]}; entries ascend, and no document is empty"
+                )
+            own = distances if own is None else _integers("lengths", own)
+            if own.shape != distances.shape or (own > distances).any():
+                raise UserError(
+                    f"lengths of sequence {row} are {own.tolist()}; expected one for each of the "
+                    f"{distances.size} documents, at most {distances.tolist()}, the differences of "
+                    "cu_seqlens"
+                )
+            name = f"cu_seqlens of sequence {row}"
+            rows.append(_spans(offsets[:-1], own, seq_len, block_size, name))
+        return cls._from_rows(rows, seq_len, block_size)
+
+    @classmethod
+    def from_segment_ids(cls, segment_ids: ArrayLike, block_size: int = 128) -> "Documents":
+        """Builds documents from a document number for each token.
+
+        Args:
+            segment_ids: integers [B, S] or [S], in sequence order, known at trace time: equal
+                within a document, distinct for different documents, 0 for padding. The tokens of a
+                document are contiguous and begin at a multiple of the block size.
+            block_size: tokens per block (g).
+
+        Raises:
+            UserError: if a token is invalid; the message names the first one.
+        """
+        ids = _integers("segment_ids", segment_ids, axes=(1, 2))
+        ids = ids[None] if ids.ndim == 1 else ids
+        seq_len, rows = ids.shape[1], []
+        _check_sizes(seq_len, block_size)
+        if (ids < 0).any():
+            row, token = np.argwhere(ids < 0)[0]
+            raise UserError(
+                f"segment_ids[{row}, {token}] = {ids[row, token]} is negative; number documents "
+                "from 1, and use 0 for padding"
+            )
+        for row, own in enumerate(ids):
+            # Starts of runs, and the end of the last one.
+            edges = np.flatnonzero(np.diff(own, prepend=own[0] - 1, append=own[-1] + 1))
+            starts, lengths = edges[:-1], np.diff(edges)
+            real = own[starts] != 0
+            starts, lengths = starts[real], lengths[real]
+            names, first_time = np.unique(own[starts], return_index=True)
+            if names.size < starts.size:
+                again = int(np.setdiff1d(np.arange(starts.size), first_time)[0])
+                raise UserError(
+                    f"segment_ids[{row}, {starts[again]}] = {own[starts[again]]} appears a second "
+                    "time; the tokens of a document must be contiguous"
+                )
+            name = f"segment_ids of sequence {row}"
+            rows.append(_spans(starts, lengths, seq_len, block_size, name))
+        return cls._from_rows(rows, seq_len, block_size)
+
+    @classmethod
+    def _from_rows(cls, rows: list[np.ndarray], seq_len: int, block_size: int) -> "Documents":
+        table = np.zeros((len(rows), seq_len // block_size, 3), np.int32)
+        table[..., 0] = seq_len // block_size
+        for into, row in zip(table, rows, strict=True):
+            for first, end, tokens in row:
+                into[first:end] = first, end, tokens
+        return cls(table, block_size)
+
+    def blocks(self) -> DocumentBlocks:
+        """Returns the table by fields, for use on the device."""
+        return DocumentBlocks.from_table(jax.numpy.asarray(self.table))
+
+
+def _integers(name: str, x: Any, axes: tuple[int, ...] = (1,)) -> np.ndarray:
+    if isinstance(x, Tracer):
+        raise UserError(
+            f"{name} is a traced array; its values must be known at trace time. Build Documents "
+            "outside of jax.jit and pass them as an argument"
+        )
+    x = np.asarray(x)
+    if x.ndim not in axes or not (np.issubdtype(x.dtype, np.integer) or not x.size):
+        wanted = " or ".join("1 axis" if n == 1 else f"{n} axes" for n in axes)
+        raise UserError(f"{name} is {x.dtype} {list(x.shape)}; expected integers with {wanted}")
+    return x.astype(np.int64)
+
+
+def _check_sizes(seq_len: int, block_size: int) -> None:
+    if block_size < 1:
+        raise UserError(f"block_size={block_size} must be at least 1")
+    if seq_len % block_size or seq_len < 1:
+        raise UserError(f"seq_len={seq_len} must be a multiple of block_size={block_size}")
+
+
+def _spans(
+    starts: np.ndarray, lengths: np.ndarray, seq_len: int, block_size: int, name: str
+) -> np.ndarray:
+    """Returns first block, one past the last block, and real tokens per document: int32 [M, 3]."""
+    if (lengths < 1).any():
+        bad = int(np.argmax(lengths < 1))
+        raise UserError(
+            f"{name}: document {bad} has {lengths[bad]} tokens; it must have at least 1"
+        )
+    if (starts % block_size != 0).any():
+        bad = int(np.argmax(starts % block_size != 0))
+        raise UserError(
+            f"{name}: document {bad} begins at token {starts[bad]}, which must be a multiple of "
+            f"block_size={block_size}; nearest: {starts[bad] // block_size * block_size} and "
+            f"{-(-starts[bad] // block_size) * block_size}, with padding before it"
+        )
+    if starts.size and (starts + lengths).max() > seq_len:
+        bad = int(np.argmax(starts + lengths > seq_len))
+        raise UserError(
+            f"{name}: document {bad} ends at token {starts[bad] + lengths[bad]}, beyond the "
+            f"{seq_len} tokens of the sequence"
+        )
+    ends = -(-(starts + lengths) // block_size)
+    return np.stack([starts // block_size, ends, lengths], axis=-1).astype(np.int32)

@@ -1,0 +1,1 @@
+"""Rules that turn scores into selected blocks."""

@@ -1,0 +1,203 @@
+"""Rule for the key blocks of each query block: the heaviest, until a mass fraction is reached.
+
+The rule applies to each row of blocks independently, so ranks need no communication for their rows.
+It computes in integers throughout, so the selection is bit-identical for any number of ranks if the
+scores are.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.utils.hashing import mixed
+from pallas_kernels.index import bits as sets
+
+# The mass of a row is about 2^30 in total, and below 2^31 however it is rounded.
+_MASS_BITS = 30
+TAU_BITS = 15
+_DIGIT_BITS = 4
+_ROUNDS = 8  # of `_DIGIT_BITS`: masses are below 2^31
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """Keeps key blocks, heaviest first, while the sum before them is below a fraction of the row's.
+
+    The block that reaches the fraction is kept. Forced blocks are always kept and count first. Ties
+    go to the smaller block number. Blocks below the minimum block mass are skipped even if `tau` is
+    not reached. With `tau` 1 only the minimum matters, and rows and heads with concentrated mass
+    keep few blocks.
+
+    Attributes:
+        tau: fraction of the row's mass, in (0, 1], rounded to a multiple of 2^-15; with 1 every
+            block of nonzero mass is kept. Or per sequence, int32 [B] in units of 2^-15.
+        sink_blocks: number of first blocks of the row's document, which are forced.
+        local_blocks: number of nearest blocks, which are forced, including a row's own; at least 1.
+        min_block_mass: minimum block mass, as a fraction of the row's, for blocks that are not forced.
+        dense_prefix_tokens: number of rows at the start of the document with all blocks forced.
+        random_block_prob: probability of keeping a block that was not selected, in [0, 1), by a hash of
+            the head and of the positions of row and block in their document.
+        dense_rows: bool [B or 1, n], rows with all blocks forced; None for no others.
+    """
+
+    tau: float | Array
+    sink_blocks: int = 1
+    local_blocks: int = 1
+    min_block_mass: float = 0.0
+    dense_prefix_tokens: int = 0
+    random_block_prob: float = 0.0
+    dense_rows: Array | None = None
+
+
+def kept_blocks(
+    scores: Array,
+    rows: Array,
+    rule: RowRule,
+    documents: DocumentBlocks | None = None,
+    beside: Array | None = None,
+) -> Array:
+    """Selects the key blocks of each row of blocks.
+
+    Args:
+        scores: fp32 [B, Hq, n, NB], at least 0; blocks after a row's own and NaNs are ignored.
+        rows: int32 [n], the global block number of each row.
+        rule: the rule.
+        documents: documents of each sequence, or None. Rows keep blocks of their own document only,
+            all of them up to their own if it is dense; rows without a document keep none.
+        beside: fp32 [B, Hq, n], at least 0: mass of each row that is kept in addition to its
+            blocks, in the unit of the scores. None for nothing.
+
+    Returns:
+        uint32 [B, Hq, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
+    """
+    num_blocks = scores.shape[-1]
+    numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+    distance = rows[:, None] - numbers
+    causal, sinks, length = distance >= 0, numbers < rule.sink_blocks, None
+    local, first = distance < rule.local_blocks, 0
+    if documents is not None:
+        first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
+        causal &= numbers >= first
+        sinks = (numbers - first < rule.sink_blocks) | dense
+    if rule.dense_prefix_tokens:
+        sinks |= rows[:, None] - first < rule.dense_prefix_tokens
+    if rule.dense_rows is not None:
+        sinks |= rule.dense_rows[:, None, :, None]
+    forced = causal & (sinks | local)
+    scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
+    if beside is None:
+        mass = whole_masses(scores, length)
+        total = mass.sum(-1, dtype=jnp.int32)
+    else:
+        many = None if length is None else length + 1
+        mass = whole_masses(jnp.concatenate([scores, beside[..., None]], axis=-1), many)
+        total = mass.sum(-1, dtype=jnp.int32)
+        mass, kept = mass[..., :-1], mass[..., -1]
+    tau = rule.tau
+    if isinstance(tau, Array):
+        tau = tau[:, None, None]
+    else:
+        tau = round(tau * (1 << TAU_BITS))
+    target = _share(total, tau)
+    before = jnp.where(forced, mass, 0).sum(-1, dtype=jnp.int32) + kept
+    free = jnp.where(forced, 0, mass).astype(jnp.uint32)
+    threshold = _find_threshold(free, target - before)
+    heavier = free > threshold[..., None]
+    above = before + jnp.where(heavier, free, 0).sum(-1, dtype=jnp.uint32).astype(jnp.int32)
+    # Entry k of equal ones is kept while above + k * threshold < target.
+    each = jnp.clip(threshold, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+    equal_kept = -(-(target - above) // each)
+    least = max(round(rule.min_block_mass * (1 << _MASS_BITS)), 1)
+    equal = first_of(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
+    chosen = forced | (heavier & (free >= least))
+    if rule.random_block_prob:
+        places = rows[:, None] - first, numbers - first
+        chosen |= causal & _drawn(*places, scores.shape[1], rule.random_block_prob)
+    return sets.pack(chosen) | equal
+
+
+def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
+    """Whether the hash of its position draws each block: bool [..., Hq, n, NB].
+
+    Independent of the scores: if a layer is rematerialized, scores that differ in their last bit
+    draw the same blocks.
+    """
+    salts = mixed(jnp.arange(1, heads + 1, dtype=jnp.uint32))[:, None, None]
+    places = (rows.astype(jnp.uint32) << 16) ^ numbers.astype(jnp.uint32)
+    return mixed(mixed(places) ^ salts) < np.uint32(min(round(share * 2**32), 2**32 - 1))
+
+
+def whole_masses(scores: Array, length: Array | None = None) -> Array:
+    """Converts scores of rows, fp32 [..., n] of at least 0, to integers of total about 2^30.
+
+    `length`, int32 that broadcasts to [..., 1], is how many of the n scores may be nonzero; None
+    for all. The result is bit-identical to that of these scores alone. All 0 if all scores are.
+    """
+    # First coarsely, relative to the row's maximum, for a total that does not depend on the order
+    # of additions; then relative to that total.
+    if length is None:
+        coarse_one = float(1 << (_MASS_BITS - (scores.shape[-1] - 1).bit_length()))
+    else:
+        length_bits = 32 - lax.clz(jnp.maximum(length - 1, 0))
+        coarse_one = (jnp.int32(1) << (_MASS_BITS - length_bits)).astype(jnp.float32)
+    peak = scores.max(-1, keepdims=True)
+    shares = jnp.where(peak > 0, scores / jnp.where(peak > 0, peak, 1.0), 0.0)
+    coarse = jnp.round(shares * coarse_one).astype(jnp.int32)
+    total = coarse.sum(-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+    to_mass = float(1 << _MASS_BITS) / jnp.maximum(total, 1.0)
+    return jnp.round(shares * (to_mass * coarse_one)).astype(jnp.int32)
+
+
+def _share(total: Array, tau: int | Array) -> Array:
+    """Returns ceil(2^-15 tau * total) for int32 totals below 2^31, without overflow."""
+    high, low = total >> TAU_BITS, total & ((1 << TAU_BITS) - 1)
+    return high * tau + -(-(low * tau) >> TAU_BITS)
+
+
+def _find_threshold(mass: Array, missing: Array) -> Array:
+    """Returns the largest mass such that all entries reaching it sum to at least `missing`.
+
+    Entries above it are kept, entries below it are not. Searched digit by digit: each round sums
+    the entries that reach a few candidates. If nothing is missing, it is above every mass.
+    """
+    digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
+
+    def narrow(step, base):
+        shift = jnp.uint32((_ROUNDS - 1 - step) * _DIGIT_BITS)
+        sums = _sums_from(mass, base[..., None] + (digits << shift))
+        reached = sums.astype(jnp.int32) >= missing[..., None]
+        return base + (reached.sum(-1, dtype=jnp.uint32) << shift)
+
+    return lax.fori_loop(0, _ROUNDS, narrow, jnp.zeros(mass.shape[:-1], jnp.uint32))
+
+
+def _sums_from(mass: Array, candidates: Array) -> Array:
+    """Sums the masses uint32 [..., n] that reach each candidate [..., c]: uint32 [..., c].
+
+    One pass over the masses; with a candidate axis XLA would read them once per candidate.
+    """
+    zero = jnp.zeros((), jnp.uint32)
+    parts = tuple(
+        jnp.where(mass >= candidates[..., i, None], mass, 0) for i in range(candidates.shape[-1])
+    )
+
+    def add(x, y):
+        return tuple(a + b for a, b in zip(x, y, strict=True))
+
+    sums = lax.reduce(parts, (zero,) * len(parts), add, (mass.ndim - 1,))
+    return jnp.stack(sums, axis=-1)
+
+
+def first_of(words: Array, most: Array) -> Array:
+    """Returns the subsets with the first `most` int32 [...] numbers of sets uint32 [..., w]."""
+    number = sets.count_before(words)[..., None] + _rank_in_word(words)
+    return words & sets.pack((number < most[..., None, None]).reshape(*words.shape[:-1], -1))
+
+
+def _rank_in_word(words: Array) -> Array:
+    """Returns how many set bits precede each bit position: int32 [..., w, 32]."""
+    below = (jnp.uint32(1) << jnp.arange(sets.WORD, dtype=jnp.uint32)) - 1
+    return lax.population_count(words[..., None] & below).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""Scores of key blocks and columns."""

@@ -1,0 +1,147 @@
+"""MoBA's gate: selection of key chunks per query, by products with chunk means.
+
+Results are bit-identical for any number of ranks: means are sums in a fixed order, and shapes of
+products depend only on the whole sequence (see `estimate.py`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.patterns.base import Shards
+from mtraining_jax.selection import collectives
+from mtraining_jax.selection.scores import estimate, pooling, row_scores
+from pallas_kernels.index import bits as sets
+from pallas_kernels.index.token_chunks import chunk_starts, chunks_of
+
+
+def chosen_chunks(q: Array, k: Array, shards: Shards, chunk_blocks: int, most: int) -> Array:
+    """Selects each query's own chunk and the best earlier chunks.
+
+    With documents, chunks start at document boundaries, and queries select chunks of their own
+    document.
+
+    Args:
+        q, k, shards: as in `Pattern.choose`.
+        chunk_blocks: blocks per chunk.
+        most: maximum number of chunks per query, including its own; at most the number of chunks.
+
+    Returns:
+        uint32 [B, Hq, n/g, g, ceil(NC/32)], bits as in `TokenChunksIndex`.
+    """
+    first = shards.first_blocks(shards.block_ids)
+    own = jnp.atleast_2d(chunks_of(first, shards.block_ids, chunk_blocks))
+    if first is not None:
+        own = jnp.where(first < shards.num_blocks, own, -1)
+        first = first // chunk_blocks
+    return _chosen(q, chunk_means(k, shards, chunk_blocks), shards, own, most, first)
+
+
+def chosen_blocks(q: Array, k: Array, shards: Shards, most: int) -> Array:
+    """Selects each query block's own key block and the best earlier ones, by block means.
+
+    Means ignore padding. With documents, query blocks select blocks of their own document.
+
+    Args:
+        q, k, shards: as in `Pattern.choose`.
+        most: maximum number of blocks per query block, including its own.
+
+    Returns:
+        uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; undefined for blocks without
+        a document.
+    """
+    ends = shards.ends(shards.block_ids, q.shape[1] // shards.block_ids.shape[0])
+    means = pooling.block_means(q, shards.block_ids, ends).astype(q.dtype)
+    rows = means.transpose(0, 2, 1, 3)  # one token per block
+    first = shards.first_blocks(shards.block_ids)
+    own = shards.block_ids[None]
+    return _chosen(rows, chunk_means(k, shards, 1, ends), shards, own, most, first)[..., 0, :]
+
+
+def _chosen(
+    q: Array,
+    means: Array,
+    shards: Shards,
+    own_chunks: Array,
+    most: int,
+    first_chunks: Array | None = None,
+) -> Array:
+    """Selects chunks by means [B, Hk, NC, D], with blocks of any size.
+
+    The own chunk of a block, int32 [B or 1, n/g], is -1 for blocks that select nothing. No chunk
+    before `first_chunks`, int32 [B, n/g], is selected.
+    """
+    batch, kv_heads, num_chunks, dim = means.shape
+    num_local = shards.block_ids.shape[0]
+    size, heads = q.shape[1] // num_local, q.shape[2]
+    words = sets.words_for(num_chunks)
+    at_once = row_scores.rows_at_once(batch, heads, size, num_chunks, 1)
+    at_once = min(at_once, max(shards.num_blocks // 64, 1))
+    steps = -(-num_local // at_once)
+    padding = steps * at_once - num_local
+    own_chunks = jnp.pad(own_chunks, ((0, 0), (0, padding)))
+    if first_chunks is not None:
+        first_chunks = jnp.pad(first_chunks, ((0, 0), (0, padding)))
+    blocks = q.reshape(batch, num_local, size, heads, dim).transpose(1, 0, 3, 2, 4)
+    blocks = jnp.pad(blocks, ((0, padding), *([(0, 0)] * 4)))  # [n/g, B, Hq, g, D]
+    # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def step(i: Array) -> Array:
+        own = lax.dynamic_slice_in_dim(blocks, i * at_once, at_once)
+        chunk = lax.dynamic_slice_in_dim(own_chunks, i * at_once, at_once, axis=1)
+        gate = lax.dot_general(
+            own.transpose(1, 2, 0, 3, 4).reshape(batch, kv_heads, -1, dim),
+            means,
+            (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        ).reshape(batch, heads, at_once, size, num_chunks)
+        numbers = jnp.arange(num_chunks, dtype=jnp.int32)
+        past = numbers < chunk[:, None, :, None, None]
+        if first_chunks is not None:
+            first = lax.dynamic_slice_in_dim(first_chunks, i * at_once, at_once, axis=1)
+            past = past & (numbers >= first[:, None, :, None, None])
+        found = _best(jnp.where(past, gate, -jnp.inf), most - 1, words)
+        return found | sets.single(chunk, words)[:, None, :, None]
+
+    found = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, at_once, g, words]
+    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * at_once, size, words)
+    return found[:, :, :num_local]
+
+
+def chunk_means(k: Array, shards: Shards, chunk_blocks: int, ends: Array | None = None) -> Array:
+    """Computes the mean key of every chunk in the keys' dtype: [B, Hk, NC, D], replicated.
+
+    Undefined for an incomplete last chunk, which no query has before its own, and for chunks with
+    padding, except chunks of one block with `ends`.
+    """
+    means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
+    means = collectives.all_blocks(
+        means, shards.block_ids, shards.num_blocks, shards.axis_names
+    ).transpose(0, 2, 1, 3)
+    if shards.documents is None or chunk_blocks == 1:
+        rest = -means.shape[2] % chunk_blocks
+        means = jnp.pad(means, ((0, 0), (0, 0), (0, rest), (0, 0)))
+        means = means.reshape(*means.shape[:2], -1, chunk_blocks, means.shape[-1])
+    else:
+        every = jnp.arange(shards.num_blocks, dtype=jnp.int32)
+        first = shards.documents.first
+        starts = chunk_starts(first, every, shards.num_blocks, chunk_blocks)
+        blocks = starts[..., None] + jnp.arange(chunk_blocks, dtype=jnp.int32)  # [B, NC, blocks]
+        means = jax.vmap(lambda x, at: x.at[:, at].get(mode="clip"))(means, blocks)
+    return (estimate.ordered_sum(means) / chunk_blocks).astype(k.dtype)
+
+
+def _best(gate: Array, count: int, words: int) -> Array:
+    """Marks the largest entries of fp32 [..., NC] as bits, without -inf; ties go to the first."""
+    if count == 0:
+        return jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
+    values, places = lax.top_k(gate, count)
+    found = jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
+    numbers = jnp.arange(words, dtype=jnp.int32)
+    for i in range(count):
+        place = jnp.where(values[..., i] > -jnp.inf, places[..., i], -1)[..., None]
+        bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)
+        found |= jnp.where((place >= 0) & (place // 32 == numbers), bit, jnp.uint32(0))
+    return found

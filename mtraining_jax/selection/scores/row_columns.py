@@ -1,0 +1,238 @@
+"""Key columns in addition to block lists, and the row mass that they leave.
+
+Scores follow the rules of `estimate.py`, so they are bit-identical for any number of ranks.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.patterns.base import Shards
+from mtraining_jax.selection import collectives
+from mtraining_jax.selection.rules import top_p
+from mtraining_jax.selection.rules.row_rule import RowRule
+from mtraining_jax.selection.scores import estimate, row_scores
+from pallas_kernels.tiles import gather_columns
+
+# Probe queries for columns, evenly spaced over the sequence.
+_QUERIES = 128
+# A step launches a few kernels, which take a few microseconds on a GPU however small they are: so
+# there are few steps. With several ranks each computes at least one step, and at most this fraction
+# of one device's work.
+_LEAST_STEPS = 4
+_STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
+
+
+def heaviest_columns(
+    q: Array, k: Array, shards: Shards, block_size: int, count: int, rule: RowRule
+) -> Array:
+    """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
+
+    Args:
+        q, k, shards: as in `RowPattern.scores`.
+        block_size: tokens per block (g).
+        count: C, maximum number of columns of a head.
+        rule: defines the forced blocks, which need no columns.
+
+    Returns:
+        int32 [B, Hq, C], ascending, padded with S, replicated. Columns without mass are dropped.
+    """
+    num_blocks = shards.num_blocks
+    seq_len = num_blocks * block_size
+    end = seq_len if shards.valid_len is None else shards.valid_len
+    positions = spread_places(seq_len, end)
+    rows = collectives.gather_rows(
+        q, positions, shards.block_ids, num_blocks, shards.axis_names
+    ).transpose(0, 2, 1, 3)
+    masses = _far_masses(rows, positions, k, num_blocks, rule, shards.scale_for(q.shape[-1]))
+    most = min(count, seq_len)
+    kept, _ = top_p.kept_entries(masses.astype(jnp.uint32), top_p.Rule(0, most))
+    tokens = top_p.ascending_entries(kept & (masses > 0), most, seq_len)
+    return jnp.pad(tokens, ((0, 0), (0, 0), (0, count - most)), constant_values=seq_len)
+
+
+def spread_places(seq_len: int, end: int | Array) -> Array:
+    """Returns evenly spaced query positions before `end`: int32 [u] or [..., u]."""
+    queries = min(_QUERIES, seq_len)
+    numbers = jnp.arange(1, queries + 1, dtype=jnp.int32)
+    return jnp.maximum(numbers * end // queries - 1, 0).astype(jnp.int32)
+
+
+def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
+    """Returns peak and sum of terms of a block's logits [..., u, g]: fp32 [..., u] each."""
+    term_one = float(1 << (estimate.MASS_BITS - (logits.shape[-1] - 1).bit_length()))
+    peak = logits.max(-1)
+    terms = estimate.relative_exp(logits, peak[..., None], scale)
+    total = jnp.round(terms * term_one).astype(jnp.int32).sum(-1, dtype=jnp.int32)
+    return peak, total.astype(jnp.float32) * (1 / term_one)
+
+
+def of_keys(logits: Array, counts: Array, peak: Array, total: Array, scale: float) -> Array:
+    """Computes the mass of the keys of C blocks: int32 [C, B, Hq, g]; the total is 2^30.
+
+    `counts`, bool [C, u], is whether to count a query's mass in a block; `peak` and `total`, fp32
+    [B, Hq, u], are those of whole rows.
+    """
+    to_mass = float(estimate.MASS_ONE // logits.shape[-2]) / jnp.where(total > 0, total, 1.0)
+    terms = estimate.relative_exp(logits, peak[..., None], scale)
+    mass = jnp.round(terms * to_mass[..., None]).astype(jnp.int32)
+    return jnp.where(counts[:, None, None, :, None], mass, 0).sum(-2, dtype=jnp.int32)
+
+
+def _far_masses(
+    rows: Array, positions: Array, k: Array, num_blocks: int, rule: RowRule, scale: float
+) -> Array:
+    """Computes the mass that rows [B, Hq, u, D] give to keys: int32 [B, Hq, NB, g]; total 2^30."""
+    block_size = k.shape[1] // num_blocks
+    every = jnp.arange(num_blocks, dtype=jnp.int32)
+    of_one = 4 * rows.shape[0] * rows.shape[1] * rows.shape[2] * block_size
+    where = rows, positions, k, every, num_blocks, _rows_at_once(num_blocks, of_one)
+    block_peak, block_total = estimate.map_logits(
+        lambda logits, _: in_block(logits, scale), *where
+    )  # [B, Hq, NB, u]
+    peak = block_peak.max(2)
+    weight = estimate.relative_exp(block_peak, peak[:, :, None], scale)
+    limbs = (x.sum(2, dtype=jnp.int32) for x in estimate.to_limbs(weight, block_total))
+    total = estimate.from_limbs(*limbs)
+
+    def masses(logits: Array, blocks: Array) -> tuple[Array]:
+        distance = positions // block_size - blocks[:, None]  # [C, u]
+        counts = (distance >= rule.local_blocks) & (blocks >= rule.sink_blocks)[:, None]
+        return (of_keys(logits, counts, peak, total, scale),)
+
+    return estimate.map_logits(masses, *where)[0]
+
+
+def masses_without(
+    rows: Array,
+    k: Array,
+    places: Array,
+    tokens: Array,
+    shards: Shards,
+    block_size: int,
+    *,
+    like: Array,
+) -> tuple[Array, Array]:
+    """Splits the mass of query rows between key blocks and columns.
+
+    Args:
+        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
+        k: [B, S, Hk, D], all keys, in sequence order.
+        places: int32 [B or 1, n, r], positions of the queries; -1 for queries without keys.
+        tokens: int32 [B, Hq, C], the columns; S for padding.
+        shards: the shards of the sequence.
+        block_size: tokens per block (g).
+        like: [B, n, Hq, D], the queries of the attention.
+
+    Returns:
+        fp32 [B, Hq, n, NB], mass of key blocks without columns, and fp32 [B, Hq, n], mass of the
+        columns. Their sum is the result of `row_scores.block_masses`.
+    """
+    keys = gather_columns(k, tokens).swapaxes(1, 2)  # [B, Hq, C, D]
+    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+
+    def logits(rows: Array, start: Array, size: int) -> Array:
+        del start, size  # all rows of blocks have the same columns
+        batch, heads, *_, dim = rows.shape
+        return lax.dot_general(
+            rows.reshape(batch, heads, -1, dim),
+            keys,
+            (((3,), (3,)), ((0, 1), (0, 1))),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        ).reshape(*rows.shape[:-1], -1)
+
+    return left_over(rows, k, places, tokens[:, :, None], logits, shards, block_size, like=like)
+
+
+def left_over(
+    rows: Array,
+    k: Array,
+    places: Array,
+    tokens: Array,
+    logits: Callable[[Array, Array, int], Array],
+    shards: Shards,
+    block_size: int,
+    *,
+    like: Array,
+    first_blocks: Array | None = None,
+) -> tuple[Array, Array]:
+    """Generalization of `masses_without` to different columns for each row of blocks.
+
+    Args:
+        rows, k, places, shards, block_size, like: as in `masses_without`.
+        tokens: int32 [B, Hq, n or 1, C], the columns of each row of blocks; S for padding.
+        logits: computes logits of rows [B, Hq, size, r, D] with their columns, for `size` local
+            blocks from a given one on: fp32 [B, Hq, size, r, C].
+        first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
+    """
+    masses, levels = row_scores.block_masses_and_levels(
+        rows,
+        row_scores.by_blocks(k, block_size),
+        places,
+        first_blocks,
+        scale=shards.scale_for(rows.shape[-1]),
+        like=like,
+        backend=shards.backend,
+    )
+    of_columns = _column_masses(rows, places, levels, tokens, logits, shards)
+    batch, heads, num_local, _ = of_columns.shape
+    own = jnp.ogrid[:batch, :heads, :num_local, :1][:3]
+    blocks = jnp.broadcast_to(tokens // block_size, of_columns.shape)
+    held = jnp.zeros((batch, heads, num_local, shards.num_blocks), jnp.int32)
+    held = held.at[(*own, blocks)].add(of_columns, mode="drop")
+    one = 1 / estimate.MASS_ONE
+    left = jnp.maximum(masses - held.astype(jnp.float32) * one, 0.0)
+    return left, of_columns.sum(-1, dtype=jnp.int32).astype(jnp.float32) * one
+
+
+def steps_of(rows: Array, num_columns: int, num_blocks: int) -> tuple[int, int]:
+    """Returns the number of steps, and of rows of blocks per step, for any number of ranks."""
+    batch, heads, num_local, num_rows, dim = rows.shape
+    of_one = batch * heads * num_columns * max(4 * num_rows, rows.dtype.itemsize * dim)
+    size = _rows_at_once(num_blocks, of_one)
+    return -(-num_local // size), size
+
+
+def _rows_at_once(num_blocks: int, bytes_of_one: int) -> int:
+    """Returns the number of blocks per step, as a function of the whole sequence only."""
+    return max(min(-(-num_blocks // _LEAST_STEPS), _STEP_BYTES // max(bytes_of_one, 1)), 1)
+
+
+def _column_masses(
+    rows: Array,
+    places: Array,
+    levels: Array,
+    tokens: Array,
+    logits: Callable[[Array, Array, int], Array],
+    shards: Shards,
+) -> Array:
+    """Computes column masses, some rows of blocks at a time: int32 [B, Hq, n, C]; total 2^30."""
+    batch, heads, num_local, num_rows, dim = rows.shape
+    steps, chunk = steps_of(rows, tokens.shape[3], shards.num_blocks)
+    padding = steps * chunk - num_local
+    rows, levels = (
+        jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (rows, levels)
+    )
+    places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    same = tokens.shape[2] == 1
+    if not same:
+        tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    scale = shards.scale_for(dim)
+    one = float(estimate.MASS_ONE // num_rows)
+
+    def part(x: Array, i: Array, axis: int) -> Array:
+        return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis)
+
+    def step(i: Array) -> Array:
+        found = logits(part(rows, i, 2), i * chunk, chunk)
+        own = tokens if same else part(tokens, i, 2)
+        seen = part(places, i, 1)[:, None, ..., None] >= own[:, :, :, None]
+        found = jnp.where(seen, found, -jnp.inf)
+        mass = estimate.relative_exp(found, part(levels, i, 2)[..., None], scale)
+        return jnp.round(mass * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
+
+    found = lax.map(step, jnp.arange(steps))
+    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * chunk, -1)
+    return found[:, :, :num_local]

@@ -1,0 +1,1 @@
+"""Start and agreement of several processes."""

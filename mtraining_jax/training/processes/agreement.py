@@ -1,0 +1,143 @@
+"""Checks between the processes of a run before they share devices.
+
+They use the key-value store of JAX's coordination service, because a collective would already need
+the same program on all processes.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax._src import distributed as jax_distributed  # its key-value store has no public name
+
+from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.utils.errors import UserError
+
+# Fields that may differ between processes.
+_OWN = ("distributed.process_id", "distributed.timeout_seconds", "run.compile_cache_dir")
+_PREFIX, _DONE = "mtraining", "done: "
+_WHILE_ALL_LIVE = 7 * 24 * 3600  # seconds
+_numbers = itertools.count()
+
+
+def run_on_process_0(act: Callable[[], Any], timeout: int) -> Any:
+    """Calls `act` on process 0 and returns its result, serializable as JSON, on all processes.
+
+    The others wait for `timeout` seconds. All processes must make these calls in the same order.
+
+    Raises:
+        UserError: on all processes, if `act` raises one.
+    """
+    if jax.process_count() == 1:
+        return act()
+    key, client = f"{_PREFIX}/{next(_numbers)}", _store()
+    if jax.process_index() == 0:
+        try:
+            result = act()
+        except UserError as error:
+            client.key_value_set(key, f"error: {error}")
+            raise
+        client.key_value_set(key, f"{_DONE}{json.dumps(result)}")
+        return result
+    answer = _wait_for(key, timeout)
+    if not answer.startswith(_DONE):
+        raise UserError(answer.removeprefix("error: "))
+    return json.loads(answer.removeprefix(_DONE))
+
+
+def check_same_configuration(config: Config) -> None:
+    """Compares the configuration and versions of every process with those of the first one.
+
+    Raises:
+        UserError: on all processes; names each field that differs and the first such process.
+    """
+    assert_same_on_all_processes(_told(config), config.distributed.timeout_seconds)
+
+
+def check_same_data(identity: Mapping[str, Any], section: str) -> None:
+    """Checks that all processes read the same data, as each of them opens its own files.
+
+    Otherwise the processes would silently train on batches of mismatched sequence shards.
+
+    Args:
+        identity: JSON-serializable identity of the loader's data.
+        section: name of the configuration section, for the message.
+    """
+    # Opening files may take one process much longer; JAX notices if a process dies meanwhile.
+    assert_same_on_all_processes(
+        {f"{section}: {name}": x for name, x in identity.items()}, _WHILE_ALL_LIVE
+    )
+
+
+def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> None:
+    """Compares JSON-serializable values with those of process 0, within `timeout` seconds.
+
+    Raises:
+        UserError: on all processes, with one line for each name with different values.
+    """
+    if jax.process_count() == 1:
+        return
+    key, client = f"{_PREFIX}/{next(_numbers)}", _store()
+    own = json.loads(json.dumps(dict(values)))
+    if jax.process_index() > 0:
+        client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
+
+    def compare() -> None:
+        found: dict[str, str] = {}
+        for number in range(1, jax.process_count()):
+            theirs = json.loads(_wait_for(f"{key}/{number}", timeout))
+            for name, sentence in differences(own, theirs, number):
+                found.setdefault(name, sentence)
+        if found:
+            raise UserError("\n".join(found.values()))
+
+    run_on_process_0(compare, timeout)
+
+
+def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int) -> list[tuple]:
+    """Lists (name, message) of values that process `number` has and the first one has not."""
+    return [
+        (
+            name,
+            f"{name} = {json.dumps(first.get(name))} in process 0 but "
+            f"{json.dumps(other.get(name))} in process {number}; it must be the same in all "
+            "processes of a run",
+        )
+        for name in sorted(first.keys() | other.keys())
+        if first.get(name) != other.get(name)
+    ]
+
+
+def _told(config: Config) -> dict[str, Any]:
+    """Returns what must be the same in all processes, by dotted name."""
+    versions = {"version of jax": jax.__version__, "version of jaxlib": jaxlib.version.__version__}
+    values = versions | dict(_flat("", config_to_dict(config)))
+    return {name: value for name, value in values.items() if name not in _OWN}
+
+
+def _flat(prefix: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = []
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            found += _flat(f"{prefix}{name}.", value)
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found
+
+
+def _store() -> Any:
+    """The key-value store; it exists once `jax.distributed` is initialized."""
+    return jax_distributed.global_state.client
+
+
+def _wait_for(key: str, timeout: int) -> str:
+    try:
+        return _store().blocking_key_value_get(key, timeout * 1000)
+    except Exception as error:  # jaxlib has its own exception type
+        raise UserError(
+            f"another process of the run did not answer within {timeout} seconds, or has ended; "
+            "see its output for the reason (distributed.timeout_seconds sets the wait at startup)"
+        ) from error

@@ -1,0 +1,207 @@
+"""Connects the processes of a run, before JAX touches a device."""
+
+import importlib.util
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jax
+
+from mtraining_jax.config import DistributedConfig
+from mtraining_jax.utils.errors import UserError
+
+# Transports of collectives between processes, as errors name them.
+_TRANSPORTS = ("Gloo", "NCCL")
+# SLURM_STEP_TASKS_PER_NODE if no node has more than one task.
+_ONE_TASK_A_NODE = re.compile(r"1(\(x\d+\))?(,1(\(x\d+\))?)*")
+_ONE_GPU = re.compile(r"[^,\s]+")  # CUDA_VISIBLE_DEVICES of a task with one GPU
+# Seconds that a process with an error waits for the others to reach the same error.
+_PATIENCE = 20
+# Seconds of waiting at startup after which a process prints what it waits for.
+_SAY_AFTER = 5
+
+
+def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Joins the other processes of the run, if there are any.
+
+    Sources, in order: the three fields of the configuration; a SLURM step (`srun`) with several
+    tasks; Open MPI (`mpirun`) with several processes; an indexed Kubernetes job. Without any of
+    them, the process runs alone.
+
+    A single SLURM task per node uses all GPUs of its node. With several SLURM tasks per node, or
+    with Open MPI, each process uses the GPU of its local rank. Otherwise, and for SLURM tasks that
+    see a single GPU each (`--gpus-per-task=1`), every process uses the GPUs that it sees.
+
+    Returns:
+        Whether other processes were joined. If so, call `shutdown` at the end or `abort` after an
+        error. From here on JAX ends this process with a message if another one sends no heartbeat
+        for `config.heartbeat_timeout_seconds`.
+
+    Raises:
+        UserError: if the others cannot be reached within `config.timeout_seconds`, or the
+            variables of a scheduler are invalid.
+    """
+    if config.initialize == "never":
+        return False
+    how, arguments = _find(config, environment)
+    if arguments is None:
+        return False
+    arguments["heartbeat_timeout_seconds"] = config.heartbeat_timeout_seconds
+    _join(how, arguments, config.timeout_seconds)
+    return True
+
+
+def _join(how: str, arguments: dict[str, Any], timeout: int) -> None:
+    # JAX aborts the process at its own timeout, so our timeout must be shorter.
+    failed: list[Exception] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(initialization_timeout=timeout + 60, **arguments)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=initialize, daemon=True)
+    thread.start()
+    thread.join(min(timeout, _SAY_AFTER))
+    if thread.is_alive() and timeout > _SAY_AFTER:
+        print(
+            f"waiting up to {timeout} s (distributed.timeout_seconds) for the other processes of "
+            f"the run ({how}) ...",
+            file=sys.stderr,
+            flush=True,
+        )
+        thread.join(timeout - _SAY_AFTER)
+    if thread.is_alive():
+        reason = f"no answer within {timeout} s (distributed.timeout_seconds)"
+    elif failed:
+        reason = (str(failed[0]).strip() or type(failed[0]).__name__).splitlines()[0][:200]
+    else:
+        return
+    raise UserError(
+        f"the processes of the run ({how}) could not connect: {reason}; check that all of them "
+        "are running and that every host can reach process 0"
+    ) from (failed[0] if failed else None)
+
+
+def shutdown(reason: BaseException | None = None) -> None:
+    """Disconnects from the other processes; all of them wait for one another.
+
+    If a run ends early, most reasons reach all processes, and then all of them meet here.
+    Otherwise this process prints its reason and exits alone.
+    """
+    if reason is None:
+        jax.distributed.shutdown()
+        return
+    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_PATIENCE)
+    if leaving.is_alive():
+        for line in str(reason).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
+
+
+def abort(error: Exception) -> NoReturn:
+    """Prints an error that the other processes do not share, and exits at once.
+
+    The others wait for this process in a collective, so it must not wait for them like `shutdown`.
+    If a collective failed because another process ended, the message is one sentence.
+    """
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if any(name in reason for name in _TRANSPORTS):
+        print(
+            f"error: another process of the run ended during a collective ({reason}); see its "
+            "output for the reason",
+            file=sys.stderr,
+        )
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and writes metrics."""
+    return jax.process_index() == 0
+
+
+def _find(
+    config: DistributedConfig, environment: Mapping[str, str]
+) -> tuple[str, dict[str, Any] | None]:
+    """Returns the source of the process list, and arguments of `jax.distributed.initialize`."""
+    if config.coordinator is not None:
+        return f"distributed.coordinator = {config.coordinator}", dict(
+            coordinator_address=config.coordinator,
+            num_processes=config.num_processes,
+            process_id=config.process_id,
+            cluster_detection_method="deactivate",
+        )
+    # Set by srun for each task, and absent from a batch script.
+    if "SLURM_STEP_NODELIST" in environment and _count(environment, "SLURM_NTASKS") > 1:
+        return "SLURM", _slurm(environment)
+    if _count(environment, "OMPI_COMM_WORLD_SIZE") > 1:
+        return "Open MPI", dict(cluster_detection_method="ompi")
+    # Every pod has KUBERNETES_SERVICE_HOST; only pods of an indexed job have an index.
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        if importlib.util.find_spec("kubernetes") is None:
+            raise UserError(
+                "this pod belongs to an indexed Kubernetes job, but the package kubernetes "
+                "(jax[k8s]) that finds the other pods is not installed; install it, or set "
+                "distributed.coordinator, distributed.num_processes and distributed.process_id, "
+                "or set distributed.initialize=never to run alone"
+            )
+        return "Kubernetes", dict(cluster_detection_method="k8s")
+    return "", None
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    """Returns a number of processes from the environment; 1 without the variable."""
+    text = environment.get(name, "1")
+    if not text.isdecimal():
+        raise UserError(
+            f"environment variable {name}={text} must be a number of processes; set "
+            "distributed.initialize=never to run alone"
+        )
+    return int(text)
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        first_host = _first_host(environment["SLURM_STEP_NODELIST"])
+        # One of 4096 high ports, a different one for each step of each job.
+        job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
+        arguments: dict[str, Any] = dict(
+            coordinator_address=f"{first_host}:{61440 + (job + step) % 4096}",
+            num_processes=int(environment["SLURM_NTASKS"]),
+            process_id=int(environment["SLURM_PROCID"]),
+            cluster_detection_method="deactivate",
+        )
+        # "1(x4)": one task on each of 4 nodes; "2,1": two and one; "16(x2)": 16 on each of two.
+        one_task = _ONE_TASK_A_NODE.fullmatch(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        # A task that is bound to one GPU sees it as device 0, whatever its local rank.
+        if not one_task and not _ONE_GPU.fullmatch(environment.get("CUDA_VISIBLE_DEVICES", "")):
+            arguments["local_device_ids"] = [int(environment["SLURM_LOCALID"])]
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"the SLURM variables are not as srun sets them ({error}); start the run with srun, "
+            "or set distributed.initialize=never to run alone"
+        ) from error
+    return arguments
+
+
+def _first_host(nodes: str) -> str:
+    """Returns the first name of a SLURM node list, such as `node[001-004,7],login`."""
+    name, bracket, rest = nodes.partition("[")
+    if "," in name or not bracket:
+        return name.partition(",")[0]
+    number = rest.replace("-", ",").replace("]", ",").partition(",")[0]
+    suffix = rest.partition("]")[2].partition(",")[0]
+    return f"{name}{number}{suffix}"

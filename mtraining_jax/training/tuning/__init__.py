@@ -1,0 +1,1 @@
+"""Load balance and tuned mass fractions of data-parallel replicas."""

@@ -1,0 +1,66 @@
+"""Configures the devices and memory of JAX before it starts."""
+
+import os
+from pathlib import Path
+
+from mtraining_jax.utils.errors import UserError
+
+# Default fraction of GPU memory for JAX; the rest is for NCCL and the CUDA context.
+MEMORY_FRACTION = 0.92
+# Memory limit of the container (Linux).
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_memory() -> int:
+    """Bytes of host memory, or of the container's limit if smaller."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdecimal() else whole
+
+
+def set_platform(cpu_devices: int | None) -> None:
+    """Sets up virtual CPU devices, or the memory limits of GPUs and host.
+
+    Must run before JAX starts a backend. Environment variables of the user take precedence.
+
+    Args:
+        cpu_devices: number of virtual CPU devices; None uses the devices that JAX finds.
+
+    Raises:
+        RuntimeError: JAX has already started a backend with other devices.
+    """
+    if cpu_devices is None:
+        # JAX defaults to 75 % of a GPU and 64 GiB of host memory.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+        host_gib = host_memory() // 2**30
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gib))
+        return
+    # XLA runs virtual devices on a thread pool with one thread per processor. A collective blocks
+    # its thread until all devices join, so a small pool can deadlock: use several per device.
+    os.environ.setdefault("NPROC", str(4 * cpu_devices))
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def check_devices() -> None:
+    """Starts JAX on the devices of this machine."""
+    import jax
+
+    if jax.config.jax_disable_jit:
+        raise UserError("JAX_DISABLE_JIT is set, but training requires compilation: unset it")
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or ["no platform is available"])[0].rstrip(". ")
+        allowed = os.environ.get("JAX_PLATFORMS")
+        way = (
+            f"JAX_PLATFORMS={allowed} in the environment excludes other platforms"
+            if allowed
+            else "use --parallel.cpu_devices=1 to run on the CPU"
+        )
+        raise UserError(f"JAX finds no device to run on ({reason}); {way}") from error

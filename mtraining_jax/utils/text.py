@@ -1,0 +1,25 @@
+"""Plural forms, and printing of long texts."""
+
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.signals import redirect_to_devnull
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`, `3 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def print_text(text: str) -> int:
+    """Prints text to stdout, for `--help` and similar options, and returns the exit status, 0.
+
+    Raises:
+        UserError: stdout cannot be written, e.g. to a full disk. A closed pipe is not an error.
+    """
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        redirect_to_devnull(1)  # Python flushes its buffer again at exit
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"the output cannot be written ({error.strerror})") from error
+    return 0

@@ -1,0 +1,268 @@
+"""Command line of the trainer: arguments, output and exit status."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+import mtraining_jax
+from mtraining_jax.cli.train import main, parse_command_line
+from mtraining_jax.config import Config, available_configs, load_config
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.jax_platform import check_devices, set_platform
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[Config]:
+    """Replaces training and records the configurations that it is called with."""
+    called: list[Config] = []
+    training = types.SimpleNamespace(run=lambda config, signals: called.append(config))
+    monkeypatch.setitem(sys.modules, "mtraining_jax.training.loop", training)
+    monkeypatch.setitem(sys.modules, "mtraining_jax.training", types.ModuleType("training"))
+    return called
+
+
+def test_arguments():
+    command = parse_command_line(
+        ["--run.steps", "3", "--config=tiny", "--data.paths=a=b", "--optimizer.lr", "-1", "-h"]
+    )
+    assert command.config == "tiny"
+    assert command.overrides == (("run.steps", "3"), ("data.paths", "a=b"), ("optimizer.lr", "-1"))
+    assert command.help and not command.print_config
+
+
+def test_a_switch_may_stand_alone():
+    command = parse_command_line(["--metrics.wandb", "--config", "tiny", "--parallel.fsdp"])
+    assert command.overrides == (("metrics.wandb", "true"), ("parallel.fsdp", "true"))
+    assert parse_command_line(["--metrics.wandb", "false"]).overrides == (
+        ("metrics.wandb", "false"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tiny"], 'unexpected argument "tiny"; did you mean --config tiny?'),
+        (
+            ["--config", "tiny", "--data.paths", "a", "b"],
+            'unexpected argument "b"; quote a list as one: \'["a", "b"]\'',
+        ),
+        (["--config"], "--config needs a value: --config=VALUE"),
+        (["--run.steps", "--config"], "--run.steps needs a value: --run.steps=VALUE"),
+        (["--confg", "tiny"], "unknown option --confg; did you mean --config?"),
+        (["--print_config"], "unknown option --print_config; did you mean --print-config?"),
+        (["--steps=3"], "unknown option --steps; did you mean --run.steps?"),
+        (["--model.layers=3"], "unknown option --model.layers; did you mean --model.num_layers?"),
+        (["--model={}"], "--model is a section; set one of its fields: --model.FIELD=VALUE"),
+        (["--zzz"], "unknown option --zzz; --help lists all options"),
+        (["-run.steps=3"], '"-run.steps=3" begins with one dash; did you mean --run.steps=3?'),
+        (["-config", "tiny"], '"-config" begins with one dash; did you mean --config?'),
+        (["--help=me"], "--help takes no value: remove =me"),
+        (["--config=a", "--config=b"], "--config is given 2 times: a, b"),
+    ],
+)
+def test_wrong_arguments(arguments, sentence):
+    with pytest.raises(UserError) as error:
+        parse_command_line(arguments)
+    assert str(error.value).splitlines()[0] == sentence
+
+
+def test_it_runs_the_configuration(runs, capsys):
+    assert main(["--config", "tiny", "--run.seed=5"]) == 0
+    assert runs == [load_config("tiny", [("run.seed", "5")])]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--sparsity.top_p=0.4"], 'sparsity.kind = "sampled_rows" does not use it, only'),
+        (["--data.text_field=body"], 'data.source = "python_stdlib" does not use it'),
+        (["--eval.batches=3"], "eval.interval = 0 disables evaluation"),
+        (["--audit.rows=8"], "audit.interval = 0 and audit.gradient_interval = 0 disable audits"),
+        (["--profile.steps=3"], "profile.start = none disables tracing"),
+        (
+            ["--sparsity.dense_cooldown_steps=5", "--sparsity.kind=dense"],
+            'sparsity.kind = "dense" computes',
+        ),
+        (["--sparsity.tune_min=0.5"], 'sparsity.tune = "none" disables tuning'),
+        (
+            ["--optimizer.final_lr_ratio=0.2", "--optimizer.schedule=constant"],
+            'optimizer.schedule = "constant" does not decay the learning rate',
+        ),
+        (["--data.balance=length"], "parallel.data = 1 has a single data-parallel replica"),
+    ],
+)
+def test_note_on_an_option_without_effect(runs, capsys, arguments, reason):
+    name = arguments[0][2:].partition("=")[0]
+    assert main(["--config=tiny", *arguments]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {name} has no effect: {reason}") and len(runs) == 1
+
+
+def test_note_on_exporting_a_sparse_model(runs, capsys):
+    assert main(["--config=tiny", "--checkpoint.export_hf=true"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: Hugging Face transformers runs the exported model with dense att")
+    assert "--sparsity.dense_cooldown_steps=12 " in line
+    for fix in ("dense_cooldown_steps=12", "dense_interval=10", "kind=dense"):
+        arguments = ["--checkpoint.export_hf=true", f"--sparsity.{fix}"]
+        assert main(["--config=tiny", *arguments]) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_no_note_on_an_option_with_effect(runs, capsys):
+    read = ["--sparsity.tau=0.5", "--eval.interval=3", "--eval.batches=3", "--audit.rows=8"]
+    assert main(["--config=tiny", *read, "--audit.gradient_interval=2"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_print_config(runs, capsys, tmp_path):
+    assert main(["--config=tiny", "--run.steps=123", "--print-config"]) == 0
+    path = tmp_path / "printed.toml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_config(path) == load_config("tiny", [("run.steps", "123")])
+    assert runs == []
+
+
+def test_version(runs, capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mtraining-jax {mtraining_jax.__version__}\n"
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert mtraining_jax.__version__ == pyproject["project"]["version"]
+    assert runs == []
+
+
+@pytest.mark.parametrize("module", ["evaluation.cli", "evaluation.generate_cli"])
+def test_version_of_other_commands(module, capsys):
+    assert importlib.import_module(f"mtraining_jax.{module}").main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mtraining-jax {mtraining_jax.__version__}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("options", [["--help"], ["--config=tiny", "--print-config"]])
+def test_output_that_cannot_be_written(options):
+    command = [sys.executable, "-m", "mtraining_jax", *options]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "error: the output cannot be written (No space left on device)\n"
+    reader, writer = os.pipe()
+    os.close(reader)  # as of `| head`
+    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert result.returncode == 0 and result.stderr == ""
+
+
+def test_help(runs, capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in available_configs())
+    assert "--model.num_layers  an integer (at least 1); required" in out
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["--config=tiny", "--run.steps=0"], 1),
+        (["--config=tiny", "--run.steps=0", "--optimizer.lr=none"], 2),
+        (["--config=nowhere"], 1),
+        (["--stepz=0", "--seads=3"], 2),
+        ([], 1),
+    ],
+)
+def test_mistakes_end_with_status_2_before_the_run(runs, capsys, arguments, lines):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert runs == [] and out == ""
+    assert [line[:7] for line in err.splitlines()] == ["error: "] * lines
+
+
+def test_a_user_error_of_the_run_is_printed_alike(runs, capsys, monkeypatch):
+    def run(config, signals):
+        raise UserError(f"{config.run.name} has no data")
+
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
+    assert main(["--config=tiny"]) == 2
+    assert capsys.readouterr().err == "error: tiny has no data\n"
+
+
+def test_a_stopped_run_has_exit_status_75(runs, capsys, monkeypatch):
+    def run(config, signals):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
+    assert main(["--config=tiny"]) == 75
+    assert capsys.readouterr().err == "stopped: SIGTERM received before the first step\n"
+
+
+def test_other_errors_pass_through(runs, monkeypatch):
+    def run(config, signals):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["--config=tiny"])
+
+
+def test_cpu_devices_are_set_before_jax_starts():
+    # A new process, since the devices of this one are fixed already.
+    code = """if True:
+        import jax
+        from mtraining_jax.utils.jax_platform import set_platform
+        set_platform(3)
+        print(jax.default_backend(), jax.device_count())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["cpu", "3"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Unable to initialize backend 'x'\nand more"), "Unable to initialize backe"),
+        (AssertionError(), "no platform is available"),
+    ],
+)
+def test_error_if_jax_finds_no_device(monkeypatch, error, reason):
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(UserError, match=f"{reason}.*; JAX_PLATFORMS=cuda in the environment"):
+        check_devices()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(UserError, match="--parallel.cpu_devices=1 to run on the CPU"):
+        check_devices()
+
+
+def test_error_if_jit_is_disabled():
+    with jax.disable_jit(), pytest.raises(UserError, match="JAX_DISABLE_JIT is set"):
+        check_devices()
+
+
+def test_jax_uses_most_gpu_memory_by_default(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "none")  # restored after the test
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    set_platform(None)
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+    assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) >= 1
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    set_platform(None)
+    assert 0.75 < float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1

@@ -1,0 +1,108 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.models.loss import IGNORE_LABEL, count_labels, linear_cross_entropy
+from mtraining_jax.parallel.mesh import make_mesh
+
+BATCH, SEQ, WIDTH, VOCAB = 2, 32, 16, 37
+
+
+def example(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(BATCH, SEQ, WIDTH)), dtype)
+    weight = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)), jnp.float32)
+    labels = rng.integers(0, VOCAB, (BATCH, SEQ))
+    labels[rng.random(labels.shape) < 0.2] = IGNORE_LABEL
+    labels[1, :] = IGNORE_LABEL  # a row with nothing to count
+    labels[1, 3] = VOCAB - 1
+    return hidden, weight, jnp.asarray(labels, jnp.int32)
+
+
+def dense(hidden, weight, labels, label_weights=1):
+    """The full logits by another formula: one-hot labels and log_softmax."""
+    logits = jnp.einsum("bse,ve->bsv", hidden, weight.astype(hidden.dtype), precision="highest")
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
+    of_labels = jax.nn.one_hot(labels, VOCAB) * log_probabilities  # one_hot(-100) is 0
+    return -jnp.sum(jnp.sum(of_labels, axis=-1) * label_weights)
+
+
+@pytest.mark.parametrize(
+    "chunk_size, on_mesh",
+    [(1, False), (7, False), (16, False), (1000, False), (3, True), (4, True), (100, True)],
+)
+def test_equals_dense_loss_and_gradients(chunk_size, on_mesh):
+    hidden, weight, labels = example()
+    mesh = make_mesh(2, 2, 2) if on_mesh else None
+
+    def chunked(hidden, weight):
+        total = linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, mesh=mesh)
+        return total / count_labels(labels)
+
+    def expected(hidden, weight):
+        return dense(hidden, weight, labels) / np.sum(np.asarray(labels) >= 0)
+
+    loss, gradients = jax.jit(jax.value_and_grad(chunked, (0, 1)))(hidden, weight)
+    loss_expected, gradients_expected = jax.value_and_grad(expected, (0, 1))(hidden, weight)
+    np.testing.assert_allclose(loss, loss_expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(chunked)(hidden, weight), loss_expected, rtol=1e-6)
+    for actual, wanted in zip(gradients, gradients_expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_labels_may_have_weights(on_mesh):
+    hidden, weight, labels = example()
+    label_weights = jnp.asarray(np.random.default_rng(1).random(labels.shape), jnp.float32)
+    mesh = make_mesh(2, 2, 2) if on_mesh else None
+
+    def chunked(hidden, weight):
+        return linear_cross_entropy(
+            hidden, weight, labels, chunk_size=4, mesh=mesh, label_weights_BS=label_weights
+        )
+
+    def expected(hidden, weight):
+        return dense(hidden, weight, labels, label_weights)
+
+    found = jax.jit(jax.value_and_grad(chunked, (0, 1)))(hidden, weight)
+    wanted = jax.value_and_grad(expected, (0, 1))(hidden, weight)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-5)
+
+
+def test_bf16_hidden_gives_fp32_weight_gradients_close_to_fp32():
+    hidden, weight, labels = example(jnp.bfloat16)
+
+    def chunked(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, chunk_size=8) / 26
+
+    d_hidden, d_weight = jax.jit(jax.grad(chunked, (0, 1)))(hidden, weight)
+    assert d_hidden.dtype == jnp.bfloat16 and d_weight.dtype == jnp.float32
+    exact = jax.grad(lambda h, w: dense(h, w, labels) / 26, (0, 1))(
+        hidden.astype(jnp.float32), weight
+    )
+    for actual, wanted in zip((d_hidden, d_weight), exact, strict=True):
+        error = jnp.linalg.norm(actual.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+        assert error < 1e-2  # bf16 keeps 8 bits
+
+
+def test_no_array_of_all_logits_is_formed():
+    hidden, weight, labels = example()
+
+    def chunked(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, chunk_size=8)
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(chunked, (0, 1)))(hidden, weight))
+    assert f"f32[8,{VOCAB}]" in jaxpr
+    assert f"[{BATCH},{SEQ},{VOCAB}]" not in jaxpr
+    assert f"[{BATCH * SEQ},{VOCAB}]" not in jaxpr
+    assert f"[{BATCH * SEQ // 8},8,{VOCAB}]" not in jaxpr
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    hidden, weight, labels = example()
+    with pytest.raises(ValueError, match="must be \\[B, S, E\\], \\[V, E\\] and \\[B, S\\]"):
+        linear_cross_entropy(hidden, weight.T, labels, chunk_size=8)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        linear_cross_entropy(hidden, weight, labels, chunk_size=0)

@@ -1,0 +1,136 @@
+"""The Hopper kernels in Pallas' GPU interpreter: tiny shapes, every copy and barrier checked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels
+from pallas_kernels import DiagonalTiles
+from pallas_kernels.mosaic_gpu.backend import MosaicGpu
+from tests.pallas_kernels.helpers import cases
+from tests.pallas_kernels.helpers.cases import Size
+from tests.pallas_kernels.helpers.contract import AttentionContract, backward, forward
+from tests.pallas_kernels.mosaic_gpu.hopper_backends import registered
+
+DIM = 64
+WATCHED = plgpu.InterpretGPUParams(detect_races=True)
+UNWATCHED = plgpu.InterpretGPUParams(detect_races=False)
+
+
+@pytest.fixture
+def races():
+    """The interpreter's race detection result, reset after the test."""
+    yield interpreter.get_races
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+class _Interpreted(AttentionContract):
+    dtypes = ("bfloat16",)
+    block_size = 128
+    dim = DIM
+    batch = 1
+    num_blocks = 2
+    heads = (2, 1)
+    group_heads = ((2, 1),)
+    max_slashes = 3
+    max_verticals = 16
+    detect_races = True
+
+    @pytest.fixture(autouse=True)
+    def _find_races(self, races):
+        """Checks for races at the end."""
+        yield
+        if self.detect_races:
+            assert not races().races_found
+
+
+# A tile takes tens of milliseconds, so only the tests that cover most of the kernels' code run.
+class TestInterpreted(_Interpreted):
+    backend = registered("interpreted", interpret=WATCHED, one_backward_kernel=False)
+    kept = (
+        "test_vertical_slash_matches_oracle",
+        "test_running_result_is_merged",
+        "test_keys_of_several_ranks_in_one_call",
+    )
+
+
+class TestWideHeadsInterpreted(_Interpreted):
+    """The other head dim, and lists; races are checked above."""
+
+    dim = 128
+    backend = registered("interpreted, unwatched", interpret=UNWATCHED, one_backward_kernel=False)
+    kept = (
+        "test_vertical_slash_counts_each_pair_once",
+        "test_listed_blocks_of_gathered_keys_count_each_pair_once",
+        "test_listed_blocks_and_columns_count_each_pair_once",
+    )
+    detect_races = False
+
+
+class TestOneBackwardKernelInterpreted(_Interpreted):
+    """Items run one after another here; an item that runs before its turn leaves NaN."""
+
+    backend = registered(
+        "interpreted, one backward kernel", interpret=UNWATCHED, one_backward_kernel=True
+    )
+    kept = ("test_vertical_slash_matches_oracle", "test_keys_of_several_ranks_in_one_call")
+    # The interpreter ignores turns: it reports additions of two items as a race.
+    detect_races = False
+
+
+for _class in (TestInterpreted, TestWideHeadsInterpreted, TestOneBackwardKernelInterpreted):
+    for _name in dir(AttentionContract):
+        if _name.startswith("test_") and _name not in _class.kept:
+            setattr(_class, _name, None)
+del _class
+
+
+def test_one_backward_kernel_has_no_races_within_an_item(races):
+    """One tile of keys, seen by two blocks of queries: no other item adds to the same memory."""
+    size = Size(1, 1, 1, query_blocks=2, key_blocks=1, block_size=128, dim=DIM)
+    q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
+    tiles = DiagonalTiles.full(1, 1, 2, 1, 128, causal=True)
+    out, lse = forward(q, k, v, tiles, backend="xla")
+    delta = pallas_kernels.delta_of(out, dout)
+    watched = registered("watched, one backward kernel", interpret=WATCHED)
+    jax.block_until_ready(backward(q, k, v, dout, lse, delta, tiles, backend=watched))
+    assert not races().races_found
+
+
+def test_a_key_block_listed_by_every_row_is_split_into_parts():
+    """The gradients of 16 key blocks, the first one seen by all 16 query blocks."""
+    size = Size(1, 1, 1, query_blocks=16, key_blocks=16, block_size=128, dim=DIM)
+    rng = np.random.default_rng(1)
+    q, k, v, dout = cases.qkv_dout(rng, size, "bfloat16")
+    mask = np.zeros((1, 1, 16, 16), bool)
+    mask[:, :, :, 0] = mask[:, :, [3, 7], 1] = mask[:, :, 9, 9] = True
+    tiles = cases.lists_of_mask(mask, 128).tiles()
+    unwatched = MosaicGpu("parts", interpret=UNWATCHED)
+    plan = jax.jit(lambda *args: unwatched.plan(*args, None, whole=True))
+    assert plan(q, k, tiles).keys.heavy.tolist() == [[[0]]]
+    out, lse = forward(q, k, v, tiles, backend="xla")
+    delta = pallas_kernels.delta_of(out, dout)
+    found, expected = (
+        backward(q, k, v, dout, lse, delta, tiles, backend=backend)
+        for backend in (registered("parts", interpret=UNWATCHED), "xla")
+    )
+    for x, y in zip((found.dk, found.dv), (expected.dk, expected.dv), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
+    assert float(jnp.abs(found.dk[:, 2 * 128 : 9 * 128]).max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtypes"), [(64, ("bfloat16",) * 2), (128, ("float32", "float16"))]
+)
+def test_delta_kernel(dim, dtypes, races):
+    """Includes rows that do not fill a tile of the kernel."""
+    rng = np.random.default_rng(dim)
+    out, dout = (rng.standard_normal((2, 96, 3, dim)).astype(dtype) for dtype in dtypes)
+    delta = MosaicGpu(interpret=WATCHED).delta_of(jnp.asarray(out), jnp.asarray(dout))
+    expected = np.einsum("bnhd,bnhd->bhn", out.astype(np.float64), dout.astype(np.float64))
+    np.testing.assert_allclose(delta, expected, rtol=1e-5, atol=1e-5)
+    assert delta.dtype == jnp.float32
+    assert not races().races_found

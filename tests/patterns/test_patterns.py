@@ -1,0 +1,150 @@
+"""Every built-in pattern, and that of the example, fulfills the contract."""
+
+import json
+
+import pytest
+
+from examples.strided_pattern import Strided
+from mtraining_jax.patterns import (
+    PATTERNS,
+    BlockTopK,
+    Dense,
+    ExactRows,
+    FlexPrefill,
+    MixedRows,
+    MoBA,
+    Prism,
+    SampledRows,
+    VerticalSlash,
+    XAttention,
+)
+from mtraining_jax.patterns.fixed_budget import BudgetFile
+from mtraining_jax.patterns.minference import MInferenceFile
+from mtraining_jax.patterns.replay import ReplaySettings
+from tests.patterns.contract import BLOCK, HEADS, LAYERS, ChoiceContract, PatternContract
+
+SMALL = dict(
+    max_verticals=24, max_slashes=12, num_probe_queries=8, block_size=BLOCK, sink_tokens=2, local_blocks=1,
+    min_verticals=4, min_slashes=2,
+)  # fmt: skip
+
+
+class TestDense(PatternContract):
+    settings = Dense(block_size=BLOCK)
+
+
+class TestSafe(PatternContract):
+    settings = VerticalSlash(top_p=0.4, **SMALL)
+
+
+class TestPaper(PatternContract):
+    settings = VerticalSlash(top_p=0.4, preset="paper", **SMALL)
+    rows_may_be_empty = True
+
+
+class TestJoint(PatternContract):
+    settings = VerticalSlash(
+        top_p=0.6, preset="joint", max_density=0.4, local_fraction=0.6, **SMALL
+    )
+
+
+class TestReplay(PatternContract):
+    settings = ReplaySettings(replay_density=0.3, **SMALL | dict(max_slashes=32))
+
+
+class TestReplayOfLists(PatternContract):
+    settings = ReplaySettings(replay_of="sampled_rows", replay_density=0.3, sampled_rows=2, **SMALL)
+
+
+class TestFixed(PatternContract):
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory):
+        path = tmp_path_factory.mktemp("budgets") / "budgets.json"
+        heads = [["vertical_and_slash", 5 * head, 3 + head, 1.0] for head in range(HEADS)]
+        path.write_text(json.dumps([heads] * LAYERS))
+        cls.settings = BudgetFile(
+            str(path), num_probe_queries=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
+        )
+
+
+class TestMInference(ChoiceContract):
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _file(cls, tmp_path_factory):
+        path = tmp_path_factory.mktemp("budgets") / "budgets.json"
+        heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 2
+        path.write_text(json.dumps([heads] * LAYERS))
+        cls.settings = MInferenceFile(
+            str(path), num_probe_queries=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
+        )
+
+
+class TestXAttention(PatternContract):
+    settings = XAttention(tau=0.6, stride=4, local_blocks=1, block_size=BLOCK)
+
+
+class TestMoBA(PatternContract):
+    settings = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
+
+
+# The following differ in their scores only and share the rest with XAttention.
+class TestSampledRows(ChoiceContract):
+    settings = SampledRows(tau=0.6, sampled_rows=3, block_size=BLOCK)
+
+
+class TestSampledRowsWithColumns(PatternContract):
+    settings = SampledRows(
+        tau=0.6, sampled_rows=3, columns=12, sink_blocks=0, local_blocks=1, block_size=BLOCK
+    )
+
+
+class TestMixedRows(ChoiceContract):
+    settings = MixedRows(
+        tau=1.0,
+        min_block_mass=0.03,
+        random_block_prob=0.2,
+        stride=4,
+        sampled_rows=2,
+        block_size=BLOCK,
+    )
+
+
+class TestFlexPrefill(ChoiceContract):
+    # Heads of both kinds: distances of these queries and keys are 0.08 to 0.22.
+    settings = FlexPrefill(gamma=0.5, js_threshold=0.15, min_budget=16, block_size=BLOCK)
+
+
+class TestBlockTopK(ChoiceContract):
+    settings = BlockTopK(top_blocks=5, block_size=BLOCK)
+
+
+class TestPrism(ChoiceContract):
+    settings = Prism(tau=0.5, block_size=BLOCK)
+
+
+class TestExactRows(ChoiceContract):
+    settings = ExactRows(tau=0.6, dense_suffix_tokens=BLOCK + 1, block_size=BLOCK)
+
+
+class TestOwn(PatternContract):
+    settings = Strided(window=2, stride=3, block_size=BLOCK)
+
+
+def test_every_registered_pattern_is_tested_here():
+    tested = {
+        Dense,
+        VerticalSlash,
+        ReplaySettings,
+        BudgetFile,
+        XAttention,
+        SampledRows,
+        ExactRows,
+        MixedRows,
+        Prism,
+        MInferenceFile,
+        FlexPrefill,
+        MoBA,
+        BlockTopK,
+    }
+    assert {PATTERNS.get(name) for name in PATTERNS.names} == tested

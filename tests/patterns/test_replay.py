@@ -1,0 +1,256 @@
+"""Replayed density: the requested density, including the cost of selecting an index."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.patterns import (
+    Dense,
+    ModelSizes,
+    Shards,
+    VerticalSlash,
+    choose_index,
+    density,
+    make_replay,
+)
+from mtraining_jax.patterns.replay import ReplaySettings
+from mtraining_jax.selection.documents import Documents
+from mtraining_jax.utils.errors import UserError
+from pallas_kernels.index import VerticalSlashIndex
+from pallas_kernels.reference import mask_from_index, reference_attention
+from tests.pallas_kernels.helpers.brute_force import index_mask
+
+LIKE = VerticalSlash()
+SMALL = VerticalSlash(
+    top_p=0.4, max_verticals=24, max_slashes=12, num_probe_queries=8, block_size=8, sink_tokens=2,
+    local_blocks=1, min_verticals=4, min_slashes=2,
+)  # fmt: skip
+SMALL_LEN = 256
+
+
+def densities(replay, seq_len):
+    """Densities of every layer and head."""
+    index = VerticalSlashIndex(
+        replay.slash_blocks,
+        replay.slash_count,
+        replay.vertical_tokens,
+        replay.vertical_count,
+        replay.block_size,
+    )
+    return np.asarray(jax.jit(density, static_argnums=1)(index, seq_len))
+
+
+def drawn(seq_len=524288, num_layers=36, num_heads=16, **options):
+    options = {"density": 0.063, "like": LIKE, "estimate": True, "seed": 0} | options
+    return make_replay(seq_len=seq_len, num_layers=num_layers, num_heads=num_heads, **options)
+
+
+@pytest.mark.parametrize(
+    "seq_len, num_layers, num_heads",
+    [(131072, 24, 14), (524288, 36, 16), (2097152, 36, 16), (524288, 2, 4), (524288, 1, 1)],
+)
+def test_the_density_is_as_requested(seq_len, num_layers, num_heads):
+    found = densities(drawn(seq_len, num_layers, num_heads), seq_len)
+    layers = found.mean(1)
+    assert found.mean() == pytest.approx(0.063, rel=0.005)
+    if num_layers > 2:
+        # The paper: sparsity 93.7 +- 3.9 %, layers from 87.3 % to 99.6 %.
+        assert layers.min() == pytest.approx(0.004, rel=0.02)
+        assert layers.max() == pytest.approx(0.127, rel=0.02)
+        assert 0.03 < layers.std() < 0.045
+        assert not (np.diff(layers) > 0).all()  # in random order
+    if num_heads > 1:
+        spread = found / layers[:, None]
+        np.testing.assert_allclose(spread.min(1), 0.5, rtol=0.05)
+        np.testing.assert_allclose(spread.max(1), 1.5, rtol=0.05)
+
+
+def test_every_head_has_near_and_far_diagonals_and_few_columns():
+    replay = drawn()
+    assert (replay.slash_blocks[..., 0] == 0).all()  # no row is empty
+    for blocks, count, columns, number in zip(
+        *(x.reshape(36 * 16, -1) for x in (replay.slash_blocks, replay.slash_count)),
+        *(x.reshape(36 * 16, -1) for x in (replay.vertical_tokens, replay.vertical_count)),
+        strict=True,
+    ):
+        count, number = int(count[0]), int(number[0])
+        near = int((np.diff(blocks[:count]) == 1).argmin()) + 1
+        assert 1 <= near < count / 1.5
+        assert (np.diff(blocks[:count]) > 0).all() and blocks[count - 1] > 100
+        assert (np.diff(columns[:number]) > 0).all() and columns[number - 1] < 524288
+        assert (blocks[count:] == 4096).all() and (columns[number:] == 524288).all()
+    without = dataclasses.replace(replay, vertical_count=np.zeros_like(replay.vertical_count))
+    share = 1 - densities(without, 524288).mean() / densities(replay, 524288).mean()
+    assert 0.05 < share < 0.15  # mask B: 8 % at this length
+    # Mask B has 3000 columns at about this density.
+    typical = np.abs(densities(replay, 524288) - 0.063) < 0.002
+    assert 2850 < replay.vertical_count[typical].mean() < 3150
+
+
+def test_the_seed_determines_the_indices_and_capacities_match_selection():
+    replay, same, other = drawn(num_layers=3), drawn(num_layers=3), drawn(num_layers=3, seed=1)
+    assert len(jax.tree.leaves(replay)) == 4
+    for left, right, third in zip(*map(jax.tree.leaves, (replay, same, other)), strict=True):
+        np.testing.assert_array_equal(left, right)
+        assert not np.array_equal(left, third)
+    chosen = jax.eval_shape(
+        lambda q: choose_index(q, q, LIKE, block_ids=jnp.arange(4096), num_blocks=4096),
+        jax.ShapeDtypeStruct((1, 524288, 16, 128), jnp.bfloat16),
+    )
+    assert replay.slash_blocks.shape[1:] == chosen.slash_blocks.shape[1:]
+    assert replay.vertical_tokens.shape[1:] == chosen.vertical_tokens.shape[1:]
+
+
+def test_an_impossible_density_raises():
+    with pytest.raises(UserError) as error:
+        drawn(65536)
+    assert str(error.value).startswith(
+        "sparsity.replay_density = 0.063 gives 0.200% of the causal pairs to its sparsest head, "
+        "fewer than two of the 512 block diagonals of data.seq_len = 65536 (0.391%); "
+    )
+    few = dataclasses.replace(LIKE, max_slashes=200)
+    with pytest.raises(UserError, match="sparsity.max_slashes = 200 has room for 402"):
+        drawn(like=few)
+
+
+def test_lists_have_their_density_and_forced_blocks():
+    settings = ReplaySettings(
+        replay_of="sampled_rows",
+        replay_density=0.3,
+        replay_estimate=False,
+        block_size=8,
+        num_probe_queries=8,
+        sampled_rows=2,
+        sink_blocks=2,
+    )
+    assert settings.row_sharded(documents=False) and "lists for each row" in settings.describe()
+    whole = settings.pattern(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
+    layers = []
+    for layer in range(2):
+        pattern = jax.tree.map(lambda x: jnp.asarray(x[layer]), whole)  # noqa: B023
+        q = jnp.zeros((1, 2048, 4, 1))
+        index = choose_index(q, q, pattern, block_ids=jnp.arange(256), num_blocks=256)
+        layers.append(np.asarray(density(index, 2048))[0])
+        listed = np.asarray(index.bits)[0, :, :, np.arange(256) // 32].transpose(1, 2, 0)
+        listed = listed >> (np.arange(256) % 32) & 1
+        rows, blocks = np.arange(256)[:, None], np.arange(256)
+        forced = (blocks <= rows) & ((blocks < 2) | (rows - blocks < 2))
+        assert (listed[:, forced] == 1).all() and (listed[:, blocks > rows] == 0).all()
+    layers = np.array(layers)
+    assert layers.mean() == pytest.approx(0.3, rel=0.02)
+    assert layers[0].mean() != pytest.approx(layers[1].mean(), rel=0.2)
+    with pytest.raises(UserError, match="0.15 is below the density of the blocks that are always"):
+        dataclasses.replace(settings, replay_density=0.15, sink_blocks=60).pattern(
+            ModelSizes(num_layers=1, num_heads=1, seq_len=2048)
+        )
+
+
+@functools.cache
+def inputs():
+    rng = np.random.default_rng(0)
+    shapes = (1, SMALL_LEN, 4, 16), (1, SMALL_LEN, 2, 16), (1, SMALL_LEN, 2, 16)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def layer_of(estimate):
+    replay = drawn(SMALL_LEN, 1, 4, like=SMALL, density=0.3, estimate=estimate)
+    return jax.tree.map(lambda x: jnp.asarray(x[0]), replay)
+
+
+def compiled(estimate):
+    layout = Layout("striped", SMALL_LEN, 2, SMALL.block_size)
+    attention = make_attention(make_mesh(1, 1, 2), layout, Dense(SMALL.block_size))
+    arguments = [x[:, layout.permutation()] for x in inputs()]
+    program = jax.jit(attention).lower(*arguments, layer_of(estimate)).compile()
+    out, stats = program(*arguments, layer_of(estimate))
+    return program.as_text(), out[:, layout.inverse()], stats
+
+
+def test_the_replayed_index_is_computed_and_the_estimate_is_not_removed():
+    layer = layer_of(True)
+    with_text, with_out, with_stats = compiled(True)
+    without_text, without_out, without_stats = compiled(False)
+
+    # The replayed index is computed.
+    index = VerticalSlashIndex(*(x[None] for x in jax.tree.leaves(layer)), layer.block_size)
+    expected, _ = reference_attention(*inputs(), mask_from_index(index, SMALL_LEN))
+    np.testing.assert_allclose(with_out, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(with_out, without_out)
+    assert with_stats["density"] == without_stats["density"]
+
+    # The reported estimate is that of the selected index.
+    q, k, _ = inputs()
+    choose = functools.partial(choose_index, block_ids=jnp.arange(32), num_blocks=32)
+    chosen = jax.jit(choose, static_argnums=2)(q, k, SMALL)
+    share = float(density(chosen, SMALL_LEN).mean())
+    assert with_stats["estimated_density"] == pytest.approx(share)
+    assert share != pytest.approx(float(with_stats["density"]), rel=0.05)
+    assert "estimated_density" not in without_stats
+
+    # Ranks exchange scores and the selection in sums over all ranks.
+    sums = "all-reduce("
+    assert with_text.count(sums) > without_text.count(sums)
+
+
+def test_attention_waits_for_the_selection_even_if_unused():
+    layer = layer_of(True)
+    q, k, _ = inputs()
+
+    def replayed(q, k):
+        return choose_index(q, k, layer, block_ids=jnp.arange(32), num_blocks=32)
+
+    program = jax.jit(replayed).lower(q, k).compile()
+    assert "exponential" in program.as_text()  # of the estimate's softmax
+    found = program(q, k)
+    np.testing.assert_array_equal(found.slash_blocks[0], layer.slash_blocks)
+    np.testing.assert_array_equal(found.vertical_count[0], layer.vertical_count)
+
+
+def test_a_pack_replays_the_pairs_within_its_documents():
+    settings = ReplaySettings(
+        replay_of="sampled_rows",
+        replay_density=0.3,
+        block_size=8,
+        num_probe_queries=8,
+        sampled_rows=2,
+        min_sparse_tokens=64,
+        replay_estimate=False,
+    )
+    lists = settings.pattern(ModelSizes(1, 4, SMALL_LEN))
+    lists = jax.tree.map(lambda x: jnp.asarray(x[0]), lists)
+    columns = dataclasses.replace(
+        layer_of(True), estimate=dataclasses.replace(SMALL, min_sparse_tokens=64)
+    )
+    documents = Documents.from_lengths([[100, 1, 90]], SMALL_LEN, 8)
+
+    @functools.partial(jax.jit, static_argnames="packed")
+    def choose(q, k, columns, lists, packed):
+        own = documents.blocks() if packed else None
+        shards = Shards(jnp.arange(32), 32, documents=own)
+        found = [pattern.choose(q, k, shards) for pattern in (columns, lists)]
+        if packed:
+            alone = columns.estimate.choose(q, k, shards).index
+            return found, density(alone, SMALL_LEN, documents=own).mean()
+        return found
+
+    q, k, _ = inputs()
+    found, share = choose(q, k, columns, lists, packed=True)
+    whole = choose(q, k, columns, lists, packed=False)
+    within = np.zeros((SMALL_LEN, SMALL_LEN), bool)
+    of_first = np.zeros_like(within)  # the first block, which lists always include
+    for start, end in [(0, 104), (104, 112), (112, 208)]:
+        within[start:end, start:end] = True
+        of_first[start:end, start : start + 8] = True
+    within &= np.tri(SMALL_LEN, dtype=bool)
+    for packed, alone, forced in zip(found, whole, [False, of_first], strict=True):
+        wanted = (index_mask(alone.index, SMALL_LEN) | forced) & within
+        np.testing.assert_array_equal(index_mask(packed.index, SMALL_LEN), wanted)
+        assert not wanted[0, :, within].all()
+    assert found[0].statistics["estimated_density"] == pytest.approx(float(share))

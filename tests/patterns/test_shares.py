@@ -1,0 +1,113 @@
+"""Per-sequence overrides of the pattern's mass fraction."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.patterns import SampledRows, Shards, VerticalSlash
+from mtraining_jax.selection.choose import choose
+from mtraining_jax.selection.collectives import all_rows
+from mtraining_jax.selection.documents import Documents
+from pallas_kernels.reference import mask_from_index
+from tests.patterns import inputs
+
+BLOCK, NUM_BLOCKS, HEADS, RANKS = 8, 16, 3, 4
+SEQ_LEN = BLOCK * NUM_BLOCKS
+AXES = ("node", "device")
+LENGTHS = [[70, 9, 40], [128]]
+OPTIONS = dict(block_size=BLOCK, local_blocks=1, min_sparse_tokens=16)
+SLASH = VerticalSlash(
+    top_p=0.5, max_verticals=SEQ_LEN, num_probe_queries=8, sink_tokens=1, min_verticals=2, min_slashes=1,
+    **OPTIONS,
+)  # fmt: skip
+# For documents and whole sequences, with a value hit by both roundings of a row's rule.
+PATTERNS = {
+    "rows": (SampledRows(tau=0.55, sampled_rows=2, **OPTIONS), True),
+    "slashes": (SLASH, True),
+    "whole": (SLASH, False),
+}
+
+
+def documents_of(packed):
+    return Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK) if packed else None
+
+
+@functools.cache
+def arrays():
+    q, k = inputs.random(0, len(LENGTHS), SEQ_LEN, HEADS, 1, 16)
+    return 2 * q, k
+
+
+@functools.cache
+def untuned(name):
+    """The pairs kept by the pattern's own fraction, on one device: bool [B, Hq, S, S]."""
+    pattern, packed = PATTERNS[name]
+
+    @jax.jit
+    def run(q, k, documents):
+        blocks = None if documents is None else documents.blocks()
+        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
+        return choose(pattern, q, k, shards).index
+
+    return mask_from_index(run(*arrays(), documents_of(packed)), SEQ_LEN)
+
+
+@functools.cache
+def tuned(name):
+    """A jitted function from shares int32 [B], on ranks, to the index of rank 0."""
+    pattern, packed = PATTERNS[name]
+    layout = Layout("striped", SEQ_LEN, RANKS, BLOCK, 2)
+
+    def local(q, k, documents, shares):
+        blocks = None if documents is None else documents.blocks()
+        own = layout.block_ids(jax.lax.axis_index(AXES))
+        shards = Shards(own, NUM_BLOCKS, AXES, documents=blocks, shares=shares)
+        index = choose(pattern, q, k, shards).index
+        return jax.tree.map(lambda x: x[None], all_rows(index, own, NUM_BLOCKS, AXES))
+
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=make_mesh(1, 2, 2),
+            in_specs=(P("data", AXES), P("data", AXES), P(), P()),
+            out_specs=P(AXES),
+            check_vma=False,
+        )
+    )
+    order = layout.permutation()
+    q, k = (x[:, order] for x in arrays())
+
+    def keep(shares):
+        unit = 1 << pattern.kept_share().bits
+        shares = jnp.array([round(x * unit) for x in shares], jnp.int32)
+        index = run(q, k, documents_of(packed), shares)
+        return np.asarray(mask_from_index(jax.tree.map(lambda x: x[0], index), SEQ_LEN))
+
+    return keep, run
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(name):
+    keep, run = tuned(name)
+    own = getattr(PATTERNS[name][0], PATTERNS[name][0].kept_share().name)
+    np.testing.assert_array_equal(keep([own, own]), untuned(name))
+    found = [keep([share, own]) for share in (0.2, own, 0.7, 1.0)]
+    pairs = [mask[0].sum() for mask in found]
+    assert pairs == sorted(set(pairs))
+    for less, more in zip(found[:-1], found[1:], strict=True):
+        assert not (less & ~more).any()
+        np.testing.assert_array_equal(less[1], more[1])  # the other sequence is unchanged
+    assert run._cache_size() == 1
+
+
+def test_a_pattern_without_mass_fraction_raises():
+    joint = VerticalSlash(preset="joint")
+    shards = Shards(jnp.arange(2), 2, shares=jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="VerticalSlash has no mass fraction"):
+        choose(joint, *(jnp.zeros((1, 256, 1, 16)),) * 2, shards)

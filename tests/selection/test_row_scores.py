@@ -1,0 +1,155 @@
+"""Scores of row patterns against their definitions in fp64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.patterns import ExactRows, MixedRows, Prism, SampledRows, Shards, XAttention
+from mtraining_jax.selection.scores.row_scores import rows_at_once
+from tests.patterns import inputs, oracle
+
+BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
+SEQ_LEN = BLOCK * NUM_BLOCKS
+
+
+def antidiagonals(q, k, stride):
+    """XAttention's logits of one head, fp64 [S/s, S/s]."""
+    n = SEQ_LEN // stride
+    q, k = (x.reshape(n, stride, DIM) for x in (q, k))
+    x = np.einsum("aid,bid->ab", q[:, ::-1], k) / (DIM**0.5 * stride)
+    return np.where(np.tri(n, dtype=bool), x, -np.inf)
+
+
+def wanted(pattern, q, k):
+    """Scores of one head: means over a block's rows of softmax masses of blocks."""
+    if isinstance(pattern, MixedRows):
+        one = XAttention(stride=4, block_size=BLOCK)
+        other = SampledRows(sampled_rows=3, block_size=BLOCK)
+        return (wanted(one, q, k) + wanted(other, q, k)) / 2
+    if isinstance(pattern, XAttention):
+        weights = oracle.softmax(antidiagonals(q, k, pattern.stride))
+    else:
+        logits = np.where(np.tri(SEQ_LEN, dtype=bool), q @ k.T / DIM**0.5, -np.inf)
+        weights = oracle.softmax(logits)
+        if isinstance(pattern, SampledRows):
+            assert pattern.sampled_rows == 3
+            places = np.arange(NUM_BLOCKS)[:, None] * BLOCK + np.array([4, 9, 15])
+            weights = weights[places.reshape(-1)]
+    rows = len(weights) // NUM_BLOCKS
+    blocks = weights.reshape(NUM_BLOCKS, rows, NUM_BLOCKS, -1)
+    return blocks.sum(-1).mean(1)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        XAttention(stride=4, block_size=BLOCK),
+        ExactRows(block_size=BLOCK),
+        SampledRows(sampled_rows=3, block_size=BLOCK),
+        MixedRows(stride=4, sampled_rows=3, block_size=BLOCK),
+    ],
+)
+def test_scores_match_the_definition(pattern):
+    q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
+    rows = jnp.array([6, 1, 3], jnp.int32)  # rows of a rank, in any order
+    own = q.reshape(2, NUM_BLOCKS, BLOCK, 3, DIM)[:, rows].reshape(2, -1, 3, DIM)
+    shards = Shards(rows, NUM_BLOCKS)
+    found = np.asarray(jax.jit(lambda q, k: pattern.scores(q, k, shards))(own, k))
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    for b, h in np.ndindex(2, 3):
+        expected = wanted(pattern, q[b, :, h], k[b, :, 0])[np.asarray(rows)]
+        np.testing.assert_allclose(found[b, h], expected, atol=2e-6)
+    np.testing.assert_allclose(found.sum(-1), 1, atol=1e-5)
+
+
+def test_the_scores_of_a_row_are_independent_of_other_rows_on_its_rank():
+    num_blocks, size = 128, 8  # two rows of blocks at a time
+    assert rows_at_once(1, 2, 1, num_blocks, 1) == 2
+    q, k = inputs.random(0, 1, num_blocks * size, 2, 1, DIM, jnp.bfloat16)
+
+    @jax.jit
+    def scores(q, k, rows):
+        return XAttention(stride=8, block_size=size).scores(q, k, Shards(rows, num_blocks))
+
+    rows = np.arange(1, num_blocks, 4)[:-1]  # 31: the last step has one row and padding
+    own = q.reshape(1, num_blocks, size, 2, DIM)[:, rows].reshape(1, -1, 2, DIM)
+    whole = scores(q, k, jnp.arange(num_blocks))
+    np.testing.assert_array_equal(scores(own, k, jnp.asarray(rows)), whole[:, :, rows])
+
+
+def prism(q, k):
+    """Prism's weights of one head, with rms over the row and over the keys up to it."""
+    q, k = (x.reshape(NUM_BLOCKS, BLOCK, DIM).mean(1) for x in (q, k))
+    half = DIM // 2
+    bands = np.arange(half) < half / 2, np.arange(half) >= half / 4
+
+    def rms(x):
+        return np.sqrt((x**2).mean())
+
+    found = []
+    for pairs in bands:
+        band, weights = np.tile(pairs, 2), np.zeros((NUM_BLOCKS, NUM_BLOCKS))
+        for i in range(NUM_BLOCKS):
+            seen, d = k[: i + 1], band.sum()
+            heat = np.sqrt(d / DIM) * rms(q[i, band]) * rms(seen[:, band])
+            heat /= rms(q[i]) * rms(seen)
+            logits = seen[:, band] @ q[i, band] / (heat * np.sqrt(d))
+            weights[i, : i + 1] = oracle.softmax(logits)
+        found.append(weights)
+    return found
+
+
+def test_the_two_bands_of_prism_match_the_definition():
+    q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
+    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS)
+    bands = jax.jit(lambda q, k: Prism(block_size=BLOCK).bands(q, k, shards))(q, k)
+    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    for b, h in np.ndindex(2, 3):
+        for found, wanted in zip(bands, prism(q[b, :, h], k[b, :, 0]), strict=True):
+            np.testing.assert_allclose(found[b, h], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pattern", [XAttention(stride=4, block_size=BLOCK), ExactRows(block_size=BLOCK)]
+)
+def test_padding_at_the_end_changes_no_score(pattern):
+    q, k = inputs.random(0, 1, SEQ_LEN, 2, 1, DIM)
+    valid = BLOCK * 5 + 6  # in the middle of a stride
+
+    @jax.jit
+    def scores(q, k, valid_len):
+        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        return pattern.scores(q, k, shards)
+
+    found, whole = scores(q, k, valid), scores(q, k, SEQ_LEN)
+    other = scores(q.at[:, valid:].set(9.0), k.at[:, valid:].set(-9.0), valid)
+    np.testing.assert_array_equal(found, other)
+    np.testing.assert_array_equal(found[:, :, :5], whole[:, :, :5])
+    assert (found[:, :, 5, :6] > 0).all() and (found[:, :, 6:] == 0).all()
+
+
+def test_the_samples_of_a_block_with_padding_are_real_queries():
+    q, k = inputs.random(0, 1, SEQ_LEN, 1, 1, DIM)
+    pattern = SampledRows(sampled_rows=3, block_size=BLOCK)
+
+    @jax.jit
+    def of_block_five(valid_len):
+        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        return pattern.scores(q, k, shards)[0, 0, 5]
+
+    logits = np.asarray(q, np.float64)[0, :, 0] @ np.asarray(k, np.float64)[0, :, 0].T / DIM**0.5
+    weights = oracle.softmax(np.where(np.tri(SEQ_LEN, dtype=bool), logits, -np.inf))
+    for real, places in ((16, [4, 9, 15]), (7, [1, 3, 6]), (2, [0, 1]), (1, [0])):
+        wanted = weights[BLOCK * 5 + np.array(places)].reshape(-1, NUM_BLOCKS, BLOCK).sum(-1)
+        found = np.asarray(of_block_five(BLOCK * 5 + real))
+        np.testing.assert_allclose(found / found.sum(), wanted.mean(0), atol=2e-6)
+
+
+def test_invalid_settings_raise():
+    with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
+        XAttention(stride=5)
+    with pytest.raises(ValueError, match="sampled_rows=129 must not exceed block_size=128"):
+        SampledRows(sampled_rows=129)
+    with pytest.raises(ValueError, match="tau=0 must be above 0 and at most 1"):
+        ExactRows(tau=0)

@@ -1,0 +1,146 @@
+"""Selection with padding at the end: as if it were not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax import sparse_attention
+from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, Shards, VerticalSlash
+from mtraining_jax.selection.choose import choose
+from pallas_kernels.index import bits as sets
+from tests.patterns import inputs, oracle
+
+SEQ_LEN, HEADS, KV_HEADS, DIM, BLOCK, LAST_Q = 512, 4, 2, 16, 16, 15
+SMALL = dict(block_size=BLOCK, num_probe_queries=LAST_Q)
+PATTERNS = {
+    "safe": VerticalSlash(0.7, 128, 20, **SMALL, sink_tokens=12, min_verticals=8, min_slashes=5),
+    "paper": VerticalSlash(0.8, 128, 24, "paper", **SMALL),
+    "joint": VerticalSlash(0.6, 128, preset="joint", **SMALL, sink_tokens=12),
+    "fixed": FixedBudget(
+        np.array([0, 9, 60, 300], np.int32), np.array([3, 10, 20, 40], np.int32),
+        max_verticals=300, max_slashes=40, sink_tokens=12, sliding_window=4, **SMALL,
+    ),
+}  # fmt: skip
+
+
+@jax.jit
+def choose_all(q, k, valid_len):
+    num_blocks = q.shape[1] // BLOCK
+    shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+    return {name: choose(pattern, q, k, shards).index for name, pattern in PATTERNS.items()}
+
+
+def listed(index, head):
+    at = (0, head)
+    return (
+        oracle.entries(index.slash_blocks[at], index.slash_count[at]),
+        oracle.entries(index.vertical_tokens[at], index.vertical_count[at]),
+    )
+
+
+@pytest.fixture(scope="module")
+def heads():
+    q, k = inputs.random(0, 1, SEQ_LEN, HEADS, KV_HEADS, DIM)
+    noise = jax.random.normal(jax.random.key(1), (2, SEQ_LEN, 1, DIM))
+
+    def padded(valid_len, pad):
+        """Replaces entries from `valid_len` on by larger ones."""
+        keep = (jnp.arange(SEQ_LEN) < valid_len)[:, None, None]
+        return [jnp.where(keep, x, pad * y) for x, y in zip((q, k), noise, strict=True)]
+
+    return q, k, padded
+
+
+def test_whole_blocks_of_padding_change_nothing(heads):
+    q, k, padded = heads
+    count = 24 * BLOCK
+    plain = jax.device_get(choose_all(q[:, :count], k[:, :count], None))
+    found = jax.device_get(choose_all(*padded(count, 50.0), jnp.int32(count)))
+    for name in PATTERNS:
+        for head in range(HEADS):
+            assert listed(found[name], head) == listed(plain[name], head), (name, head)
+
+
+def test_a_prompt_may_end_inside_a_block(heads):
+    q, k, padded = heads
+    count = 24 * BLOCK - 5
+    found = jax.device_get(choose_all(*padded(count, 50.0), jnp.int32(count)))
+    again = jax.device_get(choose_all(*padded(count, -3.0), jnp.int32(count)))
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    logits = oracle.last_logits(q[:, :count], k[:, :count], LAST_Q, DIM**-0.5)
+    mass = oracle.softmax(logits) * 2**30 / LAST_Q
+    columns, diagonals = mass.sum(2), oracle.diagonal_sums(mass)
+    for head in range(HEADS):
+        verticals = oracle.top_p(
+            columns[0, head],
+            0.7 * 2**30,
+            minimum=12,
+            maximum=128,
+            keep_crossing=True,
+            forced=range(12),
+        )
+        slashes = oracle.top_p(
+            diagonals[0, head], 0.7 * 2**30, minimum=5, maximum=20, keep_crossing=True
+        )
+        blocks = {0, 1} | oracle.block_diagonals(slashes, BLOCK, SEQ_LEN // BLOCK)
+        assert listed(found["safe"], head) == (sorted(blocks), sorted(verticals))
+    sums = np.where(np.isinf(logits), 0, logits)
+    by_distance = oracle.diagonal_sums(sums)[0, 2]
+    kept = sorted(range(count), key=lambda s: (s >= 4, -by_distance[s]))[:20]
+    assert listed(found["fixed"], 2)[0] == sorted(
+        {0} | oracle.block_diagonals(kept, BLOCK, SEQ_LEN // BLOCK)
+    )
+
+
+def test_rows_at_the_end_of_a_prompt_keep_all_of_their_blocks(heads):
+    q, k = heads[2](300, 50.0)
+    settings = dict(tau=0.3, sampled_rows=4, block_size=BLOCK)
+
+    @jax.jit
+    def choose_both(q, k, valid_len):
+        num_blocks = SEQ_LEN // BLOCK
+        shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+        patterns = SampledRows(**settings), SampledRows(dense_suffix_tokens=30, **settings)
+        return [choose(pattern, q, k, shards).index.bits for pattern in patterns]
+
+    plain, ended = (
+        np.asarray(sets.unpack(bits, SEQ_LEN // BLOCK)) for bits in choose_both(q, k, 300)
+    )
+    # Tokens 270 to 299 are in blocks 16 to 18; the rest is padding.
+    others = np.delete(np.arange(SEQ_LEN // BLOCK), [16, 17, 18])
+    np.testing.assert_array_equal(ended[:, :, others], plain[:, :, others])
+    for row in (16, 17, 18):
+        assert ended[:, :, row, : row + 1].all() and not ended[:, :, row, row + 1 :].any()
+        assert not plain[:, :, row, : row + 1].all()
+
+
+def test_attention_accepts_the_number_of_valid_tokens(heads):
+    q, k = heads[2](300, 50.0)
+    expected = choose_all(q, k, jnp.int32(300))["safe"]
+    run = jax.jit(
+        lambda q, k, valid_len: sparse_attention(
+            q, k, k, pattern=PATTERNS["safe"], valid_len=valid_len, return_index=True
+        )[1]
+    )
+    jax.tree.map(np.testing.assert_array_equal, run(q, k, 300), expected)
+    for wrong, message in [
+        (0, "valid_len=0 is not in 1 .. 512"),
+        (513, "valid_len=513 is not in 1 .. 512"),
+        (3.0, r"valid_len is float32 \[\]; .* integer"),
+        ([3], r"int32 \[1\]; .* integer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sparse_attention(q, k, k, pattern=PATTERNS["safe"], valid_len=np.asarray(wrong))
+    with pytest.raises(ValueError, match="valid_len needs causal=True"):
+        sparse_attention(q, k, k, pattern=Dense(), causal=False, valid_len=3)
+
+
+def test_a_prompt_may_have_fewer_tokens_than_probe_queries(heads):
+    _, _, padded = heads
+    found = jax.device_get(choose_all(*padded(7, 50.0), jnp.int32(7)))
+    for name in PATTERNS:
+        for head in range(HEADS):
+            blocks, columns = listed(found[name], head)
+            assert 0 in blocks and max(columns, default=0) < 7
+    assert listed(found["safe"], 0)[1] == listed(found["joint"], 0)[1] == list(range(7))

@@ -1,0 +1,190 @@
+"""Reading checkpoints: messages for failed reads, and cleanup after them."""
+
+import asyncio
+import gc
+import json
+import logging
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint._src import asyncio_utils
+
+from mtraining_jax.config import config_from_dict, config_to_dict
+from mtraining_jax.training.checkpoint import Checkpoints, newest_step
+from mtraining_jax.training.checkpoint.orbax_errors import WaitingEventLoop, print_errors_once
+from mtraining_jax.training.checkpoint.reading import unreadable
+from mtraining_jax.training.checkpoint.same_model import check_same_model
+from mtraining_jax.training.state import TrainState
+from mtraining_jax.utils.errors import UserError
+from tests.training.common import changed
+
+
+def state_of(count, make=jnp.ones):
+    """A state of `count` parameters, without a model."""
+    scalar = make((), jnp.int32)
+    return TrainState(
+        step=scalar,
+        parameters={f"p{i}": make((64, 64), jnp.float32) for i in range(count)},
+        opt_state=(),
+        skipped=scalar,
+        skipped_in_row=scalar,
+        rng=make((2,), jnp.uint32),
+    )
+
+
+def random(shape, dtype):
+    """Bytes that do not compress."""
+    bits = np.random.default_rng(0).integers(2**30, size=shape)
+    return jnp.asarray(bits.astype(dtype))
+
+
+def test_damage_is_one_message_with_the_first_cause(config, tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda x: reported.append(repr(x.exc_value)))
+    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
+    checkpoints.save(1, state_of(20), None, config)
+    checkpoints.close()
+    for path in (tmp_path / "1" / "arrays").rglob("*"):
+        if path.is_file() and path.parent.name == "d":  # the data, not the metadata
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    sharding = SingleDeviceSharding(jax.devices()[0])
+
+    def abstract(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    make_loop, hook = asyncio.new_event_loop, sys.unraisablehook
+    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
+    with pytest.raises(UserError) as error:
+        checkpoints.restore(1, state_of(20, abstract), config)
+    checkpoints.close()
+    assert str(error.value).startswith(f"the checkpoint {tmp_path / '1'} is damaged (OUT_OF_RANGE")
+    assert "\n" not in str(error.value) and "bound method" not in str(error.value)
+    assert asyncio.new_event_loop is make_loop and sys.unraisablehook is hook
+    del error
+    gc.collect()
+    assert reported == []
+
+
+def test_reads_that_continue_after_a_failure_have_an_open_loop():
+    failed, woken, threads = threading.Event(), [], []
+
+    async def fail():
+        raise ValueError("damaged")
+
+    async def read():
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake():
+            failed.wait(60)
+            try:
+                loop.call_soon_threadsafe(done.set)
+                woken.append("open")
+            except RuntimeError as error:
+                woken.append(str(error))
+
+        threads.append(threading.Thread(target=wake))
+        threads[0].start()
+        await done.wait()
+        raise ValueError("damaged as well")
+
+    async def all_reads():
+        await asyncio.gather(read(), fail())
+
+    with pytest.raises(ValueError, match="^damaged$"):
+        loop = WaitingEventLoop()
+        try:
+            loop.run_until_complete(all_reads())
+        finally:
+            threading.Timer(0.05, failed.set).start()
+            loop.close()
+    threads[0].join()  # the loop may end before the thread has recorded its result
+    assert woken == ["open"]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (PermissionError(13, "Permission denied"), "could not be read ([Errno 13] Permission"),
+        (OSError(5, "Input/output error"), "could not be read ([Errno 5] Input/output error"),
+        (ValueError("UNAVAILABLE: no answer\nof the server"), "could not be read (UNAVAILABLE: no"),
+        (TimeoutError("too slow"), "could not be read (too slow"),
+        (RuntimeError("INTERNAL: of the library"), "could not be read (INTERNAL: of the library"),
+        (TypeError("a programming error"), "could not be read (a programming error"),
+        (MemoryError(), "not enough memory to read the checkpoint runs/7 (MemoryError)"),
+        (RuntimeError("RESOURCE_EXHAUSTED: out"), "not enough memory to read the checkpoint"),
+        (OSError(12, "Cannot allocate memory"), "not enough memory to read the checkpoint"),
+        (FileNotFoundError(2, "No such file"), "missing from the checkpoint runs/7 ([Errno 2] No"),
+        (KeyError('Item "record" was not found in the checkpoint.'), "checkpoint runs/7 ('Item"),
+        (ValueError("DATA_LOSS: checksum"), "the checkpoint runs/7 is damaged (DATA_LOSS"),
+        (
+            ValueError("FAILED_PRECONDITION: ZSTD_decompressStream() failed: Data corruption"),
+            "the checkpoint runs/7 is damaged (FAILED_PRECONDITION",
+        ),
+        (json.JSONDecodeError("Expecting value", "{", 1), "runs/7 is damaged (Expecting value"),
+    ],
+)
+def test_only_evidence_of_damage_is_called_damage(error, sentence):
+    outer = ValueError("while reading <bound method f>")
+    outer.__cause__ = error
+    for raised in (error, outer):
+        message = str(unreadable(Path("runs/7"), raised))
+        assert sentence in message and "\n" not in message
+        assert "delete" not in message
+        assert ("move it" in message) == ("damaged" in message)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_message(
+    config, tmp_path, monkeypatch, caplog, capfd
+):
+    checkpoints = Checkpoints(tmp_path, keep=2, async_save=True)
+    checkpoints.save(1, state_of(20), None, config)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, keep=2, async_save=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        checkpoints.save(2, state_of(20, random), None, config)
+        with pytest.raises(UserError) as error:
+            checkpoints.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "a checkpoint could not be written (File too large); older ones" in str(error.value)
+    assert "\n" not in str(error.value)
+    del error
+    gc.collect()
+    assert capfd.readouterr().err == "" and caplog.text == ""
+    assert newest_step(tmp_path) == 1
+
+
+def test_other_users_of_the_same_libraries_are_not_affected(caplog):
+    make_loop, hook = asyncio.new_event_loop, sys.unraisablehook
+    print_errors_once()
+    assert asyncio.new_event_loop is make_loop and sys.unraisablehook is hook
+    assert asyncio_utils.asyncio.new_event_loop is WaitingEventLoop
+    absl = logging.getLogger("absl")
+    for path, shown in (("orbax/checkpoint/futures.py", False), ("grain/loader.py", True)):
+        entry = dict(name="absl", levelno=logging.ERROR, pathname=path)
+        absl.handle(logging.makeLogRecord({**entry, "msg": f"{path} raised an exception"}))
+        assert (f"{path} raised an exception" in caplog.text) == shown
+
+
+def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):
+    saved, state = config_to_dict(config), state_of(1)
+    shapes = {"p0": [64, 64]}
+    del saved["model"]["rms_norm_eps"], saved["model"]["rope_scaling"], saved["optimizer"]
+    check_same_model(Path("runs/7"), saved, shapes, state, config)
+    other = changed(config, model={"rms_norm_eps": 1e-5})
+    with pytest.raises(UserError, match=r"has model\.rms_norm_eps = 1e-06, but this run has 1e-05"):
+        check_same_model(Path("runs/7"), saved, shapes, state, other)
+
+    scaled = config_to_dict(config)
+    scaled["model"]["rope_scaling"] = {"factor": 4.0}
+    stretched = config_from_dict(scaled, "a test")
+    check_same_model(Path("runs/7"), scaled, shapes, state, stretched)

@@ -1,0 +1,255 @@
+"""Full runs: what they write, and how they resume."""
+
+import shutil
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from mtraining_jax.config import config_from_dict, config_to_dict
+from mtraining_jax.reporting.audit import FIGURES
+from mtraining_jax.reporting.progress import Display
+from mtraining_jax.reporting.writers.jsonl import JsonlWriter
+from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
+from mtraining_jax.training.device_batches import DeviceBatches
+from mtraining_jax.training.loop import run
+from mtraining_jax.utils.errors import UserError
+from tests.training.common import changed, dumps, losses, written
+
+
+def folder_of(config, step):
+    return checkpoint_folder(config) / str(step)
+
+
+def test_a_whole_run_has_its_records_and_a_checkpoint(whole, config):
+    assert newest_step(checkpoint_folder(whole.config)) == 4
+    assert written(whole.config) == whole.records
+    # Audits change nothing else.
+    plain = run(changed(config, parallel={"nodes": 1, "devices_per_node": 4}))
+    np.testing.assert_allclose(losses(whole.records), losses(plain), rtol=1e-6)
+    assert not FIGURES.keys() & plain[0].keys()
+    check_records(whole.config, whole.records)
+    check_print(whole.printed)
+
+
+def test_resumed_run_has_bit_identical_losses(whole, capsys):
+    config = whole.copy("resumed")
+    cut_off_after_3(config)
+    rest = run(config)
+    assert [record["step"] for record in rest] == [3, 4]
+    np.testing.assert_array_equal(losses(rest), losses(whole.records[2:]))
+    assert [r["grad_norm"] for r in rest] == [r["grad_norm"] for r in whole.records[2:]]
+    # The second audit in a row raises the alarm, also across a restart.
+    assert len(whole.records[3]["alarms"]) == 1
+    assert rest[1]["alarms"] == whole.records[3]["alarms"]
+    assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
+    assert "resuming from the checkpoint of step 2" in capsys.readouterr().out
+
+
+def cut_off_after_3(config):
+    """Takes back what the run wrote after step 3, as if it had been killed there."""
+    shutil.rmtree(folder_of(config, 4))
+
+
+def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plain_config, capsys):
+    config = changed(plain_config, checkpoint={"interval": 2})
+    whole = run(config)
+    capsys.readouterr()
+    assert run(config) == []
+    printed = capsys.readouterr().out
+    assert "test is complete" in printed and "--run.steps=8" in printed
+
+    # From scratch: the same losses again, and the old results are kept.
+    again = run(changed(config, run={"steps": 1}, checkpoint={"resume": False}))
+    np.testing.assert_array_equal(losses(again), losses(whole[:1]))
+    assert "test.1" in capsys.readouterr().out
+    assert (config.run.folder.with_name("test.1") / "checkpoints" / "4").is_dir()
+    assert [record["step"] for record in written(config)] == [1]
+
+
+def check_records(config, records):
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[3]["loss"] < records[0]["loss"]
+    for record in records:
+        assert record["tokens"] == record["step"] * 256
+        assert record["tokens_per_second"] == pytest.approx(256 / record["step_seconds"])
+        assert 0.02 < record["density"] < 0.9
+        assert record["density"] == pytest.approx(np.mean(record["density_per_layer"]))
+        assert len(record["density_per_layer"]) == config.model.num_layers
+        # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward for each pair.
+        dense = 2 * 2 * 2 * 14 * 16 * 128 * 129 / 2
+        assert record["attention_flops_dense_equivalent"] == dense
+        # The executed tiles hold all computed pairs, and masked ones.
+        assert record["density"] < record["attention_flops_executed"] / dense < 1.1
+        assert record["skipped_steps"] == 0
+        # Unknown for a CPU.
+        assert record["mfu"] is None and record["memory_bytes_in_use"] is None
+    assert [("recall" in record) for record in records] == [True, False, False, True]
+    # Attention is nearly uniform at the start: recall is close to the density, and above it.
+    assert records[0]["density"] < records[0]["recall"] < 1
+    assert len(records[0]["recall_per_layer"]) == config.model.num_layers
+    assert records[0]["recall_worst"] == min(records[0]["recall_worst_per_layer"])
+    assert 0 < records[0]["recall_worst"] < min(records[0]["recall_per_layer"])
+    for name in FIGURES:
+        heads = np.array(records[0][f"{name}_per_head"])
+        assert heads.shape == (2, 2)
+        assert records[0][name] == pytest.approx(heads.mean(), rel=1e-3, abs=1e-4)
+        assert np.ptp(heads) > 0 or name.startswith("starved"), name
+    assert records[0]["local_gradient_cosine"] < 1 and 0 < records[0]["output_error"]
+    assert sorted(path.name for path in (config.run.folder / "masks").iterdir()) == [
+        "step_0000001.png",
+        "step_0000004.png",
+    ]
+
+
+def check_print(printed):
+    for text in (
+        "mtraining-jax: whole, 4 steps",
+        "1 x 1 x 4 (data x node x device) of 4 cpu devices in 1 process",
+        "attention backend: xla (no Hopper GPU)",
+        "step 1/4  loss 4.",
+        "done: 4 steps",
+        "(recall)",
+        "metrics.jsonl",
+        "--run.steps=8",
+    ):
+        assert text in printed
+
+
+def test_unusable_checkpoints_are_refused(plain_config, capsys):
+    config = changed(plain_config, run={"steps": 1}, checkpoint={"async_save": False})
+    run(config)
+    longer = changed(config, run={"steps": 2})
+    before = dumps(written(config))
+
+    with pytest.raises(
+        UserError,
+        match=r"checkpoints/1 is a checkpoint of another model: it has "
+        r"model.rope_theta = 1000000.0, but this run has 500.0",
+    ):
+        run(changed(longer, model={"rope_theta": 500.0}))
+    with pytest.raises(UserError, match="with other trained parameters: it has optimizer.trainabl"):
+        run(changed(longer, optimizer={"trainable": ("self_attn",)}))
+    with pytest.raises(UserError, match="data.seed = 0, but this run has 7"):
+        run(changed(longer, data={"seed": 7}))
+
+    # A byte of the largest array changes: Orbax alone would still read it as numbers.
+    arrays = folder_of(config, 1) / "arrays"
+    largest = max((p for p in arrays.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    largest.write_bytes(content)
+    with pytest.raises(UserError, match="checkpoints/1 is damaged.*move it out of"):
+        run(longer)
+    largest.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="checkpoints/1 is damaged"):
+        run(longer)
+    next((folder_of(config, 1) / "record").glob("*meta*")).write_text("{")
+    with pytest.raises(UserError, match="checkpoints/1 is damaged"):
+        run(longer)
+    assert dumps(written(config)) == before  # no step was taken
+
+
+def test_loss_that_stays_nan_ends_the_run(config, capsys):
+    # A rate that moves the parameters out of the range of fp32 in one step.
+    hot = changed(
+        config,
+        optimizer={"lr": 1e38, "max_skipped_steps": 1},
+        sparsity={"kind": "dense"},
+        parallel={"nodes": 1, "devices_per_node": 1},
+    )
+    with pytest.raises(UserError) as error:
+        run(changed(hot, run={"steps": 9}))
+    assert "the loss is nan at step 3" in str(error.value)
+    assert "2 consecutive steps were not finite" in str(error.value)
+    assert "optimizer.max_skipped_steps = 1" in str(error.value)
+    assert newest_step(checkpoint_folder(hot)) is None
+    records = written(hot)
+    assert [record["loss"] is None for record in records] == [False, True, True]
+    assert [record["skipped_steps"] for record in records] == [0, 1, 2]
+
+
+def test_a_run_without_a_finite_step_fails(plain_config):
+    # So large that the first update leaves the range of fp32; only the first step is finite.
+    hot = changed(plain_config, run={"steps": 1}, optimizer={"lr": 1e38, "max_skipped_steps": 9})
+    run(hot)
+    with pytest.raises(UserError, match="all 2 steps of test had a non-finite loss"):
+        run(changed(hot, run={"steps": 3}))
+
+
+def test_unwritable_metrics_are_reported(plain_config, monkeypatch):
+    def write(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JsonlWriter, "write", write)
+    with pytest.raises(UserError, match=r"metrics.jsonl is not writable \(No space left on dev"):
+        run(changed(plain_config, run={"steps": 1}))
+
+
+def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
+    config = changed(plain_config, checkpoint={"interval": 1})
+    show = Display.step
+
+    def interrupt_at_2(self, record, line):
+        show(self, record, line)
+        if record["step"] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Display, "step", interrupt_at_2)
+    with pytest.raises(UserError, match=r"interrupted at step 2; .* the checkpoint of step 1"):
+        run(config)
+    monkeypatch.undo()
+    assert [record["step"] for record in run(config)] == [2, 3, 4]
+
+
+def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
+    """Steps of long sequences take minutes, and dispatching one may take as long."""
+    reported, report, take = threading.Semaphore(0), Display.step, DeviceBatches.__next__
+    seen = []
+
+    def step(self, record, line):
+        report(self, record, line)
+        reported.release()
+
+    def next_batch(self):
+        if self in seen:  # a step has been dispatched
+            assert reported.acquire(timeout=60), "the last step is not reported"
+        seen.append(self)
+        return take(self)
+
+    monkeypatch.setattr(Display, "step", step)
+    monkeypatch.setattr(DeviceBatches, "__next__", next_batch)
+    assert len(run(plain_config)) == len(seen) == 4
+
+
+def test_an_unwritable_folder_stops_before_any_work(config, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("a device was touched"))
+    with pytest.raises(UserError, match=r"run.output_dir = .*file/runs.*is not writable"):
+        run(changed(config, run={"output_dir": str(file / "runs")}))
+
+
+def test_demands_that_cannot_be_met(config):
+    with pytest.raises(UserError, match="checkpoint.resume = true, but .* has no checkpoint"):
+        run(changed(config, checkpoint={"resume": True}))
+    many = changed(config, parallel={"nodes": 4, "devices_per_node": 4})
+    with pytest.raises(UserError, match="16 devices, but only 8 are available"):
+        run(config_from_dict(config_to_dict(many), "a test"))
+    with pytest.raises(UserError, match="pattern 'self_attm' matches no parameter"):
+        run(changed(config, optimizer={"trainable": ("self_attm",)}))
+    assert not checkpoint_folder(config).exists()
+
+
+def test_masks_that_cannot_be_drawn_are_reported_before_any_work(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="audit.masks draws pictures, which needs matplotlib"):
+        run(changed(config, audit={"interval": 1, "masks": ("0.0",)}))
+
+
+def test_wandb_that_is_not_installed(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="metrics.wandb = true needs the package wandb"):
+        run(changed(config, metrics={"wandb": True}))

@@ -1,0 +1,106 @@
+"""If one process of a run dies, the others stop with a message."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mtraining_jax.config import DistributedConfig
+from mtraining_jax.training.processes import distributed
+
+ROOT = Path(__file__).resolve().parents[3]
+HEARTBEAT_TIMEOUT = 4
+
+# Works with the other process until that one dies; or waits forever, as in a collective of GPUs.
+PROCESS = """
+import sys, time
+import jax
+jax.config.update("jax_platforms", "cpu")
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from mtraining_jax.config import DistributedConfig
+from mtraining_jax.training import distributed
+
+port, number, timeout, wait = sys.argv[1:]
+distributed.initialize(DistributedConfig(
+    coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=int(number),
+    heartbeat_timeout_seconds=int(timeout),
+))
+mesh = Mesh(np.array(jax.devices()), "x", axis_types=(AxisType.Auto,))
+everyone = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
+x = jax.make_array_from_callback(
+    (2,), NamedSharding(mesh, P("x")), lambda _: np.ones(1, np.float32)
+)
+try:
+    for step in range(10**6):
+        everyone(x).block_until_ready()
+        if step == 3:
+            print("works", flush=True)
+            if wait == "wait":
+                time.sleep(300)
+except Exception as error:
+    distributed.abort(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "message"),
+    [
+        ("", "error: another process of the run ended during a collective"),
+        ("wait", "another task died"),
+    ],
+)
+def test_the_others_stop_with_a_message(wait, message):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    survivor, victim = processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(port), str(n), str(HEARTBEAT_TIMEOUT), wait],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        for n in range(2)
+    ]
+    try:
+        assert any("works" in line for line in victim.stdout)
+        assert any("works" in line for line in survivor.stdout)
+        victim.kill()
+        killed = time.monotonic()
+        output, _ = survivor.communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert survivor.returncode != 0 and message in output, output
+    assert time.monotonic() - killed < 10 * HEARTBEAT_TIMEOUT  # allows for a busy machine
+    if not wait:
+        assert "Traceback" not in output
+
+
+def test_an_error_of_this_process_alone_ends_it_with_its_traceback(monkeypatch, capsys):
+    def leave_python(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave_python)
+    with pytest.raises(SystemExit) as left:
+        distributed.abort(RuntimeError("out of ideas"))
+    assert left.value.code == 1
+    assert "RuntimeError: out of ideas" in capsys.readouterr().err
+
+
+def test_the_timeout_is_passed_on(monkeypatch):
+    calls = []
+    monkeypatch.setattr("jax.distributed.initialize", lambda **arguments: calls.append(arguments))
+    config = DistributedConfig(
+        coordinator="a:1", num_processes=2, process_id=0, heartbeat_timeout_seconds=7
+    )
+    assert distributed.initialize(config, {})
+    assert calls[0]["heartbeat_timeout_seconds"] == 7

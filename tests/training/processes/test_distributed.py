@@ -1,0 +1,115 @@
+import pytest
+
+from mtraining_jax.config import DistributedConfig
+from mtraining_jax.training.processes import distributed
+from mtraining_jax.utils.errors import UserError
+
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "gpu[007-009],login",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Records the calls to `jax.distributed.initialize`."""
+    calls = []
+    monkeypatch.setattr("jax.distributed.initialize", lambda **arguments: calls.append(arguments))
+    return calls
+
+
+def test_alone_without_a_scheduler_and_with_one_task(joined):
+    config = DistributedConfig()
+    for environment in (
+        {},
+        {**SLURM, "SLURM_NTASKS": "1"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"},  # a batch script, outside of srun
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a pod that is not part of an indexed job
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+    ):
+        assert not distributed.initialize(config, environment)
+    assert not distributed.initialize(DistributedConfig(initialize="never"), SLURM)
+    assert joined == []
+
+
+def test_fields_come_first(joined):
+    config = DistributedConfig(coordinator="a:1", num_processes=3, process_id=2, timeout_seconds=9)
+    assert distributed.initialize(config, SLURM)
+    (call,) = joined
+    assert call.pop("initialization_timeout") > 9
+    assert call == {
+        "coordinator_address": "a:1",
+        "num_processes": 3,
+        "process_id": 2,
+        "cluster_detection_method": "deactivate",
+        "heartbeat_timeout_seconds": 100,
+    }
+
+
+def test_slurm_with_one_task_a_node_uses_all_its_gpus(joined):
+    for tasks in ("1", "1,1(x3)"):
+        distributed.initialize(DistributedConfig(), SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+        assert "local_device_ids" not in joined.pop()
+    assert distributed.initialize(DistributedConfig(), SLURM)
+    (call,) = joined
+    host, port = call["coordinator_address"].split(":")
+    assert host == "gpu007" and 61440 <= int(port) < 65536
+    assert (call["num_processes"], call["process_id"]) == (4, 2)
+    assert "local_device_ids" not in call
+
+
+@pytest.mark.parametrize("tasks", ["2,1", "1,2", "16(x2)", "1(x3),4"])
+def test_slurm_with_several_tasks_a_node_gives_each_its_gpu(joined, tasks):
+    environment = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": "1"}
+    distributed.initialize(DistributedConfig(), environment)
+    assert joined[0]["local_device_ids"] == [1]
+
+
+@pytest.mark.parametrize(("visible", "ids"), [("3", None), ("GPU-0a1b", None), ("0,1", [1])])
+def test_a_slurm_task_that_sees_one_gpu_uses_it(joined, visible, ids):
+    tasks = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"}
+    distributed.initialize(DistributedConfig(), {**SLURM, **tasks, "CUDA_VISIBLE_DEVICES": visible})
+    assert joined[0].get("local_device_ids") == ids
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("one", "one"),
+        ("one,two", "one"),
+        ("n[1-3]", "n1"),
+        ("n[001,007-015],m", "n001"),
+        ("n1,m[2-3]", "n1"),
+        ("r[1-2]-ib,m", "r1-ib"),
+    ],
+)
+def test_slurm_first_host(joined, nodes, first):
+    distributed.initialize(DistributedConfig(), {**SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert joined[0]["coordinator_address"].startswith(f"{first}:")
+
+
+def test_invalid_variables_are_named(joined):
+    environment = {name: value for name, value in SLURM.items() if name != "SLURM_PROCID"}
+    with pytest.raises(UserError, match="SLURM_PROCID"):
+        distributed.initialize(DistributedConfig(), environment)
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        with pytest.raises(UserError, match=f"variable {name}=many must be a number of processes"):
+            distributed.initialize(DistributedConfig(), {"SLURM_STEP_NODELIST": "n", name: "many"})
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    with pytest.raises(UserError, match="package kubernetes"):
+        distributed.initialize(DistributedConfig(), pod)
+
+
+def test_failure_is_one_message_with_its_source(monkeypatch):
+    def fail(**arguments):
+        raise RuntimeError("DEADLINE_EXCEEDED: nobody there\nand a stack trace")
+
+    monkeypatch.setattr("jax.distributed.initialize", fail)
+    with pytest.raises(UserError, match=r"\(SLURM\) could not connect: DEADLINE") as error:
+        distributed.initialize(DistributedConfig(), SLURM)
+    assert "\n" not in str(error.value)
