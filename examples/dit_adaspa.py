@@ -29,7 +29,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from mtraining_jax import AdaSpa, Dense, Shards, sparse_attention
+from mtraining_jax import AdaSpa, Dense, SelectionContext, sparse_attention
 from mtraining_jax.patterns.adaspa import exact_masses, recall
 
 CHANNELS = 4
@@ -158,7 +158,9 @@ class Runner:
 
             def attend(i: int, q: Array, k: Array, v: Array) -> Array:
                 blocks = jnp.arange(q.shape[1] // size)
-                masses = exact_masses(q, k, Shards(blocks, blocks.size, causal=False), size)
+                masses = exact_masses(
+                    q, k, SelectionContext(blocks, blocks.size, causal=False), size
+                )
                 kept = indices[i].computes(blocks * size, blocks)[..., 0]
                 shares.append(recall(masses, kept))
                 return sparse_attention(q, k, v, pattern=indices[i], causal=False)

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mtraining_jax import Choice, Pattern, Shards
+from mtraining_jax import Pattern, Selection, SelectionContext
 from mtraining_jax.utils.limits import PositiveInt, check_limits
 from pallas_kernels import BlockSparseIndex
 
@@ -33,13 +33,13 @@ class Strided(Pattern):
     def __post_init__(self):
         check_limits(self)
 
-    def choose(self, q: jax.Array, k: jax.Array, shards: Shards) -> Choice:
+    def select(self, q: jax.Array, k: jax.Array, context: SelectionContext) -> Selection:
         """Selects the same blocks for every head, independent of q and k."""
-        blocks = jnp.arange(shards.num_blocks)
+        blocks = jnp.arange(context.num_blocks)
         distance = blocks[:, None] - blocks
         seen = (distance < self.window) | (blocks % self.stride == 0)
         seen = jnp.broadcast_to(seen, (q.shape[0], q.shape[2], *seen.shape))
-        return Choice(BlockSparseIndex.from_block_mask(seen, self.block_size))
+        return Selection(BlockSparseIndex.from_block_mask(seen, self.block_size))
 
     def describe(self) -> str:
         """Description for the start of a run."""

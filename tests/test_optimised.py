@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import VerticalSlash, choose_index
+from mtraining_jax.patterns import VerticalSlash, select_index
 from tests.patterns import inputs
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def test_columns_and_diagonals_are_those_of_one_device():
         block_size=block, num_probe_queries=15, sink_tokens=4, min_verticals=8, min_slashes=3
     )
     pattern = VerticalSlash(0.6, 64, 12, **small)
-    choose = functools.partial(choose_index, pattern=pattern, num_blocks=seq_len // block)
+    choose = functools.partial(select_index, pattern=pattern, num_blocks=seq_len // block)
 
     def local(q, k):
         where = layout.block_ids(jax.lax.axis_index("device"))

@@ -9,7 +9,7 @@ from jax import Array
 
 import pallas_kernels
 from benchmarks.kernels.masks import BLOCK
-from mtraining_jax.patterns import VerticalSlash, choose_index
+from mtraining_jax.patterns import VerticalSlash, select_index
 from pallas_kernels import DenseIndex, Index, Plan, VerticalSlashIndex
 
 HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim
@@ -20,7 +20,7 @@ def select(q: Array, k: Array, backend: str | None = None) -> VerticalSlashIndex
     """Selects an index as a training step does."""
     num_blocks = q.shape[1] // BLOCK
     block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    return choose_index(q, k, PATTERN, block_ids=block_ids, num_blocks=num_blocks, backend=backend)
+    return select_index(q, k, PATTERN, block_ids=block_ids, num_blocks=num_blocks, backend=backend)
 
 
 class Attention:

@@ -20,7 +20,7 @@ from benchmarks.options import BACKENDS, make_parser
 from benchmarks.quality.patterns import parse
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
-from mtraining_jax.patterns import ModelSizes, Shards, VerticalSlash, choose_index
+from mtraining_jax.patterns import ModelSizes, SelectionContext, VerticalSlash, select_index
 from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.selection.rules.row_rule import kept_blocks
 from mtraining_jax.selection.scores import estimate
@@ -84,7 +84,7 @@ def _cells(args, seq_len: int, text: str) -> list[str]:
 
     @jax.jit
     def select(q: Array, k: Array) -> Index:
-        return choose_index(
+        return select_index(
             q, k, pattern, block_ids=blocks, num_blocks=num_blocks, backend=args.backend
         )
 
@@ -107,7 +107,7 @@ def _row_parts(args, pattern: RowPattern, q, k, index, time) -> list[str]:
 
     @jax.jit
     def rule(scores: Array) -> Array:
-        return kept_blocks(scores, blocks, pattern.rule(Shards(blocks, num_blocks)))
+        return kept_blocks(scores, blocks, pattern.rule(SelectionContext(blocks, num_blocks)))
 
     @jax.jit
     def lists(index: BlockMaskIndex):

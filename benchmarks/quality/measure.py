@@ -14,9 +14,9 @@ from benchmarks.kernels.programs import Attention
 from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.timing import median_ms
 from mtraining_jax.evaluation.far_copies import far_copies
-from mtraining_jax.patterns import Pattern, Shards
-from mtraining_jax.selection.choose import choose
+from mtraining_jax.patterns import Pattern, SelectionContext
 from mtraining_jax.selection.metrics import attention_recall, causal_pairs
+from mtraining_jax.selection.select import select
 from pallas_kernels.index import Index
 
 PARTS = ("choose", "build", "forward", "backward")  # of the attention time of a layer
@@ -50,8 +50,10 @@ class Selector:
         return jax.tree.map(lambda x: jnp.asarray(x[layer]), self._pattern)
 
     def _select(self, q: Array, k: Array, pattern: Pattern | None) -> Index:
-        shards = Shards(jnp.asarray(self._blocks), len(self._blocks), backend=self._backend)
-        return choose(self._pattern if pattern is None else pattern, q, k, shards).index
+        context = SelectionContext(
+            jnp.asarray(self._blocks), len(self._blocks), backend=self._backend
+        )
+        return select(self._pattern if pattern is None else pattern, q, k, context).index
 
 
 class Programs:

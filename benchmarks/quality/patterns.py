@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns import Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.patterns import ModelSizes, Pattern, Selection, SelectionContext
 from mtraining_jax.patterns.setting_text import parse_settings
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import check_limits, limited
@@ -29,7 +29,7 @@ class Window(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         import jax.numpy as jnp
 
         from pallas_kernels import VerticalSlashIndex
@@ -44,11 +44,11 @@ class Window(Pattern):
             )
 
         # With room for every diagonal, windows of any width share the programs of the kernels.
-        num_blocks = shards.num_blocks
+        num_blocks = context.num_blocks
         diagonals = listed(min(self.blocks, num_blocks), num_blocks, num_blocks)
         seq_len = num_blocks * self.block_size
         columns = listed(self.columns, self.columns, seq_len)
-        return Choice(VerticalSlashIndex(*diagonals, *columns, self.block_size))
+        return Selection(VerticalSlashIndex(*diagonals, *columns, self.block_size))
 
     def describe(self) -> str:
         return f"window of {self.blocks} blocks and {self.columns} columns"

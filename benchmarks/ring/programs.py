@@ -21,7 +21,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import RingTopology, ring_attention, ring_plans
 from mtraining_jax.parallel.ring.columns import fetch_columns
-from mtraining_jax.patterns import Dense, choose_index
+from mtraining_jax.patterns import Dense, select_index
 from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
 
 
@@ -164,7 +164,7 @@ class RingPrograms:
         """Selects an index over all ranks, as a training step does."""
 
         def on_rank(q: Array, k: Array) -> VerticalSlashIndex:
-            return choose_index(
+            return select_index(
                 q,
                 k,
                 PATTERN,

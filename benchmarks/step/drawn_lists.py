@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtraining_jax.patterns import Choice, Pattern, Shards
+from mtraining_jax.patterns import Pattern, Selection, SelectionContext
 from mtraining_jax.patterns.base import KeptShare
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import check_limits, limited
@@ -64,7 +64,7 @@ class DrawnLists(Pattern):
 
     by_rows = True
     reads_documents = True
-    chooses = False
+    selects = False
     density_name = "drawn density"
 
     draw: limited(int, ge=0) = 0
@@ -84,7 +84,7 @@ class DrawnLists(Pattern):
     def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         return num_blocks * -(-num_blocks // 32), 0
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Draws the blocks of the local rows.
 
         Raises:
@@ -95,13 +95,13 @@ class DrawnLists(Pattern):
 
         from pallas_kernels.index import BlockMaskIndex
 
-        if shards.documents is None:
+        if context.documents is None:
             raise UserError("DrawnLists draws by the length of documents: set data.documents")
-        rows, num_blocks = shards.block_ids, shards.num_blocks
-        own = shards.documents.min_sparse_tokens(-(-self.min_sparse_tokens // self.block_size)).of(
+        rows, num_blocks = context.block_ids, context.num_blocks
+        own = context.documents.min_sparse_tokens(-(-self.min_sparse_tokens // self.block_size)).of(
             rows
         )
-        density = self._densities(own, num_blocks * self.block_size, shards.shares)
+        density = self._densities(own, num_blocks * self.block_size, context.shares)
         # No compiler knows whether the first query is NaN. So each layer draws and lists again, as
         # a selection would.
         key = jax.random.fold_in(jax.random.key(self.draw), jnp.isnan(q[0, 0, 0, 0]).astype(int))
@@ -112,7 +112,7 @@ class DrawnLists(Pattern):
         always = (rows[:, None] - blocks < 2) | (blocks == first)  # [B, n, NB]
         mask = always[:, None] | (drawn < wanted[:, None, :, None])
         mask &= (blocks >= first)[:, None]
-        return Choice(BlockMaskIndex.from_block_mask(mask, self.block_size, rows))
+        return Selection(BlockMaskIndex.from_block_mask(mask, self.block_size, rows))
 
     def _densities(self, own: "DocumentBlocks", seq_len: int, shares: "Array | None") -> "Array":
         """Density of the document of each row, fp32 [B, n]."""

@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.patterns import Shards
+from mtraining_jax.patterns import SelectionContext
 from mtraining_jax.selection import collectives
 from pallas_kernels.composed import chunk_attention
 from pallas_kernels.index import TokenChunksIndex
 
 
 def composed_ring(
-    ring: functools.partial, q: Array, k: Array, v: Array, index: TokenChunksIndex, shards: Shards
+    ring: functools.partial,
+    q: Array,
+    k: Array,
+    v: Array,
+    index: TokenChunksIndex,
+    context: SelectionContext,
 ) -> tuple[Array, Array]:
     """Attention of one rank's queries to selected chunks of all keys; differentiable.
 
@@ -23,15 +28,15 @@ def composed_ring(
     index and `return_lse`. For past chunks, the keys and values of all ranks are gathered, across
     nodes too. The result is out [B, n, Hq, D] in the dtype of q, and lse fp32 [B, Hq, n].
     """
-    own = ring(q, k, v, index.own(shards.block_ids))
-    where = shards.num_blocks, shards.axis_names
-    keys, values = (cast(Array, _all_blocks(*where, x, shards.block_ids)) for x in (k, v))
+    own = ring(q, k, v, index.own(context.block_ids))
+    where = context.num_blocks, context.axis_names
+    keys, values = (cast(Array, _all_blocks(*where, x, context.block_ids)) for x in (k, v))
     return chunk_attention(
         q,
         keys,
         values,
         index,
-        shards.block_ids,
+        context.block_ids,
         own,
         scale=ring.keywords["scale"],
         backend=ring.keywords["backend"],

@@ -24,13 +24,13 @@ from mtraining_jax.parallel.groups import shared_axes
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
-from mtraining_jax.patterns import Choice, Pattern, Shards
+from mtraining_jax.patterns import Pattern, Selection, SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.by_length import pairs_by_length
-from mtraining_jax.selection.choose import choose
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.selection.row_attention import RowAttention
+from mtraining_jax.selection.select import select
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import attention
 from pallas_kernels.index import Index, TokenChunksIndex
@@ -95,7 +95,7 @@ def attend(
         valid_len, documents: see `sparse_attention`. Queries attend within their document, even if
             an index lists other pairs.
         shares: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
-            units of `Shards.shares`; not for an index.
+            units of `SelectionContext.shares`; not for an index.
     """
     if shares is not None and isinstance(pattern, Index):
         raise ValueError("shares override the mass fraction of a pattern, but pattern is an index")
@@ -125,8 +125,8 @@ def attend(
         documents: DocumentBlocks | None,
         shares: Array | None,
     ) -> AttentionOutput:
-        shards = _shards(spec, q, pattern.block_size, valid_len, documents, shares)
-        return _attend_on_shard(spec, q, k, v, combine(static, arrays), audit, shards, others)
+        context = _shards(spec, q, pattern.block_size, valid_len, documents, shares)
+        return _attend_on_shard(spec, q, k, v, combine(static, arrays), audit, context, others)
 
     forward_audit = audit and dataclasses.replace(audit, grad_tap=None)
     args = (q, k, v, arrays, forward_audit, valid_len, documents, shares)
@@ -206,37 +206,37 @@ def _attend_on_shard(
     v: Array,
     pattern: Pattern | Index,
     audit: Audit | None,
-    shards: Shards,
+    context: SelectionContext,
     others: tuple[str, ...],
 ) -> AttentionOutput:
     """Attention on one device's shards; `others` are the axes of other sequences and heads."""
     if isinstance(pattern, Pattern):
         with jax.named_scope("selection"):
-            choice = choose(pattern, q, k, shards)
-        by_rows = _by_rows(pattern, shards.documents)
-        if choice.index.by_rows != by_rows:
+            selection = select(pattern, q, k, context)
+        by_rows = _by_rows(pattern, context.documents)
+        if selection.index.by_rows != by_rows:
             raise ValueError(
                 f"{type(pattern).__name__}.by_rows={by_rows}, but it returned a "
-                f"{type(choice.index).__name__} with by_rows={choice.index.by_rows}; "
+                f"{type(selection.index).__name__} with by_rows={selection.index.by_rows}; "
                 "they must be equal"
             )
-    elif shards.documents is not None:
-        choice = Choice(_within_documents(pattern, shards.documents, shards.block_ids))
+    elif context.documents is not None:
+        selection = Selection(_within_documents(pattern, context.documents, context.block_ids))
     else:
-        choice = Choice(pattern)
-    index = choice.index
+        selection = Selection(pattern)
+    index = selection.index
     statistics: Stats = {}
     if spec.statistics:
-        seq_len = shards.num_blocks * pattern.block_size
-        statistics = _measure(choice, seq_len, shards, spec.by_length)
+        seq_len = context.num_blocks * pattern.block_size
+        statistics = _measure(selection, seq_len, context, spec.by_length)
         statistics = lax.pmean(statistics, others) if others else statistics
         statistics = lax.stop_gradient(statistics)
     rows = None
     if audit is not None:
-        statistics["audit"], rows = audit_shards(audit, q, k, v, index, shards, others)
+        statistics["audit"], rows = audit_shards(audit, q, k, v, index, context, others)
         if audit.mask_heads:
-            statistics["masks"] = mask_of_heads(audit, index, shards, others)
-    if spec.layout is None or not shards.axis_names:
+            statistics["masks"] = mask_of_heads(audit, index, context, others)
+    if spec.layout is None or not context.axis_names:
         out, lse = attention(
             q, k, v, index, scale=spec.scale, backend=spec.backend, return_lse=True
         )
@@ -244,15 +244,15 @@ def _attend_on_shard(
         ring = functools.partial(
             ring_attention,
             layout=spec.layout,
-            axis_names=shards.axis_names,
-            axis_sizes=tuple(spec.placement.size((axis,)) for axis in shards.axis_names),
+            axis_names=context.axis_names,
+            axis_sizes=tuple(spec.placement.size((axis,)) for axis in context.axis_names),
             ring=spec.ring,
             scale=spec.scale,
             backend=spec.backend,
             return_lse=True,
         )
         if isinstance(index, TokenChunksIndex):
-            out, lse = composed_ring(ring, q, k, v, index, shards)
+            out, lse = composed_ring(ring, q, k, v, index, context)
         else:
             out, lse = ring(q, k, v, index)
     return AttentionOutput(out, lse, index, statistics, rows)
@@ -265,14 +265,14 @@ def _shards(
     valid_len: Array | None,
     documents: DocumentBlocks | None,
     shares: Array | None,
-) -> Shards:
+) -> SelectionContext:
     axes = spec.placement.sequence if spec.placement.ranks > 1 else ()
     if axes and spec.layout is not None:
         num_blocks, block_ids = spec.layout.num_blocks, spec.layout.block_ids(lax.axis_index(axes))
     else:
         num_blocks = q.shape[1] // block_size
         block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
-    return Shards(
+    return SelectionContext(
         block_ids,
         num_blocks,
         axes,
@@ -285,15 +285,17 @@ def _shards(
     )
 
 
-def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> Stats:
+def _measure(
+    selection: Selection, seq_len: int, context: SelectionContext, by_length: bool
+) -> Stats:
     """Measures density and executed pairs, and adds the statistics of the pattern."""
-    block_size, documents = choice.index.block_size, shards.documents
+    block_size, documents = selection.index.block_size, context.documents
     total = pairs_to_share(seq_len, block_size, documents)
-    rows = collectives.rows_of(shards.block_ids, shards.axis_names)
+    rows = collectives.rows_of(context.block_ids, context.axis_names)
     numbers = {
-        "density": density(choice.index, seq_len, rows, documents),
-        "executed": choice.index.executed_pairs(seq_len, rows) / total,
-        **choice.statistics,
+        "density": density(selection.index, seq_len, rows, documents),
+        "executed": selection.index.executed_pairs(seq_len, rows) / total,
+        **selection.statistics,
     }
     if documents is not None:
         # In floating point: from 65536 tokens on, the pair count overflows an int32.
@@ -304,7 +306,7 @@ def _measure(choice: Choice, seq_len: int, shards: Shards, by_length: bool) -> S
             "executed_pairs": numbers["executed"] * share,
         }
         if by_length:
-            numbers |= pairs_by_length(choice.index, rows, documents, seq_len)
+            numbers |= pairs_by_length(selection.index, rows, documents, seq_len)
     return {name: jnp.mean(x, dtype=jnp.float32) for name, x in numbers.items()}
 
 
@@ -339,11 +341,11 @@ def make_attention(
         A function `attention(q, k, v, given=None, documents=None, shares=None, sink=None) -> (out,
         stats)` for use under `jax.jit`. q, k and v are in layout order, after rotary embedding.
         `given` replaces `pattern` in this call with a per-layer pattern, or with a global index
-        [B, Hq, ...]. `shares` are as in `Shards`, `sink` is the `grad_tap` of an `Audit`.
+        [B, Hq, ...]. `shares` are as in `SelectionContext`, `sink` is the `grad_tap` of an `Audit`.
 
         stats are fp32 scalars, means over heads and batch (inside `in_groups`, of each
         data-parallel replica): `density` (computed pairs over causal pairs), `executed` (pairs in
-        executed tiles over causal pairs) and `Choice.statistics`. With documents, these ratios are
+        executed tiles over causal pairs) and `Selection.statistics`. With documents, these ratios are
         relative to causal pairs within documents. `document_pairs`, `computed_pairs` and
         `executed_pairs` are then relative to all causal pairs of the sequence, so they may be
         averaged over sequences; `by_length` adds the counts of `pairs_by_length`. With

@@ -172,7 +172,7 @@ def _run(arguments: list[str]) -> int:
 
 def _checked(text: str) -> Settings:
     settings = parse_settings(text)
-    if not settings.sparse or not settings.chooses:
+    if not settings.sparse or not settings.selects:
         raise UserError(
             f'--settings has "{text}", which does not select pairs; use a sparse pattern, e.g. '
             f"{SETTINGS[0]}"

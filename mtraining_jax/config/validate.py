@@ -130,7 +130,7 @@ def _sequence(config: Config) -> Iterator[str]:
         )
     most, why = MAX_POSITIONS, "up to which rotary position embeddings are exact"
     pattern = PATTERNS.get(config.sparsity.kind)
-    if pattern.sparse and pattern.chooses and MAX_BLOCKS * block < most:
+    if pattern.sparse and pattern.selects and MAX_BLOCKS * block < most:
         most = MAX_BLOCKS * block
         why = f"{MAX_BLOCKS} blocks of sparsity.block_size = {block}"
     if data.seq_len > most:
@@ -169,7 +169,7 @@ def _sparsity(config: Config) -> Iterator[str]:
         yield from _dense_steps(config)
     for name in ("interval", "gradient_interval"):
         every = getattr(config.audit, name)
-        if every and not settings.chooses:
+        if every and not settings.selects:
             yield (
                 f"audit.{name} = {every} needs a pattern that selects pairs, and sparsity.kind = "
                 f'"{config.sparsity.kind}" does not; set audit.{name} = 0'
@@ -190,7 +190,7 @@ def _dense_steps(config: Config) -> Iterator[str]:
             " + ".join(f"{name} = {values[name]}" for name in ends)
             + f" is more than run.steps = {steps}: dense warm-up and cooldown must fit into the run"
         )
-    if not sparsity.settings.chooses:
+    if not sparsity.settings.selects:
         yield (
             f'{given} cannot be combined with sparsity.kind = "{sparsity.kind}", which measures '
             "speed and does not select pairs; set 0"
@@ -333,7 +333,7 @@ def _held_out(config: Config) -> Iterator[str]:
             'their batches in the order of the data; set eval.data.balance = "none"'
         )
         return
-    if held_out.attention != "dense" and not PATTERNS.get(config.sparsity.kind).chooses:
+    if held_out.attention != "dense" and not PATTERNS.get(config.sparsity.kind).selects:
         yield (
             f'eval.attention = "{held_out.attention}" needs a pattern that selects pairs, and '
             f'sparsity.kind = "{config.sparsity.kind}" does not; set eval.attention = "dense"'

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpec:
-    """Shards the first axis of a parameter that the devices divide, or replicates it."""
+    """SelectionContext the first axis of a parameter that the devices divide, or replicates it."""
     if not fsdp:
         return PartitionSpec()
     for axis, (logical, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):

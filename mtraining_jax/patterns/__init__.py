@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtraining_jax.patterns.adaspa import AdaSpa
-from mtraining_jax.patterns.base import Choice, ModelSizes, Pattern, Settings, Shards
+from mtraining_jax.patterns.base import ModelSizes, Pattern, Selection, SelectionContext, Settings
 from mtraining_jax.patterns.block_topk import BlockTopK
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.exact_rows import ExactRows
@@ -23,19 +23,19 @@ from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.patterns.xattention import XAttention
 
 if TYPE_CHECKING:
-    from mtraining_jax.selection.choose import choose_index
     from mtraining_jax.selection.metrics import (
         attention_flops,
         attention_recall,
         causal_pairs,
         density,
     )
+    from mtraining_jax.selection.select import select_index
 
 _HOMES = {
     "attention_flops": "mtraining_jax.selection.metrics",
     "attention_recall": "mtraining_jax.selection.metrics",
     "causal_pairs": "mtraining_jax.selection.metrics",
-    "choose_index": "mtraining_jax.selection.choose",
+    "select_index": "mtraining_jax.selection.select",
     "density": "mtraining_jax.selection.metrics",
 }
 
@@ -43,7 +43,7 @@ __all__ = [
     "PATTERNS",
     "AdaSpa",
     "BlockTopK",
-    "Choice",
+    "Selection",
     "Dense",
     "ExactRows",
     "FixedBudget",
@@ -57,13 +57,13 @@ __all__ = [
     "Replay",
     "SampledRows",
     "Settings",
-    "Shards",
+    "SelectionContext",
     "VerticalSlash",
     "XAttention",
     "attention_flops",
     "attention_recall",
     "causal_pairs",
-    "choose_index",
+    "select_index",
     "density",
     "load_budgets",
     "make_replay",

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
-from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
 from mtraining_jax.utils.limits import Ge, Lt, NonNegativeInt, PositiveInt, check_limits
 
 if TYPE_CHECKING:
@@ -53,19 +53,19 @@ class AdaSpa(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Selects lists for all rows and reports the fraction of mass kept as `recall`."""
         from pallas_kernels.index import BlockSparseIndex
 
-        if shards.causal or shards.axis_names:
+        if context.causal or context.axis_names:
             raise ValueError(
                 "AdaSpa needs causal=False and a sequence on one device; for causal attention use "
                 "ExactRows, which selects by the same masses"
             )
-        masses = exact_masses(q, k, shards, self.block_size)
+        masses = exact_masses(q, k, context, self.block_size)
         kept = self.kept(masses)
         index = BlockSparseIndex.from_block_mask(kept, self.block_size, causal=False)
-        return Choice(index, {"recall": recall(masses, kept)})
+        return Selection(index, {"recall": recall(masses, kept)})
 
     def kept(self, masses: "Array") -> "Array":
         import jax.numpy as jnp
@@ -112,13 +112,13 @@ class AdaSpa(Pattern):
         return 1.0
 
 
-def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int) -> "Array":
+def exact_masses(q: "Array", k: "Array", context: SelectionContext, block_size: int) -> "Array":
     """Computes the mean softmax mass that each query block gives to each key block.
 
     Args:
         q: [B, S, Hq, D].
         k: [B, S, Hk, D].
-        shards: the whole sequence on one device; only `scale` and `backend` are read.
+        context: the whole sequence on one device; only `scale` and `backend` are read.
         block_size: tokens per block (g).
 
     Returns:
@@ -136,9 +136,9 @@ def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int) -> "Ar
         blocks(q),
         blocks(k),
         places,
-        scale=shards.scale_for(q.shape[-1]),
+        scale=context.scale_for(q.shape[-1]),
         like=q,
-        backend=shards.backend,
+        backend=context.backend,
     )
 
 

@@ -39,7 +39,7 @@ class ModelSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
+class SelectionContext:
     """The shards of a sequence in a selection, on one device or inside `jax.shard_map`.
 
     Attributes:
@@ -115,7 +115,7 @@ class KeptShare(NamedTuple):
     bits: int
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """The result of a selection.
 
     Attributes:
@@ -137,13 +137,13 @@ class Settings:
 
     Attributes:
         block_size: Block size in tokens (g).
-        chooses: whether pairs are selected by queries and keys; otherwise recall is not measured,
+        selects: whether pairs are selected by queries and keys; otherwise recall is not measured,
             and densities are reported under another name.
         density_name: name of the density in what a run prints.
         sparse: whether pairs may be skipped at all.
         by_rows: whether its indices are `by_rows`: each rank of a sequence holds its own rows.
             A pattern whose answer depends on documents overrides `row_sharded`.
-        reads_documents: whether `choose` selects within `Shards.documents`; otherwise packed
+        reads_documents: whether `select` selects within `SelectionContext.documents`; otherwise packed
             documents are rejected.
     """
 
@@ -151,7 +151,7 @@ class Settings:
     sparse: ClassVar[bool] = True
     by_rows: ClassVar[bool] = False
     reads_documents: ClassVar[bool] = False
-    chooses: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
     density_name: ClassVar[str] = "density"
 
     def pattern(self, model: ModelSizes) -> "Pattern":
@@ -180,7 +180,7 @@ class Settings:
         return self
 
     def kept_share(self) -> KeptShare | None:
-        """The mass fraction that `Shards.shares` may override, or None."""
+        """The mass fraction that `SelectionContext.shares` may override, or None."""
         return None
 
     def describe(self) -> str:
@@ -192,9 +192,9 @@ class Settings:
         why = "assumed by length, as measured with SmolLM2-135M and, at 512K, by MTraining"
         return density_of_vertical_slash(tokens), why
 
-    def takes_choosing(self) -> bool:
+    def takes_selection(self) -> bool:
         """Whether a step selects an index, used or not. For time estimates, as the next two."""
-        return self.chooses
+        return self.selects
 
     def scoring_share(self) -> float:
         """FLOP of scoring pairs over those of a dense forward pass; 0 if probe queries are few."""
@@ -232,7 +232,7 @@ class Pattern(Settings):
 
     Attributes:
         arrays: names of the fields that are arrays.
-        also_not_causal: whether `choose` supports non-causal attention.
+        also_not_causal: whether `select` supports non-causal attention.
     """
 
     arrays: ClassVar[tuple[str, ...]] = ()
@@ -247,19 +247,19 @@ class Pattern(Settings):
     def pattern(self, model: ModelSizes) -> "Pattern":
         return self
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Selects the pairs to compute, per batch entry and query head.
 
-        Called by `choose.choose`, inside `jax.shard_map` on the shards of a sequence or on one
+        Called by `selection.select`, inside `jax.shard_map` on the shards of a sequence or on one
         device. All ranks must get the same index, or their own rows of it, for any number of ranks.
 
         Args:
             q: [B, n, Hq, D], local queries, after rotary embedding.
             k: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
-            shards: the shards of the sequence.
+            context: the shards of the sequence.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must implement choose(self, q, k, shards)"
+            f"{type(self).__name__} must implement select(self, q, k, context)"
         )
 
 

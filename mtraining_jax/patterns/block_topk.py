@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
 from mtraining_jax.utils.limits import PositiveInt, check_limits
 
 if TYPE_CHECKING:
@@ -48,17 +48,17 @@ class BlockTopK(Pattern):
     def more_pairs(self) -> str:
         return f"increase sparsity.top_blocks = {self.top_blocks}"
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
-        from mtraining_jax.selection.checks import check_choice
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
+        from mtraining_jax.selection.checks import check_selection
         from mtraining_jax.selection.scores.chunk_gate import chosen_blocks
         from pallas_kernels.index import BlockMaskIndex
 
-        check_choice(q, k, shards, self.block_size)
-        most = min(self.top_blocks, shards.num_blocks)
-        bits = chosen_blocks(q, k, shards, most)
-        if shards.documents is not None:  # blocks without a document compute nothing
-            bits &= shards.documents.causal_blocks(shards.block_ids, shards.num_blocks)
-        return Choice(BlockMaskIndex(bits, shards.num_blocks, self.block_size))
+        check_selection(q, k, context, self.block_size)
+        most = min(self.top_blocks, context.num_blocks)
+        bits = chosen_blocks(q, k, context, most)
+        if context.documents is not None:  # blocks without a document compute nothing
+            bits &= context.documents.causal_blocks(context.block_ids, context.num_blocks)
+        return Selection(BlockMaskIndex(bits, context.num_blocks, self.block_size))
 
     def describe(self) -> str:
         return f"block top-k, {self.top_blocks} key blocks per query block, scored by block means"

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
 from mtraining_jax.utils.limits import PositiveInt, check_limits
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ class Dense(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         import jax.numpy as jnp
 
         from pallas_kernels.index import DenseDocumentsIndex, DenseIndex
 
-        if shards.documents is None:
-            return Choice(DenseIndex(self.block_size, shards.causal))
-        shape = q.shape[0], q.shape[2], shards.num_blocks
-        first, end = (jnp.broadcast_to(x[:, None], shape) for x in shards.documents.spans())
-        return Choice(DenseDocumentsIndex(first, end, self.block_size))
+        if context.documents is None:
+            return Selection(DenseIndex(self.block_size, context.causal))
+        shape = q.shape[0], q.shape[2], context.num_blocks
+        first, end = (jnp.broadcast_to(x[:, None], shape) for x in context.documents.spans())
+        return Selection(DenseDocumentsIndex(first, end, self.block_size))
 
     def describe(self) -> str:
         return "dense"

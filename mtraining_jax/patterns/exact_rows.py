@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.patterns.row_pattern import RowPattern
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ class ExactRows(RowPattern):
     and keys), so it pays off in training only if forward and backward save more than that.
     """
 
-    def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+    def scores(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
         from mtraining_jax.patterns.sampled_rows import exact_masses
 
-        return exact_masses(q, k, shards, self.block_size, self.block_size)
+        return exact_masses(q, k, context, self.block_size, self.block_size)
 
     def scoring_share(self) -> float:
         # One of the two products of a forward pass.

@@ -190,7 +190,7 @@ class FixedBudgets:
     def pattern(self, **settings: int) -> FixedBudget:
         """Returns the pattern of all layers, to scan over or index by layer (`jax.tree.map`).
 
-        Its arrays are [L, Hq]; `choose_index` takes one layer's row, [Hq]. The caps are the largest
+        Its arrays are [L, Hq]; `select_index` takes one layer's row, [Hq]. The caps are the largest
         budgets of any layer. `settings` are other fields of `FixedBudget`, such as num_probe_queries.
         """
         return FixedBudget(

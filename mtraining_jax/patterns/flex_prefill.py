@@ -4,7 +4,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mtraining_jax.cost_model.density import density_of_lists
-from mtraining_jax.patterns.base import Choice, Pattern, Shards, blocks_of, most_documents
+from mtraining_jax.patterns.base import (
+    Pattern,
+    Selection,
+    SelectionContext,
+    blocks_of,
+    most_documents,
+)
 from mtraining_jax.utils.limits import (
     NonNegativeInt,
     PositiveFraction,
@@ -79,53 +85,53 @@ class FlexPrefill(Pattern):
     def more_pairs(self) -> str:
         return f"increase sparsity.gamma = {self.gamma}"
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Selects lists, and reports the fraction of query-aware heads as `query_aware`.
 
         With documents it is a fraction of heads and non-dense documents.
         """
         import jax.numpy as jnp
 
-        from mtraining_jax.selection.checks import check_choice
+        from mtraining_jax.selection.checks import check_selection
         from mtraining_jax.selection.rules.flex_cut import Rows
         from mtraining_jax.selection.scores import flex_steps
         from mtraining_jax.selection.spans import PackedSpans
         from pallas_kernels.index import BlockMaskIndex
 
-        check_choice(q, k, shards, self.block_size)
-        rows, num_blocks, slots = shards.block_ids, shards.num_blocks, None
-        documents = shards.documents
+        check_selection(q, k, context, self.block_size)
+        rows, num_blocks, slots = context.block_ids, context.num_blocks, None
+        documents = context.documents
         if documents is not None:
             least = max(self._blocks(self.min_sparse_tokens), self._dense_blocks() + 1)
             documents = documents.min_sparse_tokens(least)
-            shards = dataclasses.replace(shards, documents=documents)
+            context = dataclasses.replace(context, documents=documents)
             slots = PackedSpans.of(documents, most_documents(num_blocks, least))
         elif num_blocks <= self._dense_blocks():
             shape = q.shape[0], q.shape[2]
             listed = jnp.ones((*shape, len(rows), num_blocks), bool)
             index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
-            return Choice(index, {"query_aware": jnp.zeros(shape, jnp.float32)})
-        found = flex_steps.last_attention(q, k, shards, self.block_size, self.gamma, slots)
+            return Selection(index, {"query_aware": jnp.zeros(shape, jnp.float32)})
+        found = flex_steps.last_attention(q, k, context, self.block_size, self.gamma, slots)
         aware = jnp.zeros(found.tokens.shape[1:], bool)
         if self.js_threshold:
-            distance = flex_steps.distances(q, k, shards, found, slots)
+            distance = flex_steps.distances(q, k, context, found, slots)
             aware = distance < self.js_threshold
         most = num_blocks if slots is None else slots.length[:, None]
         counts = self._counts(found.tokens, aware, most)
-        listed = flex_steps.kept_blocks(found, counts, shards, slots)
+        listed = flex_steps.kept_blocks(found, counts, context, slots)
         if self.js_threshold:
-            pooled = flex_steps.pooled_lists(q, k, shards, self.gamma, slots)
-            of_rows = aware[..., None] if slots is None else Rows(shards, slots).spread(aware)
+            pooled = flex_steps.pooled_lists(q, k, context, self.gamma, slots)
+            of_rows = aware[..., None] if slots is None else Rows(context, slots).spread(aware)
             listed = listed | (pooled & of_rows[..., None])
         if slots is None or documents is None:
             index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
-            return Choice(index, {"query_aware": aware.astype(jnp.float32)})
+            return Selection(index, {"query_aware": aware.astype(jnp.float32)})
         listed = listed | documents.of(rows).dense[:, None, :, None]
         index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
         index = index.within_documents(*documents.spans(), rows)
         aware = (aware & (slots.tokens > 0)[:, None]).sum(-1, dtype=jnp.int32)
         share = aware.astype(jnp.float32) / jnp.maximum(slots.count(), 1)[:, None]
-        return Choice(index, {"query_aware": share})
+        return Selection(index, {"query_aware": share})
 
     def _counts(self, tokens: "Array", aware: "Array", num_blocks: "int | Array") -> "Array":
         """Returns the number of column blocks and of diagonals to keep per sequence."""

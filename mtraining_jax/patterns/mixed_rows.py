@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.utils.limits import PositiveInt, check_at_most
 
@@ -28,12 +28,12 @@ class MixedRows(XAttention):
         super().__post_init__()
         check_at_most(self, "sampled_rows", "block_size")
 
-    def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+    def scores(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
         from mtraining_jax.patterns.sampled_rows import exact_masses
 
-        strides = super().scores(q, k, shards)
+        strides = super().scores(q, k, context)
         # Products with a power of two are exact, so contraction cannot change the sum.
-        return strides * 0.5 + exact_masses(q, k, shards, self.block_size, self.sampled_rows) * 0.5
+        return strides * 0.5 + exact_masses(q, k, context, self.block_size, self.sampled_rows) * 0.5
 
     def scoring_share(self) -> float:
         return super().scoring_share() + self.sampled_rows / (2 * self.block_size)

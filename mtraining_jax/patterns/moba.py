@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
 from mtraining_jax.utils.limits import PositiveInt, check_limits
 
 if TYPE_CHECKING:
@@ -59,24 +59,24 @@ class MoBA(Pattern):
     def more_pairs(self) -> str:
         return f"increase sparsity.top_k = {self.top_k}"
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         import jax.numpy as jnp
 
-        from mtraining_jax.selection.checks import check_choice
+        from mtraining_jax.selection.checks import check_selection
         from mtraining_jax.selection.scores.chunk_gate import chosen_chunks
         from pallas_kernels.index import TokenChunksIndex
 
-        check_choice(q, k, shards, self.block_size)
+        check_selection(q, k, context, self.block_size)
         blocks = self.chunk_size // self.block_size
-        chunks = -(-shards.num_blocks // blocks)
+        chunks = -(-context.num_blocks // blocks)
         most = min(self.top_k, chunks)
-        words = chosen_chunks(q, k, shards, blocks, most)
-        index = TokenChunksIndex(words, shards.num_blocks, blocks, most, self.block_size)
-        first = shards.first_blocks(shards.block_ids)
+        words = chosen_chunks(q, k, context, blocks, most)
+        index = TokenChunksIndex(words, context.num_blocks, blocks, most, self.block_size)
+        first = context.first_blocks(context.block_ids)
         if first is not None:
             first = jnp.broadcast_to(first[:, None], words.shape[:3])
             index = dataclasses.replace(index, first=first)
-        return Choice(index)
+        return Selection(index)
 
     def describe(self) -> str:
         return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens per query"

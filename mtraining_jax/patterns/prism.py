@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.patterns.row_pattern import RowPattern
 
 if TYPE_CHECKING:
@@ -31,28 +31,28 @@ class Prism(RowPattern):
     i + D/2, as in Hugging Face models.
     """
 
-    def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+    def keep(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
         from mtraining_jax.selection.rules.row_rule import kept_blocks
 
-        rule = self.rule(shards)
+        rule = self.rule(context)
         high, low = (
-            kept_blocks(scores, shards.block_ids, rule, shards.documents)
-            for scores in self.bands(q, k, shards)
+            kept_blocks(scores, context.block_ids, rule, context.documents)
+            for scores in self.bands(q, k, context)
         )
         return high | low
 
-    def bands(self, q: "Array", k: "Array", shards: Shards) -> tuple["Array", "Array"]:
+    def bands(self, q: "Array", k: "Array", context: SelectionContext) -> tuple["Array", "Array"]:
         """Returns the weights of the high and the low band, in the form of `RowPattern.scores`."""
         import jax.numpy as jnp
 
         from mtraining_jax.selection.scores import pooling, row_scores
 
-        blocks = jnp.arange(shards.num_blocks, dtype=jnp.int32)
-        ends = shards.ends(shards.block_ids, self.block_size)
-        queries = pooling.block_means(q, shards.block_ids, ends)
-        keys = pooling.block_means(k, blocks, shards.ends(blocks, self.block_size))
-        places, first = shards.block_ids, shards.first_blocks(blocks)
-        own_first = shards.first_blocks(shards.block_ids)
+        blocks = jnp.arange(context.num_blocks, dtype=jnp.int32)
+        ends = context.ends(context.block_ids, self.block_size)
+        queries = pooling.block_means(q, context.block_ids, ends)
+        keys = pooling.block_means(k, blocks, context.ends(blocks, self.block_size))
+        places, first = context.block_ids, context.first_blocks(blocks)
+        own_first = context.first_blocks(context.block_ids)
         if ends is not None:
             places = jnp.where(places * self.block_size < ends, places, -1)
         head_dim, groups = q.shape[-1], q.shape[2] // k.shape[2]
@@ -61,7 +61,7 @@ class Prism(RowPattern):
         found = []
         for band in (in_pair < round(_HIGH * half), in_pair >= half - round(_LOW * half)):
             of_queries = pooling.energy_share(queries, band)
-            of_keys = pooling.energy_share_up_to_each(keys, band, first)[:, :, shards.block_ids]
+            of_keys = pooling.energy_share_up_to_each(keys, band, first)[:, :, context.block_ids]
             shares = of_queries * jnp.repeat(of_keys, groups, axis=1)
             # The temperature already contains sqrt(d_z), through the shares.
             rows = jnp.where(band, queries, 0.0) / jnp.maximum(shares, 1e-30)[..., None]
@@ -71,7 +71,7 @@ class Prism(RowPattern):
                     keys[:, :, :, None],
                     places[..., None],
                     own_first,
-                    scale=shards.scale_for(head_dim),
+                    scale=context.scale_for(head_dim),
                     like=q,
                     backend="xla",  # two products per 128^2 pairs, in fp32
                 )

@@ -2,7 +2,13 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mtraining_jax.patterns.base import Choice, Pattern, Shards, blocks_of, most_documents
+from mtraining_jax.patterns.base import (
+    Pattern,
+    Selection,
+    SelectionContext,
+    blocks_of,
+    most_documents,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -46,7 +52,7 @@ class ProbePattern(Pattern):
                 sequence. Entries after its tokens belong to no visible column or diagonal.
             heads: int32 [R], the query head of each row.
             spans: the sequences.
-            shares: int32 [R], as in `Shards`, for patterns with a `KeptShare`.
+            shares: int32 [R], as in `SelectionContext`, for patterns with a `KeptShare`.
 
         Returns:
             Keys uint32 [2, R, NB, g], and a rule with fields that broadcast with [2, R], or with
@@ -72,35 +78,35 @@ class ProbePattern(Pattern):
         del saved
         return {}
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Selects a `VerticalSlashIndex`, or with documents a `BlockMaskIndex` with columns."""
         import jax.numpy as jnp
 
-        from mtraining_jax.selection.checks import check_choice, check_heads
+        from mtraining_jax.selection.checks import check_heads, check_selection
         from mtraining_jax.selection.scores import last_queries
         from mtraining_jax.selection.spans import PackedSpans
 
         check_heads(self, q.shape[2])
-        check_choice(q, k, shards, self.block_size)
-        num_blocks, sizes = shards.num_blocks, (q.shape[0], q.shape[2])
-        if shards.documents is None:
-            probed = last_queries.probe(q, k, shards, self.num_probe_queries, self.by_logits)
+        check_selection(q, k, context, self.block_size)
+        num_blocks, sizes = context.num_blocks, (q.shape[0], q.shape[2])
+        if context.documents is None:
+            probed = last_queries.probe(q, k, context, self.num_probe_queries, self.by_logits)
             index, saved = last_queries.lists(
-                self.kept(probed, None), self.list_capacities(num_blocks), sizes, shards
+                self.kept(probed, None), self.list_capacities(num_blocks), sizes, context
             )
-            return Choice(index, self.statistics(saved))
-        documents = shards.documents.min_sparse_tokens(self._least_blocks())
+            return Selection(index, self.statistics(saved))
+        documents = context.documents.min_sparse_tokens(self._least_blocks())
         slots = PackedSpans.of(documents, self._most_documents(num_blocks))
         probed = last_queries.probe_documents(
-            q, k, shards, slots, self.num_probe_queries, self.by_logits
+            q, k, context, slots, self.num_probe_queries, self.by_logits
         )
         spans = probed.spans
         assert isinstance(spans, PackedSpans)
         kept = self.kept(probed, self._most_columns(spans.length, num_blocks))
         index, saved = last_queries.marks(
-            kept, spans, documents, self._document_columns(num_blocks), sizes, shards
+            kept, spans, documents, self._document_columns(num_blocks), sizes, context
         )
-        return Choice(index, self.statistics(saved / jnp.maximum(slots.count(), 1)[:, None]))
+        return Selection(index, self.statistics(saved / jnp.maximum(slots.count(), 1)[:, None]))
 
     def row_sharded(self, documents: bool) -> bool:
         return documents

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from mtraining_jax.patterns.base import Choice, ModelSizes, Pattern, Shards
+from mtraining_jax.patterns.base import ModelSizes, Pattern, Selection, SelectionContext
 from mtraining_jax.patterns.replay_lists import estimated, make_replay_lists
 from mtraining_jax.patterns.vertical_slash import VerticalSlash, VerticalSlashSettings
 from mtraining_jax.utils.errors import UserError
@@ -69,7 +69,7 @@ class ReplaySettings(VerticalSlashSettings):
     """
 
     reads_documents = True
-    chooses = False
+    selects = False
     density_name = _DENSITY_NAME
 
     replay_of: Literal[
@@ -146,7 +146,7 @@ class ReplaySettings(VerticalSlashSettings):
             f"{_DENSITY_NAME}: {self.replay_density:.1%} of the causal pairs, random {what}{also}"
         )
 
-    def takes_choosing(self) -> bool:
+    def takes_selection(self) -> bool:
         return self.replay_estimate
 
     def scoring_share(self) -> float:
@@ -180,7 +180,7 @@ class Replay(Pattern):
 
     arrays = ("slash_blocks", "slash_count", "vertical_tokens", "vertical_count")
     reads_documents = True
-    chooses = False
+    selects = False
     density_name = _DENSITY_NAME
 
     slash_blocks: "Array | np.ndarray"
@@ -193,15 +193,15 @@ class Replay(Pattern):
     def row_sharded(self, documents: bool) -> bool:
         return documents
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Returns the replayed index, and the density of the one selected by `estimate`.
 
         The replayed index depends on the selected one, in a way that changes none of its values and
         that no compiler can remove. Attention therefore starts after the selection, as if the
         selection were used.
         """
-        if shards.documents is not None:
-            return self._choose_for_documents(q, k, shards)
+        if context.documents is not None:
+            return self._choose_for_documents(q, k, context)
         import jax
         import jax.numpy as jnp
 
@@ -210,7 +210,7 @@ class Replay(Pattern):
         shape = (q.shape[0], *self.slash_count.shape)
         statistics, none = {}, jnp.zeros(shape, jnp.int32)
         if self.estimate is not None:
-            selected, statistics = estimated(self.estimate, q, k, shards)
+            selected, statistics = estimated(self.estimate, q, k, context)
             # All entries of an index are at least 0, which the compiler does not know.
             lowest = (_lowest(x, shape) for x in jax.tree.leaves(selected))
             none = jnp.minimum(functools.reduce(jnp.minimum, lowest), 0)
@@ -220,19 +220,19 @@ class Replay(Pattern):
             return x + none.reshape(*shape, *[1] * (x.ndim - 2))
 
         leaves = (replayed(getattr(self, name)) for name in self.arrays)
-        return Choice(VerticalSlashIndex(*leaves, block_size=self.block_size), statistics)
+        return Selection(VerticalSlashIndex(*leaves, block_size=self.block_size), statistics)
 
-    def _choose_for_documents(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def _choose_for_documents(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Returns the same pairs, restricted to documents, as bits and marked columns."""
         import jax.numpy as jnp
 
         from pallas_kernels.index import BlockMaskIndex, VerticalSlashIndex
 
-        rows, num_blocks, documents = shards.block_ids, shards.num_blocks, shards.documents
+        rows, num_blocks, documents = context.block_ids, context.num_blocks, context.documents
         assert documents is not None
         statistics, never = {}, jnp.zeros((q.shape[0], q.shape[2]), bool)
         if self.estimate is not None:
-            selected, statistics = estimated(self.estimate, q, k, shards)
+            selected, statistics = estimated(self.estimate, q, k, context)
             # A count is at least 0, which the compiler does not know.
             never = selected.budgets()["blocks"] < 0
         leaves = (getattr(self, name)[None] for name in self.arrays)
@@ -246,7 +246,7 @@ class Replay(Pattern):
                 drawn.vertical_tokens, (q.shape[0], *drawn.vertical_tokens.shape[1:])
             )
             index = index.with_columns(tokens, rows)
-        return Choice(index.within_documents(*documents.spans(), rows), statistics)
+        return Selection(index.within_documents(*documents.spans(), rows), statistics)
 
 
 def _lowest(x: "Array", shape: tuple[int, ...]) -> "Array":

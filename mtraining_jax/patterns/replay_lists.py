@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.hashing import mixed
 
@@ -38,7 +38,7 @@ class ReplayLists(Pattern):
     arrays = ("thresholds", "salts")
     by_rows = True
     reads_documents = True
-    chooses = False
+    selects = False
 
     thresholds: "Array | np.ndarray"
     salts: "Array | np.ndarray"
@@ -47,39 +47,39 @@ class ReplayLists(Pattern):
     local_blocks: int
     block_size: int
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Returns the replayed lists, and the density of the index selected by `estimate`.
 
-        The lists depend on the selected index as in `Replay.choose`.
+        The lists depend on the selected index as in `Replay.select`.
         """
         import jax.numpy as jnp
 
         from pallas_kernels.index import BlockMaskIndex
 
-        num_blocks = shards.num_blocks
+        num_blocks = context.num_blocks
         statistics, never = {}, jnp.zeros((q.shape[0], q.shape[2]), bool)
         if self.estimate is not None:
-            selected, statistics = estimated(self.estimate, q, k, shards)
+            selected, statistics = estimated(self.estimate, q, k, context)
             # A count is at least 0, which the compiler does not know.
             never = selected.budgets()["blocks"] < 0
-        rows, blocks = shards.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
-        sinks, documents = blocks < self.sink_blocks, shards.documents
+        rows, blocks = context.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
+        sinks, documents = blocks < self.sink_blocks, context.documents
         if documents is not None:
-            first = documents.of(shards.block_ids).first[:, None, :, None]
+            first = documents.of(context.block_ids).first[:, None, :, None]
             sinks = blocks - first < self.sink_blocks
         forced = sinks | (rows - blocks < self.local_blocks)
         places = (rows * num_blocks + blocks).astype(jnp.uint32)
         drawn = mixed(places ^ self.salts[:, None, None]) < self.thresholds[:, None, None]
         listed = (forced | drawn) ^ never[:, :, None, None]
-        index = BlockMaskIndex.from_block_mask(listed, self.block_size, shards.block_ids)
+        index = BlockMaskIndex.from_block_mask(listed, self.block_size, context.block_ids)
         if documents is not None:
-            own = documents.causal_blocks(shards.block_ids, num_blocks)
+            own = documents.causal_blocks(context.block_ids, num_blocks)
             index = dataclasses.replace(index, bits=index.bits & own)
-        return Choice(index, statistics)
+        return Selection(index, statistics)
 
 
 def estimated(
-    pattern: Pattern, q: "Array", k: "Array", shards: Shards
+    pattern: Pattern, q: "Array", k: "Array", context: SelectionContext
 ) -> "tuple[Index, dict[str, Array]]":
     """Selects an index, and returns it with the statistic of its density."""
     import jax.numpy as jnp
@@ -87,9 +87,9 @@ def estimated(
     from mtraining_jax.selection.collectives import rows_of
     from mtraining_jax.selection.metrics import density
 
-    index = pattern.choose(q, k, shards).index
-    rows = rows_of(shards.block_ids, shards.axis_names)
-    share = density(index, shards.num_blocks * index.block_size, rows, shards.documents)
+    index = pattern.select(q, k, context).index
+    rows = rows_of(context.block_ids, context.axis_names)
+    share = density(index, context.num_blocks * index.block_size, rows, context.documents)
     return index, {"estimated_density": share.mean(dtype=jnp.float32)}
 
 

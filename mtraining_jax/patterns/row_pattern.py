@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 from mtraining_jax.cost_model.density import density_of_lists
-from mtraining_jax.patterns.base import Choice, KeptShare, Pattern, Shards, blocks_of
+from mtraining_jax.patterns.base import KeptShare, Pattern, Selection, SelectionContext, blocks_of
 from mtraining_jax.utils.limits import (
     Ge,
     Lt,
@@ -81,13 +81,13 @@ class RowPattern(Pattern):
         smaller = f" or decrease sparsity.min_block_mass = {least}" if least else ""
         return f"increase sparsity.tau = {self.tau}{smaller}"
 
-    def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+    def scores(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
         """Scores each key block for each local row of blocks.
 
         Args:
             q: [B, n, Hq, D], local queries.
             k: [B, S, Hk, D], all keys, in sequence order.
-            shards: the shards of the sequence.
+            context: the shards of the sequence.
 
         Returns:
             fp32 [B, Hq, n/g, NB], at least 0, in any unit. Must be bit-identical for a row of
@@ -96,36 +96,36 @@ class RowPattern(Pattern):
         """
         raise NotImplementedError(f"{type(self).__name__}.scores")
 
-    def keep(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+    def keep(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
         """Selects the key blocks of each local row of blocks by its `scores`.
 
         Returns uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`.
         """
         from mtraining_jax.selection.rules.row_rule import kept_blocks
 
-        scores = self.scores(q, k, shards)
-        return kept_blocks(scores, shards.block_ids, self.rule(shards), shards.documents)
+        scores = self.scores(q, k, context)
+        return kept_blocks(scores, context.block_ids, self.rule(context), context.documents)
 
-    def rule(self, shards: Shards) -> "RowRule":
-        """Returns the rule with these settings; `shards.shares` override `tau`."""
+    def rule(self, context: SelectionContext) -> "RowRule":
+        """Returns the rule with these settings; `context.shares` override `tau`."""
         from mtraining_jax.selection.rules.row_rule import RowRule
 
         return RowRule(
-            self.tau if shards.shares is None else shards.shares,
+            self.tau if context.shares is None else context.shares,
             self.sink_blocks,
             self.local_blocks,
             self.min_block_mass,
             blocks_of(self.dense_prefix_tokens, self.block_size),
             self.random_block_prob,
-            self._rows_at_end(shards) if self.dense_suffix_tokens else None,
+            self._rows_at_end(context) if self.dense_suffix_tokens else None,
         )
 
-    def _rows_at_end(self, shards: Shards) -> "Array":
+    def _rows_at_end(self, context: SelectionContext) -> "Array":
         """Whether each local row is in a dense suffix, bool [B or 1, n]; not in dense documents."""
-        size, ends = self.block_size, shards.ends(shards.block_ids, self.block_size)
+        size, ends = self.block_size, context.ends(context.block_ids, self.block_size)
         if ends is None:
-            ends = shards.num_blocks * size
-        first = shards.block_ids[None] * size
+            ends = context.num_blocks * size
+        first = context.block_ids[None] * size
         return (first < ends) & (first + size > ends - (self.dense_suffix_tokens or 0))
 
     def for_prompts(self) -> "RowPattern":
@@ -137,23 +137,23 @@ class RowPattern(Pattern):
     def kept_share(self) -> KeptShare:
         return KeptShare("tau", 15)
 
-    def choose(self, q: "Array", k: "Array", shards: Shards) -> Choice:
+    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Selects the blocks returned by `keep`."""
         from mtraining_jax.selection import collectives
-        from mtraining_jax.selection.checks import check_choice
+        from mtraining_jax.selection.checks import check_selection
 
-        check_choice(q, k, shards, self.block_size)
-        if shards.documents is not None:
-            documents = shards.documents.min_sparse_tokens(self._least_blocks())
-            shards = dataclasses.replace(shards, documents=documents)
-        where = shards.block_ids, shards.num_blocks, shards.axis_names
-        return Choice(self.index(q, collectives.all_blocks(k, *where), shards))
+        check_selection(q, k, context, self.block_size)
+        if context.documents is not None:
+            documents = context.documents.min_sparse_tokens(self._least_blocks())
+            context = dataclasses.replace(context, documents=documents)
+        where = context.block_ids, context.num_blocks, context.axis_names
+        return Selection(self.index(q, collectives.all_blocks(k, *where), context))
 
-    def index(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
+    def index(self, q: "Array", k: "Array", context: SelectionContext) -> "BlockMaskIndex":
         """Builds the index of the local rows of blocks; arguments as in `keep`."""
         from pallas_kernels.index import BlockMaskIndex
 
-        return BlockMaskIndex(self.keep(q, k, shards), shards.num_blocks, self.block_size)
+        return BlockMaskIndex(self.keep(q, k, context), context.num_blocks, self.block_size)
 
     def _least_blocks(self) -> int:
         return blocks_of(self.min_sparse_tokens, self.block_size)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Shards, most_documents
+from mtraining_jax.patterns.base import SelectionContext, most_documents
 from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_at_most
 
@@ -39,29 +39,31 @@ class SampledRows(RowPattern):
         super().__post_init__()
         check_at_most(self, "sampled_rows", "block_size")
 
-    def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
-        return exact_masses(q, k, shards, self.block_size, self.sampled_rows)
+    def scores(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
+        return exact_masses(q, k, context, self.block_size, self.sampled_rows)
 
-    def index(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
+    def index(self, q: "Array", k: "Array", context: SelectionContext) -> "BlockMaskIndex":
         if not self.columns:
-            return super().index(q, k, shards)
-        if shards.documents is not None:
-            return self._index_of_documents(q, k, shards)
+            return super().index(q, k, context)
+        if context.documents is not None:
+            return self._index_of_documents(q, k, context)
         from mtraining_jax.selection.rules.row_rule import kept_blocks
         from mtraining_jax.selection.scores import row_columns
         from pallas_kernels.index import BlockMaskIndex
 
-        rule = self.rule(shards)
-        tokens = row_columns.heaviest_columns(q, k, shards, self.block_size, self.columns, rule)
-        rows, places = samples(q, shards, self.block_size, self.sampled_rows)
+        rule = self.rule(context)
+        tokens = row_columns.heaviest_columns(q, k, context, self.block_size, self.columns, rule)
+        rows, places = samples(q, context, self.block_size, self.sampled_rows)
         scores, beside = row_columns.masses_without(
-            rows, k, places, tokens, shards, self.block_size, like=q
+            rows, k, places, tokens, context, self.block_size, like=q
         )
-        bits = kept_blocks(scores, shards.block_ids, rule, beside=beside)
-        index = BlockMaskIndex(bits, shards.num_blocks, self.block_size)
-        return index.with_columns(tokens, shards.block_ids)
+        bits = kept_blocks(scores, context.block_ids, rule, beside=beside)
+        index = BlockMaskIndex(bits, context.num_blocks, self.block_size)
+        return index.with_columns(tokens, context.block_ids)
 
-    def _index_of_documents(self, q: "Array", k: "Array", shards: Shards) -> "BlockMaskIndex":
+    def _index_of_documents(
+        self, q: "Array", k: "Array", context: SelectionContext
+    ) -> "BlockMaskIndex":
         """Builds the index with up to `columns` columns for each non-dense document.
 
         They are found by its own queries and seen by its own rows. The capacity covers as many
@@ -72,14 +74,14 @@ class SampledRows(RowPattern):
         from mtraining_jax.selection.spans import PackedSpans
         from pallas_kernels.index import BlockMaskIndex
 
-        rule, size, documents = self.rule(shards), self.block_size, shards.documents
+        rule, size, documents = self.rule(context), self.block_size, context.documents
         assert documents is not None
-        rows, num_blocks = shards.block_ids, shards.num_blocks
+        rows, num_blocks = context.block_ids, context.num_blocks
         slots = PackedSpans.of(documents, most_documents(num_blocks, self._least_blocks()))
-        tokens = document_columns.heaviest_columns(q, k, shards, slots, size, self.columns, rule)
-        queries, places = samples(q, shards, size, self.sampled_rows)
+        tokens = document_columns.heaviest_columns(q, k, context, slots, size, self.columns, rule)
+        queries, places = samples(q, context, size, self.sampled_rows)
         scores, beside = document_columns.masses_without(
-            queries, k, places, tokens, slots, shards, size, like=q
+            queries, k, places, tokens, slots, context, size, like=q
         )
         bits = kept_blocks(scores, rows, rule, documents, beside)
         index = BlockMaskIndex(bits, num_blocks, size)
@@ -115,11 +117,13 @@ class SampledRows(RowPattern):
         )
 
 
-def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int, sampled: int) -> "Array":
+def exact_masses(
+    q: "Array", k: "Array", context: SelectionContext, block_size: int, sampled: int
+) -> "Array":
     """Computes the mean softmax mass that probe queries of each block give to key blocks.
 
     Args:
-        q, k, shards: as in `RowPattern.scores`.
+        q, k, context: as in `RowPattern.scores`.
         block_size: tokens per block (g).
         sampled: r, number of probe queries per block, evenly spaced, including the last one. In a
             block that ends with padding only real queries are used; with fewer than r, some count
@@ -130,19 +134,21 @@ def exact_masses(q: "Array", k: "Array", shards: Shards, block_size: int, sample
     """
     from mtraining_jax.selection.scores import row_scores
 
-    rows, places = samples(q, shards, block_size, sampled)
+    rows, places = samples(q, context, block_size, sampled)
     return row_scores.block_masses(
         rows,
         row_scores.by_blocks(k, block_size),
         places,
-        shards.first_blocks(shards.block_ids),
-        scale=shards.scale_for(q.shape[-1]),
+        context.first_blocks(context.block_ids),
+        scale=context.scale_for(q.shape[-1]),
         like=q,
-        backend=shards.backend,
+        backend=context.backend,
     )
 
 
-def samples(q: "Array", shards: Shards, block_size: int, sampled: int) -> "tuple[Array, Array]":
+def samples(
+    q: "Array", context: SelectionContext, block_size: int, sampled: int
+) -> "tuple[Array, Array]":
     """Gathers the probe queries of each block: [B, Hq, n/g, r, D]; arguments as in `exact_masses`.
 
     Also returns int32 [B or 1, n/g, r], their global positions; -1 for queries without keys.
@@ -152,8 +158,8 @@ def samples(q: "Array", shards: Shards, block_size: int, sampled: int) -> "tuple
     from mtraining_jax.selection.scores.row_scores import by_blocks
 
     numbers = jnp.arange(1, sampled + 1, dtype=jnp.int32)
-    first = shards.block_ids[:, None] * block_size
-    real, ends = block_size, shards.ends(shards.block_ids, block_size)
+    first = context.block_ids[:, None] * block_size
+    real, ends = block_size, context.ends(context.block_ids, block_size)
     if ends is not None:
         real = jnp.clip(ends[..., None] - first, 0, block_size)
     # [B or 1, n/g, r]; -1 if a block has no real query, or fewer than r.

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.utils.limits import PositiveInt
 
@@ -34,19 +34,19 @@ class XAttention(RowPattern):
         if self.block_size % self.stride:
             raise ValueError(f"stride={self.stride} must divide block_size={self.block_size}")
 
-    def scores(self, q: "Array", k: "Array", shards: Shards) -> "Array":
+    def scores(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
         import jax.numpy as jnp
 
         from mtraining_jax.selection.scores import row_scores
 
         size, per_block = self.stride, self.block_size // self.stride
 
-        places = shards.block_ids[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)
-        ends = shards.ends(shards.block_ids, self.block_size)
+        places = context.block_ids[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)
+        ends = context.ends(context.block_ids, self.block_size)
         if ends is not None:  # padding adds nothing to the stride it completes
-            every = jnp.arange(shards.num_blocks, dtype=jnp.int32)
-            q = row_scores.without_padding(q, shards.block_ids, ends)
-            ends_of_keys = shards.ends(every, self.block_size)
+            every = jnp.arange(context.num_blocks, dtype=jnp.int32)
+            q = row_scores.without_padding(q, context.block_ids, ends)
+            ends_of_keys = context.ends(every, self.block_size)
             assert ends_of_keys is not None
             k = row_scores.without_padding(k, every, ends_of_keys)
             places = jnp.where(places * size < ends[..., None], places, -1)
@@ -58,15 +58,15 @@ class XAttention(RowPattern):
 
         # Reversed within a stride: query s-1-i meets key i.
         backwards = q.reshape(q.shape[0], -1, size, *q.shape[2:])[:, :, ::-1].reshape(q.shape)
-        scale = shards.scale_for(q.shape[-1])
+        scale = context.scale_for(q.shape[-1])
         return row_scores.block_masses(
             strides(backwards),
             strides(k),
             places,
-            shards.first_blocks(shards.block_ids),
+            context.first_blocks(context.block_ids),
             scale=scale / size,
             like=q,
-            backend=shards.backend,
+            backend=context.backend,
         )
 
     def scoring_share(self) -> float:

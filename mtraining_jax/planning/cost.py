@@ -102,7 +102,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         )
         scoring = others + max(one, share * pairs / SCORES_PER_SECOND)
         choosing = indices * gpu.index_seconds + scoring / gpu.forward_share
-        if settings.takes_choosing():
+        if settings.takes_selection():
             result["index selection"] = choosing / devices
         else:
             result["building work lists"] = indices * gpu.lists_seconds / devices

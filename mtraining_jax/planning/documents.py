@@ -53,7 +53,7 @@ def planned_pairs(config: Config) -> Pairs:
         return Pairs(1.0, density, why, _assumed(str(error)))
     report = report_on(packs, config.data.seq_len, config.sparsity.block_size)
     # Patterns that select pairs keep short documents dense; replayed indices are cut instead.
-    below = getattr(settings, "min_sparse_tokens", 0) if settings.chooses and settings.sparse else 0
+    below = getattr(settings, "min_sparse_tokens", 0) if settings.selects and settings.sparse else 0
     causal, density, short = _shares(report, settings, below)
     if below:
         why = f"{why}; {short:.1%} of the pairs are in documents shorter than {below:,} tokens"

@@ -176,7 +176,7 @@ def note_on_density(record: Record) -> str | None:
 
 def _densities(density: list[float], config: Config) -> Record:
     settings = config.sparsity.settings
-    if settings.chooses:
+    if settings.selects:
         return _by_layer("density", density)
     return {"sparsity": settings.density_name, **_by_layer(_NOT_CHOSEN, density)}
 

@@ -3,7 +3,7 @@
 import numpy as np
 from jax import Array
 
-from mtraining_jax.patterns.base import Pattern, Shards
+from mtraining_jax.patterns.base import Pattern, SelectionContext
 from mtraining_jax.selection.scores import estimate
 
 
@@ -15,7 +15,7 @@ def check_heads(pattern: Pattern, num_heads: int) -> None:
             raise ValueError(f"{name} has shape {shape}, but there are {num_heads} query heads")
 
 
-def check_choice(q: Array, k: Array, shards: Shards, block_size: int) -> float:
+def check_selection(q: Array, k: Array, context: SelectionContext, block_size: int) -> float:
     """Checks queries and keys of a selection.
 
     Raises:
@@ -29,7 +29,7 @@ def check_choice(q: Array, k: Array, shards: Shards, block_size: int) -> float:
         raise ValueError(
             f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads"
         )
-    blocks, num_blocks = shards.block_ids.shape, shards.num_blocks
+    blocks, num_blocks = context.block_ids.shape, context.num_blocks
     if blocks != (q.shape[1] // block_size,) or q.shape[1] % block_size:
         raise ValueError(
             f"{q.shape[1]} local tokens do not match {blocks} blocks of block_size={block_size}"
@@ -39,7 +39,7 @@ def check_choice(q: Array, k: Array, shards: Shards, block_size: int) -> float:
             f"num_blocks={num_blocks} of block_size={block_size} exceeds the limit of "
             f"{estimate.MAX_BLOCKS} blocks and {estimate.MAX_TOKENS} tokens"
         )
-    scale = shards.scale_for(q.shape[3])
+    scale = context.scale_for(q.shape[3])
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive")
     return scale

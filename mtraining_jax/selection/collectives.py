@@ -37,7 +37,7 @@ def gather_rows(
     Args:
         x_BnHD: the local blocks.
         positions: global token positions.
-        block_ids, num_blocks, axis_names: as in `Shards`.
+        block_ids, num_blocks, axis_names: as in `SelectionContext`.
     """
     block_size = x_BnHD.shape[1] // block_ids.shape[0]
     local = local_index(block_ids, num_blocks)[positions // block_size]
@@ -84,7 +84,7 @@ def to_heads(
 
     Args:
         parts: arrays [B, Hq, n/g, w] of 32-bit numbers, of the local blocks.
-        block_ids, num_blocks, axis_names: as in `Shards`.
+        block_ids, num_blocks, axis_names: as in `SelectionContext`.
 
     Returns:
         (whole, heads): arrays [R, NB, w] with blocks in global order, where R = ceil(B*Hq / ranks)

@@ -66,7 +66,7 @@ def attention_recall(
 ) -> Array:
     """Returns the softmax mass of the given query rows on pairs that the index computes.
 
-    Takes the same shards as `choose_index`. No gradient flows through it.
+    Takes the same shards as `select_index`. No gradient flows through it.
 
     Args:
         q_BnHD: local queries.
@@ -74,7 +74,7 @@ def attention_recall(
         index: any causal index; a `by_rows` index has the rows of the local blocks (on one device,
             all rows in order).
         positions: int32 [R], global positions of the rows, replicated.
-        block_ids, axis_names, scale, documents: as in `Shards`. Exact attention stays within the
+        block_ids, axis_names, scale, documents: as in `SelectionContext`. Exact attention stays within the
             row's document, and padding rows are ignored.
 
     Returns:

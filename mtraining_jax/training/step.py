@@ -60,7 +60,7 @@ def make_train_step(
         `documents` int32 [B, NB, 3] as in `Documents` (attention stays within each document, and
         positions restart there), `document_lengths` int32 [B, S] for models with length-dependent
         rotary positions, `weights` fp32 [B, S] of the labels, and `shares` int32 [B, L], the mass
-        fraction that each layer keeps of each sequence, as in `Shards`.
+        fraction that each layer keeps of each sequence, as in `SelectionContext`.
 
         Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping)
         and `lr`; int32 `step` (from 1), `labels` (counted), `skipped` (so far) and

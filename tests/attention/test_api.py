@@ -218,11 +218,11 @@ class NotFrozen(mtraining_jax.Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Mistaken(mtraining_jax.Pattern):
-    """Its `choose` does not return a Choice."""
+    """Its `select` does not return a Selection."""
 
     block_size: int = 8
 
-    def choose(self, q, k, shards):
+    def select(self, q, k, context):
         return None
 
 
@@ -273,8 +273,8 @@ def test_an_incomplete_pattern_class_raises():
         block_size: int = 8
 
     for pattern, kind, sentence in (
-        (Mistaken(), TypeError, "Mistaken.choose returned NoneType; it must return Choice"),
-        (Unfinished(), NotImplementedError, r"Unfinished must implement choose\(self"),
+        (Mistaken(), TypeError, "Mistaken.select returned NoneType; it must return Selection"),
+        (Unfinished(), NotImplementedError, r"Unfinished must implement select\(self"),
     ):
         with pytest.raises(kind, match=sentence):
             jax.eval_shape(functools.partial(sparse_attention, pattern=pattern), *shaped())

@@ -16,7 +16,7 @@ from mtraining_jax.attention.audit.figures import (
 from mtraining_jax.attention.audit.starved_keys import starved_keys
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import Shards, VerticalSlash
+from mtraining_jax.patterns import SelectionContext, VerticalSlash
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.row_attention import Keys
 from pallas_kernels.index import BlockMaskIndex
@@ -58,7 +58,7 @@ def measure(q, k, v, d_out, index, where, batch_axes=()):
 
 
 def chosen(q, k, block_ids, axis_names=()):
-    return PATTERN.choose(q, k, Shards(block_ids, NUM_BLOCKS, axis_names)).index
+    return PATTERN.select(q, k, SelectionContext(block_ids, NUM_BLOCKS, axis_names)).index
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, VerticalSlash, choose_index
+from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, VerticalSlash, select_index
 from mtraining_jax.selection.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices
@@ -56,7 +56,7 @@ def chosen(pattern_name):
     blocks = jnp.arange(indices.NUM_BLOCKS, dtype=jnp.int32)
     pattern = {"top_p": PATTERN, "fixed": BUDGET}[pattern_name]
     index = jax.jit(
-        lambda q, k: choose_index(q, k, pattern, block_ids=blocks, num_blocks=indices.NUM_BLOCKS)
+        lambda q, k: select_index(q, k, pattern, block_ids=blocks, num_blocks=indices.NUM_BLOCKS)
     )(q, k)
     return np.asarray(mask_from_index(index, indices.SEQ_LEN))
 

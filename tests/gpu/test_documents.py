@@ -17,7 +17,7 @@ from mtraining_jax.patterns import (
     MoBA,
     Prism,
     SampledRows,
-    Shards,
+    SelectionContext,
     XAttention,
 )
 from mtraining_jax.patterns.minference import MInference
@@ -98,11 +98,11 @@ def run(number, q, k, v, dout, documents):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def choose(number, q, k, documents):
-    shards = Shards(
+def select(number, q, k, documents):
+    context = SelectionContext(
         jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=BACKEND, documents=documents.blocks()
     )
-    return EVERY[number].choose(q, k, shards).index
+    return EVERY[number].select(q, k, context).index
 
 
 def name(number):
@@ -126,7 +126,7 @@ def test_a_pack_is_correct_and_selects_the_same_as_each_document_alone(number):
         for (start, size), length in zip(spans(), LENGTHS, strict=True):
             own = [jnp.roll(x, -start * BLOCK, 1) for x in (q, k)]
             alone = Documents.from_lengths([[length]], SIZE.seq_len, BLOCK)
-            alone = choose(number, *own, alone)
+            alone = select(number, *own, alone)
             computed = np.asarray(mask_from_index(alone, SIZE.seq_len))
             alone = blocks_of(alone)
             assert not alone[:, size:].any()
@@ -149,13 +149,13 @@ def test_eight_ranks_select_the_rows_of_one(number):
     with jax.default_device(own_device()):
         q, k = inputs()[:2]
         documents = Documents.from_lengths([LENGTHS], SIZE.seq_len, BLOCK)
-        one = jax.tree.leaves(choose(number, q, k, documents))
+        one = jax.tree.leaves(select(number, q, k, documents))
 
         def on_rank(q, k, block_ids):
-            shards = Shards(
+            context = SelectionContext(
                 block_ids, NUM_BLOCKS, ("device",), backend=BACKEND, documents=documents.blocks()
             )
-            return EVERY[number].choose(q, k, shards).index
+            return EVERY[number].select(q, k, context).index
 
         blocks = [x.reshape(1, NUM_BLOCKS, BLOCK, *x.shape[2:]) for x in (q, k)]
         per_rank = [jnp.moveaxis(x[:, rows], 1, 0) for x in blocks]

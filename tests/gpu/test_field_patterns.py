@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.patterns import AdaSpa, BlockTopK, FlexPrefill, MoBA, Shards, VerticalSlash
+from mtraining_jax.patterns import (
+    AdaSpa,
+    BlockTopK,
+    FlexPrefill,
+    MoBA,
+    SelectionContext,
+    VerticalSlash,
+)
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.gpu_tools.ring_errors import own_device
 from tests.patterns import inputs
@@ -69,8 +76,8 @@ def test_kernels_select_the_same_as_xla(pattern):
 
     @functools.partial(jax.jit, static_argnums=2)
     def mask(q, k, backend):
-        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=backend)
-        return mask_from_index(pattern.choose(q, k, shards).index, SEQ_LEN)
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=backend)
+        return mask_from_index(pattern.select(q, k, context).index, SEQ_LEN)
 
     with jax.default_device(own_device()):
         ours, xla = (np.asarray(mask(q, k, backend)) for backend in ("mosaic_gpu", "xla"))

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.patterns import choose_index
+from mtraining_jax.patterns import select_index
 from pallas_kernels.index import DenseIndex
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
@@ -168,18 +168,18 @@ def test_one_process_per_gpu_is_bit_identical_to_a_single_process(processes):
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     out, *_ = compiled(*ring.arrays(), ring.replicated(ring_problem.sparse_index()))
-    shards = {shard.device: shard.data for shard in out.addressable_shards}
+    context = {shard.device: shard.data for shard in out.addressable_shards}
     for number, device in enumerate(ring.mesh.devices.flat):
         theirs = np.load(folder / f"{number}.npy")
-        assert np.asarray(shards[device]).tobytes() == theirs.tobytes(), f"rank {number}"
+        assert np.asarray(context[device]).tobytes() == theirs.tobytes(), f"rank {number}"
 
 
 def chosen(layout: Layout, devices: list[jax.Device]):
     """The index that the devices select together."""
     mesh = make_mesh(1, 1, len(devices), devices)
 
-    def choose(q, k):
-        return choose_index(
+    def select(q, k):
+        return select_index(
             q,
             k,
             ring_problem.PATTERN,
@@ -190,7 +190,7 @@ def chosen(layout: Layout, devices: list[jax.Device]):
         )
 
     sharded = jax.jit(
-        jax.shard_map(choose, mesh=mesh, in_specs=(HEADS, HEADS), out_specs=P(), check_vma=False)
+        jax.shard_map(select, mesh=mesh, in_specs=(HEADS, HEADS), out_specs=P(), check_vma=False)
     )
     order = layout.permutation()
     per_rank = (x[:, order] for x in ring_problem.estimate_inputs())

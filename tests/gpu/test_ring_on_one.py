@@ -13,7 +13,7 @@ import pytest
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns import choose_index
+from mtraining_jax.patterns import select_index
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import INDICES, LISTS, NAMES, assert_right, own_device
 from tests.gpu_tools.ring_problem import SIZE
@@ -81,7 +81,7 @@ def check(kind, ring, nodes, indices):
 @pytest.mark.parametrize("kind", ["striped", "zigzag"])
 def test_selection_of_eight_ranks_is_bit_identical_to_one(kind):
     choose = functools.partial(
-        choose_index,
+        select_index,
         pattern=ring_problem.PATTERN,
         num_blocks=SIZE.key_blocks,
         backend=ring_problem.BACKEND,

@@ -11,7 +11,7 @@ import pytest
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns import MixedRows, SampledRows, XAttention, choose_index
+from mtraining_jax.patterns import MixedRows, SampledRows, XAttention, select_index
 from pallas_kernels.index import BlockMaskIndex
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import NAMES, assert_right, own_device
@@ -32,7 +32,7 @@ def rows_of_ranks(layout):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.describe())
 def test_eight_ranks_select_the_rows_of_one(pattern):
     choose = functools.partial(
-        choose_index, pattern=pattern, num_blocks=SIZE.key_blocks, backend=ring_problem.BACKEND
+        select_index, pattern=pattern, num_blocks=SIZE.key_blocks, backend=ring_problem.BACKEND
     )
     q, k = ring_problem.estimate_inputs()
     layouts = [Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size) for kind in ("striped", "zigzag")]

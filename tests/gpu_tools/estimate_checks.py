@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import VerticalSlash, choose_index
+from mtraining_jax.patterns import VerticalSlash, select_index
 from mtraining_jax.selection.scores import estimate
 from pallas_kernels import backends
 from tests.patterns import inputs
@@ -98,14 +98,14 @@ def check_order_of_blocks(backend: str) -> None:
     pattern = VerticalSlash(0.5, 8192, 100)
 
     @jax.jit
-    def choose(q, k, block_ids):
-        return choose_index(
+    def select(q, k, block_ids):
+        return select_index(
             q, k, pattern, block_ids=block_ids, num_blocks=seq_len // BLOCK, backend=backend
         )
 
-    expected = choose(q, k, jnp.arange(seq_len // BLOCK))
+    expected = select(q, k, jnp.arange(seq_len // BLOCK))
     order = layout.permutation()
-    got = choose(q[:, order], k[:, order], jnp.asarray(order[::BLOCK] // BLOCK, jnp.int32))
+    got = select(q[:, order], k[:, order], jnp.asarray(order[::BLOCK] // BLOCK, jnp.int32))
     for count in (expected.vertical_count, expected.slash_count):
         assert len(set(np.asarray(count).ravel().tolist())) > 2
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):

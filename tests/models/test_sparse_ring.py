@@ -11,7 +11,7 @@ from mtraining_jax.models import abstract_state, graph_definition
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns import VerticalSlash, choose_index
+from mtraining_jax.patterns import VerticalSlash, select_index
 from tests.models.common import equations, tiny_spec
 
 BLOCK, LENGTH = 16, 128
@@ -37,7 +37,7 @@ def traces():
     def local(q, k, v):
         ids = layout.block_ids(jax.lax.axis_index(SEQUENCE_AXES))
         where = {"block_ids": ids, "num_blocks": LENGTH // BLOCK, "axis_names": SEQUENCE_AXES}
-        index = choose_index(q, k, pattern, **where)
+        index = select_index(q, k, pattern, **where)
         return ring_attention(q, k, v, index, layout=layout)
 
     def attention(q, k, v):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax import sparse_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import ModelSizes, Pattern, Settings, choose_index
+from mtraining_jax.patterns import ModelSizes, Pattern, Settings, select_index
 from mtraining_jax.utils.plugins import attribute_docs
 from pallas_kernels.index import Index
 from pallas_kernels.reference import mask_from_index, reference_attention
@@ -49,13 +49,13 @@ def first_layer(settings):
 @functools.cache
 def chosen_by(settings):
     """Returns the index selected on one device, and its computed pairs. Cached."""
-    choose = functools.partial(
-        choose_index, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
+    select = functools.partial(
+        select_index, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
     )
 
     @jax.jit
     def chosen(q, k):
-        index = choose(q, k, first_layer(settings))
+        index = select(q, k, first_layer(settings))
         return index, index.computed_pairs(SEQ_LEN)
 
     return chosen(*queries_and_keys())
@@ -112,7 +112,7 @@ class ChoiceContract:
         def local(q, k):
             shards = layout.block_ids(jax.lax.axis_index(AXES))
             where = dict(block_ids=shards, num_blocks=NUM_BLOCKS, axis_names=AXES)
-            index = choose_index(q, k, self.pattern, **where)
+            index = select_index(q, k, self.pattern, **where)
             return jax.tree.map(lambda x: x[None], index)  # the index of every rank
 
         run = jax.shard_map(

@@ -7,13 +7,13 @@ import pytest
 
 from mtraining_jax import sparse_attention
 from mtraining_jax.patterns.adaspa import AdaSpa, exact_masses, recall
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.patterns import inputs, oracle
 
 SEQ_LEN, BLOCK, HEADS, DIM = 320, 16, 6, 16
 NUM_BLOCKS = SEQ_LEN // BLOCK
-SHARDS = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, causal=False)
+SHARDS = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, causal=False)
 PATTERN = AdaSpa(0.6, first_blocks=1, last_blocks=1, block_size=BLOCK)
 
 
@@ -52,7 +52,7 @@ def definition(masses):
 def test_masses_and_lists_match_the_definition():
     q, k = sharp_and_flat()
     masses, index = jax.jit(
-        lambda q, k: (exact_masses(q, k, SHARDS, BLOCK), PATTERN.choose(q, k, SHARDS).index)
+        lambda q, k: (exact_masses(q, k, SHARDS, BLOCK), PATTERN.select(q, k, SHARDS).index)
     )(q, k)
     masses, found = np.asarray(masses), np.asarray(mask_from_index(index, SEQ_LEN))
     of_keys = np.repeat(np.asarray(k, np.float64), HEADS // 2, axis=2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import FlexPrefill, Shards
+from mtraining_jax.patterns import FlexPrefill, SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.flex_cut import _quotient
 from tests.patterns import inputs, oracle
@@ -21,12 +21,14 @@ CLOSE = 2e-6  # mass differences whose order rounding may change
 def chosen(pattern, q, k, valid_len=None, documents=None):
     num_blocks = q.shape[1] // pattern.block_size
     documents = None if documents is None else documents.blocks()
-    shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len, documents=documents)
-    choice = pattern.choose(q, k, shards)
-    mask = choice.index.computes(
+    context = SelectionContext(
+        jnp.arange(num_blocks), num_blocks, valid_len=valid_len, documents=documents
+    )
+    selection = pattern.select(q, k, context)
+    mask = selection.index.computes(
         jnp.arange(num_blocks) * pattern.block_size, jnp.arange(num_blocks)
     )
-    return mask[..., 0], choice.statistics["query_aware"]
+    return mask[..., 0], selection.statistics["query_aware"]
 
 
 def means(x, size):
@@ -175,9 +177,9 @@ def test_eight_ranks_select_in_documents_the_same_as_one_device():
     rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
 
     def on_rank(q, k, rows):
-        where = Shards(rows, NUM_BLOCKS, ("rank",), documents=DOCUMENTS.blocks())
-        choice = PACK.choose(q, k, where)
-        return choice.index.bits, choice.statistics["query_aware"]
+        where = SelectionContext(rows, NUM_BLOCKS, ("rank",), documents=DOCUMENTS.blocks())
+        selection = PACK.select(q, k, where)
+        return selection.index.bits, selection.statistics["query_aware"]
 
     blocks = [x.reshape(2, NUM_BLOCKS, SIZE, *x.shape[2:])[:, rows] for x in pack()]
     sharded = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]

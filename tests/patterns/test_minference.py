@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import ModelSizes, choose_index
+from mtraining_jax.patterns import ModelSizes, select_index
 from mtraining_jax.patterns.minference import MInferenceFile
 from mtraining_jax.utils.errors import UserError
 from tests.patterns import inputs, oracle
@@ -45,7 +45,7 @@ def test_each_head_follows_its_type(tmp_path):
     first = jax.tree.map(lambda x: x[0], pattern)
     q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, 16)
     index = jax.jit(
-        lambda q, k, pattern: choose_index(
+        lambda q, k, pattern: select_index(
             q, k, pattern, block_ids=jnp.arange(NUM_BLOCKS), num_blocks=NUM_BLOCKS
         )
     )(q, k, first)

@@ -10,7 +10,7 @@ import pytest
 from mtraining_jax import sparse_attention, stripe
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import BlockTopK, MoBA, Shards, density
+from mtraining_jax.patterns import BlockTopK, MoBA, SelectionContext, density
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
@@ -31,7 +31,9 @@ DOCUMENTS = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
 def chosen(q, k, documents=None):
     num_blocks = q.shape[1] // BLOCK
     own = None if documents is None else documents.blocks()
-    return PATTERN.choose(q, k, Shards(jnp.arange(num_blocks), num_blocks, documents=own)).index
+    return PATTERN.select(
+        q, k, SelectionContext(jnp.arange(num_blocks), num_blocks, documents=own)
+    ).index
 
 
 def wanted(q, k):
@@ -100,8 +102,8 @@ def test_eleven_ranks_select_in_documents_the_same_as_one_device():
     rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
 
     def on_rank(q, k, rows):
-        where = Shards(rows, SEQ_LEN // BLOCK, ("rank",), documents=DOCUMENTS.blocks())
-        index = PATTERN.choose(q, k, where).index
+        where = SelectionContext(rows, SEQ_LEN // BLOCK, ("rank",), documents=DOCUMENTS.blocks())
+        index = PATTERN.select(q, k, where).index
         held = collectives.rows_of(rows, ("rank",))
         return index, index.computed_pairs(SEQ_LEN, held), index.pairs_of_rows(held)
 
@@ -176,7 +178,9 @@ def test_blocks_are_selected_by_means_of_queries_and_keys():
     q, k = inputs.random(5, 2, SEQ_LEN, 4, 2, DIM)
     rows = jnp.arange(num_blocks)
     pattern = BlockTopK(most, BLOCK)
-    index = jax.jit(lambda q, k: pattern.choose(q, k, Shards(rows, num_blocks)).index)(q, k)
+    index = jax.jit(lambda q, k: pattern.select(q, k, SelectionContext(rows, num_blocks)).index)(
+        q, k
+    )
     found = np.asarray(index.computes(rows * BLOCK, rows))[..., 0]
     for b, h in np.ndindex(2, 4):
         queries, keys = (
@@ -198,8 +202,8 @@ def test_padding_at_the_end_changes_no_valid_block():
 
     @jax.jit
     def lists(q, k):
-        shards = Shards(rows, len(rows), valid_len=jnp.int32(valid))
-        return BlockTopK(4, BLOCK).choose(q, k, shards).index.bits[:, :, :11]
+        context = SelectionContext(rows, len(rows), valid_len=jnp.int32(valid))
+        return BlockTopK(4, BLOCK).select(q, k, context).index.bits[:, :, :11]
 
     other = q.at[:, valid:].set(9.0), k.at[:, valid:].set(-9.0)
     np.testing.assert_array_equal(lists(q, k), lists(*other))

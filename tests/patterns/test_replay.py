@@ -14,11 +14,11 @@ from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import (
     Dense,
     ModelSizes,
-    Shards,
+    SelectionContext,
     VerticalSlash,
-    choose_index,
     density,
     make_replay,
+    select_index,
 )
 from mtraining_jax.patterns.replay import ReplaySettings
 from mtraining_jax.selection.documents import Documents
@@ -101,7 +101,7 @@ def test_the_seed_determines_the_indices_and_capacities_match_selection():
         np.testing.assert_array_equal(left, right)
         assert not np.array_equal(left, third)
     chosen = jax.eval_shape(
-        lambda q: choose_index(q, q, LIKE, block_ids=jnp.arange(4096), num_blocks=4096),
+        lambda q: select_index(q, q, LIKE, block_ids=jnp.arange(4096), num_blocks=4096),
         jax.ShapeDtypeStruct((1, 524288, 16, 128), jnp.bfloat16),
     )
     assert replay.slash_blocks.shape[1:] == chosen.slash_blocks.shape[1:]
@@ -136,7 +136,7 @@ def test_lists_have_their_density_and_forced_blocks():
     for layer in range(2):
         pattern = jax.tree.map(lambda x: jnp.asarray(x[layer]), whole)  # noqa: B023
         q = jnp.zeros((1, 2048, 4, 1))
-        index = choose_index(q, q, pattern, block_ids=jnp.arange(256), num_blocks=256)
+        index = select_index(q, q, pattern, block_ids=jnp.arange(256), num_blocks=256)
         layers.append(np.asarray(density(index, 2048))[0])
         listed = np.asarray(index.bits)[0, :, :, np.arange(256) // 32].transpose(1, 2, 0)
         listed = listed >> (np.arange(256) % 32) & 1
@@ -187,8 +187,8 @@ def test_the_replayed_index_is_computed_and_the_estimate_is_not_removed():
 
     # The reported estimate is that of the selected index.
     q, k, _ = inputs()
-    choose = functools.partial(choose_index, block_ids=jnp.arange(32), num_blocks=32)
-    chosen = jax.jit(choose, static_argnums=2)(q, k, SMALL)
+    select = functools.partial(select_index, block_ids=jnp.arange(32), num_blocks=32)
+    chosen = jax.jit(select, static_argnums=2)(q, k, SMALL)
     share = float(density(chosen, SMALL_LEN).mean())
     assert with_stats["estimated_density"] == pytest.approx(share)
     assert share != pytest.approx(float(with_stats["density"]), rel=0.05)
@@ -204,7 +204,7 @@ def test_attention_waits_for_the_selection_even_if_unused():
     q, k, _ = inputs()
 
     def replayed(q, k):
-        return choose_index(q, k, layer, block_ids=jnp.arange(32), num_blocks=32)
+        return select_index(q, k, layer, block_ids=jnp.arange(32), num_blocks=32)
 
     program = jax.jit(replayed).lower(q, k).compile()
     assert "exponential" in program.as_text()  # of the estimate's softmax
@@ -231,18 +231,18 @@ def test_a_pack_replays_the_pairs_within_its_documents():
     documents = Documents.from_lengths([[100, 1, 90]], SMALL_LEN, 8)
 
     @functools.partial(jax.jit, static_argnames="packed")
-    def choose(q, k, columns, lists, packed):
+    def select(q, k, columns, lists, packed):
         own = documents.blocks() if packed else None
-        shards = Shards(jnp.arange(32), 32, documents=own)
-        found = [pattern.choose(q, k, shards) for pattern in (columns, lists)]
+        context = SelectionContext(jnp.arange(32), 32, documents=own)
+        found = [pattern.select(q, k, context) for pattern in (columns, lists)]
         if packed:
-            alone = columns.estimate.choose(q, k, shards).index
+            alone = columns.estimate.select(q, k, context).index
             return found, density(alone, SMALL_LEN, documents=own).mean()
         return found
 
     q, k, _ = inputs()
-    found, share = choose(q, k, columns, lists, packed=True)
-    whole = choose(q, k, columns, lists, packed=False)
+    found, share = select(q, k, columns, lists, packed=True)
+    whole = select(q, k, columns, lists, packed=False)
     within = np.zeros((SMALL_LEN, SMALL_LEN), bool)
     of_first = np.zeros_like(within)  # the first block, which lists always include
     for start, end in [(0, 104), (104, 112), (112, 208)]:

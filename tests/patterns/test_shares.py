@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import SampledRows, Shards, VerticalSlash
-from mtraining_jax.selection.choose import choose
+from mtraining_jax.patterns import SampledRows, SelectionContext, VerticalSlash
 from mtraining_jax.selection.collectives import all_rows
 from mtraining_jax.selection.documents import Documents
+from mtraining_jax.selection.select import select
 from pallas_kernels.reference import mask_from_index
 from tests.patterns import inputs
 
@@ -52,8 +52,8 @@ def untuned(name):
     @jax.jit
     def run(q, k, documents):
         blocks = None if documents is None else documents.blocks()
-        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
-        return choose(pattern, q, k, shards).index
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
+        return select(pattern, q, k, context).index
 
     return mask_from_index(run(*arrays(), documents_of(packed)), SEQ_LEN)
 
@@ -67,8 +67,8 @@ def tuned(name):
     def local(q, k, documents, shares):
         blocks = None if documents is None else documents.blocks()
         own = layout.block_ids(jax.lax.axis_index(AXES))
-        shards = Shards(own, NUM_BLOCKS, AXES, documents=blocks, shares=shares)
-        index = choose(pattern, q, k, shards).index
+        context = SelectionContext(own, NUM_BLOCKS, AXES, documents=blocks, shares=shares)
+        index = select(pattern, q, k, context).index
         return jax.tree.map(lambda x: x[None], all_rows(index, own, NUM_BLOCKS, AXES))
 
     run = jax.jit(
@@ -108,6 +108,6 @@ def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(n
 
 def test_a_pattern_without_mass_fraction_raises():
     joint = VerticalSlash(preset="joint")
-    shards = Shards(jnp.arange(2), 2, shares=jnp.zeros(1, jnp.int32))
+    context = SelectionContext(jnp.arange(2), 2, shares=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="VerticalSlash has no mass fraction"):
-        choose(joint, *(jnp.zeros((1, 256, 1, 16)),) * 2, shards)
+        select(joint, *(jnp.zeros((1, 256, 1, 16)),) * 2, context)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import FixedBudget, Shards, VerticalSlash, choose_index
+from mtraining_jax.patterns import FixedBudget, SelectionContext, VerticalSlash, select_index
 from mtraining_jax.selection.rules.joint_rule import JointRule
 from mtraining_jax.selection.scores import estimate
 from pallas_kernels import names
@@ -15,9 +15,9 @@ from tests.selection import joint_oracle
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "scale"))
-def choose(q, k, pattern, scale=None):
+def select(q, k, pattern, scale=None):
     num_blocks = q.shape[1] // pattern.block_size
-    return choose_index(
+    return select_index(
         q, k, pattern, block_ids=jnp.arange(num_blocks), num_blocks=num_blocks, scale=scale
     )
 
@@ -29,7 +29,7 @@ def choose_and_score(q, k, pattern):
         num_probe_queries=pattern.num_probe_queries, block_size=pattern.block_size, axis_names=()
     )
     both = scores(estimate.softmax_scores, q, k, scale=q.shape[3] ** -0.5, **settings)
-    return choose(q, k, pattern), both
+    return select(q, k, pattern), both
 
 
 def scores(estimate_scores, q, k, num_probe_queries=16, block_size=16, **settings):
@@ -118,10 +118,10 @@ def test_matches_brute_force(case):
 def test_capacities_are_static_and_bounded():
     q, k = inputs.random(0, 1, 512, 2, 1, 16)
     pattern = CASES["safe with caps"][1]
-    index = choose(q, k, pattern)
+    index = select(q, k, pattern)
     assert index.vertical_tokens.shape == (1, 2, 128)  # 48 rounded up
     assert index.slash_blocks.shape == (1, 2, 2 * 10 + 3)
-    index = choose(q, k, dataclasses.replace(pattern, max_verticals=4096, max_slashes=4096))
+    index = select(q, k, dataclasses.replace(pattern, max_verticals=4096, max_slashes=4096))
     assert index.vertical_tokens.shape == (1, 2, 512)
     assert index.slash_blocks.shape == (1, 2, 32)
     assert index.block_size == 16
@@ -132,19 +132,19 @@ def test_one_sink_with_nearly_all_mass():
     seq_len, num_probe_queries = 1024, 32
     common = dict(block_size=32, num_probe_queries=num_probe_queries, max_slashes=128)
     q, k = inputs.one_sink(seq_len, token=5)
-    index = choose(q, k, VerticalSlash(preset="paper", **common))
+    index = select(q, k, VerticalSlash(preset="paper", **common))
     # The sink alone crosses p. The reference drops it, and the diagonals through it (distances
     # S-37 .. S-6, minus one) serve only the last rows; here it is kept and counted.
     diagonals, verticals = listed(index, 0, 0)
     assert verticals == [5]
     assert diagonals == [0, 30, 31]
     ordinary, _ = inputs.random(0, 1, seq_len, 1, 1, 16)
-    shards = Shards(jnp.arange(seq_len // 32), seq_len // 32)
+    context = SelectionContext(jnp.arange(seq_len // 32), seq_len // 32)
     paper = VerticalSlash(preset="paper", **common)
-    saved = jax.jit(lambda q, k: paper.choose(q, k, shards).statistics["saved_heads"])
+    saved = jax.jit(lambda q, k: paper.select(q, k, context).statistics["saved_heads"])
     assert saved(q, k).tolist() == [[1]] and saved(ordinary, ordinary).tolist() == [[0]]
     safe = VerticalSlash(sink_tokens=2, min_verticals=2, min_slashes=0, **common)
-    diagonals, verticals = listed(choose(q, k, safe), 0, 0)
+    diagonals, verticals = listed(select(q, k, safe), 0, 0)
     assert verticals == [0, 1, 5]
     assert diagonals == [0, 1, 30, 31]
 
@@ -156,17 +156,17 @@ def test_a_full_list_of_the_paper_preset_forces_nothing():
     q = np.stack([np.cos(angle), np.sin(angle)], -1)[None, :, None] * 55
     k = np.roll(q, -320, axis=1)
     pattern = VerticalSlash(0.9, 16, 3, "paper", **SMALL)
-    diagonals, _ = listed(choose(jnp.float32(q), jnp.float32(k), pattern), 0, 0)
+    diagonals, _ = listed(select(jnp.float32(q), jnp.float32(k), pattern), 0, 0)
     assert diagonals == [19, 20, 21]
     safe = VerticalSlash(0.9, 16, 3, "safe", **SMALL, sink_tokens=1, min_verticals=1, min_slashes=1)
-    diagonals, _ = listed(choose(jnp.float32(q), jnp.float32(k), safe), 0, 0)
+    diagonals, _ = listed(select(jnp.float32(q), jnp.float32(k), safe), 0, 0)
     assert diagonals == [0, 1, 19, 20, 21]
 
 
 def test_equal_columns_are_kept_in_order():
     q = k = jnp.zeros((1, 256, 1, 16))
     pattern = VerticalSlash(0.5, 40, 20, **SMALL, min_verticals=30)
-    _, verticals = listed(choose(q, k, pattern), 0, 0)
+    _, verticals = listed(select(q, k, pattern), 0, 0)
     assert verticals == list(range(40))
 
 
@@ -184,7 +184,7 @@ def test_fixed_budgets_keep_the_largest_logit_sums():
     def choose_each(layers):
         def step(_, layer):
             where = dict(block_ids=jnp.arange(32), num_blocks=32)
-            return None, choose_index(q, k, layer, **where)
+            return None, select_index(q, k, layer, **where)
 
         return jax.lax.scan(step, None, layers)[1]
 
@@ -210,7 +210,7 @@ def test_the_index_has_no_gradient_and_can_be_saved_by_a_policy():
 
     def loss(qk, wrap=lambda f: f):
         def layer(q, k):
-            index = choose(q, k, pattern)
+            index = select(q, k, pattern)
             picked = k[0, index.vertical_tokens[0, 0, :30], 0, 0]
             return (picked * index.slash_count.sum()).sum() + jnp.sin(q).sum(), index
 
@@ -272,7 +272,7 @@ def test_invalid_arguments_raise():
 
     def call(q=q, k=k, pattern=pattern, num_blocks=4, **settings):
         ids = jnp.arange(4)
-        choose_index(q, k, pattern, block_ids=ids, num_blocks=num_blocks, **settings)
+        select_index(q, k, pattern, block_ids=ids, num_blocks=num_blocks, **settings)
 
     for settings, message in [
         (dict(k=k[:, :32]), r"q \(1, 64, 4, 16\) and k \(1, 32, 2, 16\) must be"),

@@ -14,7 +14,7 @@ from mtraining_jax.cost_model.flops import audit_flops
 from mtraining_jax.cost_model.kernel_times import SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.models import abstract_state, embedding, graph_definition
 from mtraining_jax.models.loss import linear_cross_entropy
-from mtraining_jax.patterns import choose_index
+from mtraining_jax.patterns import select_index
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run
@@ -85,15 +85,15 @@ def test_index_bytes_match_the_index(config, kind, tmp_path):
     if pattern.arrays:
         pattern = jax.tree.map(lambda array: array[0], pattern)
 
-    def choose(q, k):
+    def select(q, k):
         ids = jnp.arange(num_blocks)
-        return choose_index(q, k, pattern, block_ids=ids, num_blocks=num_blocks)
+        return select_index(q, k, pattern, block_ids=ids, num_blocks=num_blocks)
 
     def heads(count):
         shape = 1, config.data.seq_len, count, model.head_dim
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    index = jax.eval_shape(choose, heads(model.num_heads), heads(model.num_kv_heads))
+    index = jax.eval_shape(select, heads(model.num_heads), heads(model.num_kv_heads))
     expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(index))
     if index.by_rows:
         expected //= config.ranks
@@ -125,8 +125,8 @@ def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainabl
     device = jax.devices()[0]
 
     def held(tree):
-        shards = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
-        return sum(shard.data.nbytes for shard in shards if shard.device == device)
+        context = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
+        return sum(shard.data.nbytes for shard in context if shard.device == device)
 
     memory = estimate_memory(config)
     trained, _ = builder.split(state.parameters)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import FixedBudget, VerticalSlash, attention_recall, choose_index
+from mtraining_jax.patterns import FixedBudget, VerticalSlash, attention_recall, select_index
 from tests.patterns import inputs
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, DIM, BLOCK = 2, 640, 4, 2, 32, 16
@@ -36,7 +36,7 @@ ROWS = np.array([0, 17, 300, 301, 555, 639], np.int32)
 def choose_all(q, k, block_ids, axis_names):
     where = dict(block_ids=block_ids, axis_names=axis_names)
     indices = {
-        name: choose_index(q, k, pattern, num_blocks=NUM_BLOCKS, **where)
+        name: select_index(q, k, pattern, num_blocks=NUM_BLOCKS, **where)
         for name, pattern in PATTERNS.items()
     }
     return indices, attention_recall(q, k, indices["safe"], ROWS, **where)
@@ -111,7 +111,7 @@ def test_the_number_of_collectives_is_fixed(name, softmax):
     def local(q, k):
         block_ids = layout.block_ids(jax.lax.axis_index(AXES))
         where = dict(block_ids=block_ids, num_blocks=NUM_BLOCKS, axis_names=AXES)
-        return choose_index(q, k, PATTERNS[name], **where)
+        return select_index(q, k, PATTERNS[name], **where)
 
     run = jax.shard_map(
         local,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mtraining_jax.patterns import Shards
+from mtraining_jax.patterns import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.scores import document_scores
 from mtraining_jax.selection.spans import PackedSpans
@@ -36,9 +36,9 @@ def test_kernels_score_each_block_by_its_own_document(monkeypatch):
         def of(q, k, documents):
             blocks_of = documents.blocks()
             slots = PackedSpans.of(blocks_of, 3)
-            shards = Shards(jnp.arange(blocks), blocks, documents=blocks_of)
-            q_last = document_scores.last_queries(q, slots, shards, 64)
-            return document_scores.softmax_scores(q_last, k, slots, shards)
+            context = SelectionContext(jnp.arange(blocks), blocks, documents=blocks_of)
+            q_last = document_scores.last_queries(q, slots, context, 64)
+            return document_scores.softmax_scores(q_last, k, slots, context)
 
         return of(q, k, documents)
 

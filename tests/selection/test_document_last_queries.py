@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import FixedBudget, ModelSizes, Shards, VerticalSlash
+from mtraining_jax.patterns import FixedBudget, ModelSizes, SelectionContext, VerticalSlash
 from mtraining_jax.patterns.fixed_budget import BudgetFile
 from mtraining_jax.patterns.minference import MInference, MInferenceFile
 from mtraining_jax.selection.documents import Documents
@@ -82,18 +82,20 @@ def arrays():
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def choose(name, q, k, documents=None, valid_len=None):
+def select(name, q, k, documents=None, valid_len=None):
     pattern = EVERY[name]
     if documents is not None:
         documents = documents.blocks()
-    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents)
-    return pattern.choose(q, k, shards)
+    context = SelectionContext(
+        jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
+    )
+    return pattern.select(q, k, context)
 
 
 @functools.cache
 def pack(name):
     documents = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
-    return jax.device_get(choose(name, *arrays(), documents))
+    return jax.device_get(select(name, *arrays(), documents))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -113,11 +115,11 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own(name):
                 np.where(counts, np.roll(np.asarray(x)[row], -start * BLOCK, 0), noise)[None]
                 for x in arrays()
             ]
-            choice = jax.device_get(choose(name, *alone, None, jnp.int32(length)))
-            mask = index_mask(choice.index, SEQ_LEN)[0, :, :size, :size]
+            selection = jax.device_get(select(name, *alone, None, jnp.int32(length)))
+            mask = index_mask(selection.index, SEQ_LEN)[0, :, :size, :size]
             assert not mask.all((1, 2)).any() and mask.sum() < 4 * np.tri(size).sum()
             wanted[row, :, own, own] = mask
-            saved.append([row, choice.statistics.get("saved_heads", np.zeros((1, 4)))[0]])
+            saved.append([row, selection.statistics.get("saved_heads", np.zeros((1, 4)))[0]])
     np.testing.assert_array_equal(found, wanted)
     if name == "paper":
         for row, share in enumerate(pack(name).statistics["saved_heads"]):
@@ -174,8 +176,8 @@ def test_ranks_select_the_same_rows_as_one_device(name, ranks):
     documents = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
 
     def on_rank(q, k, block_ids):
-        shards = Shards(block_ids, NUM_BLOCKS, ("rank",), documents=documents.blocks())
-        return pattern.choose(q, k, shards)
+        context = SelectionContext(block_ids, NUM_BLOCKS, ("rank",), documents=documents.blocks())
+        return pattern.select(q, k, context)
 
     # Distributed with NumPy; JAX would compile each step for each number of ranks.
     blocks = [

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import VerticalSlash, choose_index
+from mtraining_jax.patterns import VerticalSlash, select_index
 from mtraining_jax.selection.scores import estimate
 from tests.pallas_kernels.mosaic_gpu.hopper import hopper
 from tests.patterns import oracle
@@ -108,17 +108,17 @@ def test_kernels_run_where_supported(num_probe_queries, dtype, backend, count):
     k = jax.ShapeDtypeStruct((1, 1024, 2, 64), dtype)
     pattern = VerticalSlash(num_probe_queries=num_probe_queries)
 
-    def choose(q, k):
-        return choose_index(q, k, pattern, block_ids=jnp.arange(8), num_blocks=8, backend=backend)
+    def select(q, k):
+        return select_index(q, k, pattern, block_ids=jnp.arange(8), num_blocks=8, backend=backend)
 
     with hopper():
-        lowered = jax.jit(choose).trace(q, k).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(select).trace(q, k).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@mosaic_gpu_v2(") == count
 
 
 def test_requesting_kernels_on_a_cpu_raises():
     q = k = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="backend='mosaic_gpu' cannot run here"):
-        choose_index(
+        select_index(
             q, k, VerticalSlash(), block_ids=jnp.arange(1), num_blocks=1, backend="mosaic_gpu"
         )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import SampledRows, Shards
+from mtraining_jax.patterns import SampledRows, SelectionContext
 from mtraining_jax.patterns.sampled_rows import samples
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.row_rule import RowRule
@@ -32,8 +32,8 @@ def heads():
 
 @jax.jit
 def heaviest(q, k, valid_len):
-    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
-    return row_columns.heaviest_columns(q, k, shards, SIZE, COLUMNS, RULE)
+    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+    return row_columns.heaviest_columns(q, k, context, SIZE, COLUMNS, RULE)
 
 
 @pytest.mark.parametrize("valid_len", [SEQ_LEN, SEQ_LEN - 3 * SIZE - 3])
@@ -67,10 +67,10 @@ def test_column_mass_is_excluded_from_block_mass(heads):
 
     @jax.jit
     def masses(own, k):
-        shards = Shards(jnp.asarray(blocks), NUM_BLOCKS)
-        rows, places = samples(own, shards, SIZE, 4)
+        context = SelectionContext(jnp.asarray(blocks), NUM_BLOCKS)
+        rows, places = samples(own, context, SIZE, 4)
         found = row_columns.masses_without(
-            rows, k, places, jnp.asarray(tokens)[None], shards, SIZE, like=own
+            rows, k, places, jnp.asarray(tokens)[None], context, SIZE, like=own
         )
         return *found, places
 
@@ -98,14 +98,14 @@ def test_a_document_has_the_columns_of_a_separate_sequence(heads):
     documents = Documents.from_lengths([lengths], SEQ_LEN, SIZE)
 
     @jax.jit
-    def choose(q, k, documents=None, valid_len=None):
+    def select(q, k, documents=None, valid_len=None):
         documents = None if documents is None else documents.blocks()
-        shards = Shards(
+        context = SelectionContext(
             jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
         )
-        return pattern.choose(q, k, shards).index
+        return pattern.select(q, k, context).index
 
-    found = index_mask(choose(*heads, documents), SEQ_LEN)
+    found = index_mask(select(*heads, documents), SEQ_LEN)
     wanted = np.zeros_like(found)
     for start, length in zip(starts, lengths, strict=True):
         size = -(-length // SIZE) * SIZE
@@ -113,7 +113,7 @@ def test_a_document_has_the_columns_of_a_separate_sequence(heads):
         wanted[:, :, own, own] = np.tri(size, dtype=bool)
         if length > 40:
             moved = (jnp.roll(x, -start * SIZE, 1) for x in heads)
-            alone = choose(*moved, None, jnp.int32(length))
+            alone = select(*moved, None, jnp.int32(length))
             wanted[:, :, own, own] = index_mask(alone, SEQ_LEN)[:, :, :size, :size]
             assert wanted[:, :, own, own].mean() < 0.4
     np.testing.assert_array_equal(found, wanted)

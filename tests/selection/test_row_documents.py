@@ -10,7 +10,7 @@ from mtraining_jax.patterns import (
     MixedRows,
     Prism,
     SampledRows,
-    Shards,
+    SelectionContext,
     XAttention,
 )
 from mtraining_jax.selection.documents import Documents
@@ -59,8 +59,8 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own():
     @jax.jit
     def choose_all(q, k, documents):
         blocks = jnp.arange(NUM_BLOCKS)
-        shards = Shards(blocks, NUM_BLOCKS, documents=documents.blocks())
-        return {name: pattern.choose(q, k, shards).index for name, pattern in PATTERNS.items()}
+        context = SelectionContext(blocks, NUM_BLOCKS, documents=documents.blocks())
+        return {name: pattern.select(q, k, context).index for name, pattern in PATTERNS.items()}
 
     for name, index in choose_all(q, k, documents).items():
         bits = as_bool(index.bits)
@@ -93,12 +93,12 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own():
 def test_densities_and_recall_are_relative_to_documents():
     q, k, documents = sequences()
     blocks = documents.blocks()
-    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
+    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
 
     @jax.jit
     def measure(q, k, rows):
-        index = PATTERNS["sampled"].choose(q, k, shards).index
-        found = attention_recall(q, k, index, rows, block_ids=shards.block_ids, documents=blocks)
+        index = PATTERNS["sampled"].select(q, k, context).index
+        found = attention_recall(q, k, index, rows, block_ids=context.block_ids, documents=blocks)
         return index.bits, density(index, SEQ_LEN, documents=blocks), found
 
     rows = np.array([2, 30, 50, 100, 120, 130, 150, 190])

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import ExactRows, MixedRows, Prism, SampledRows, Shards, XAttention
+from mtraining_jax.patterns import (
+    ExactRows,
+    MixedRows,
+    Prism,
+    SampledRows,
+    SelectionContext,
+    XAttention,
+)
 from mtraining_jax.selection.scores.row_scores import rows_at_once
 from tests.patterns import inputs, oracle
 
@@ -54,8 +61,8 @@ def test_scores_match_the_definition(pattern):
     q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
     rows = jnp.array([6, 1, 3], jnp.int32)  # rows of a rank, in any order
     own = q.reshape(2, NUM_BLOCKS, BLOCK, 3, DIM)[:, rows].reshape(2, -1, 3, DIM)
-    shards = Shards(rows, NUM_BLOCKS)
-    found = np.asarray(jax.jit(lambda q, k: pattern.scores(q, k, shards))(own, k))
+    context = SelectionContext(rows, NUM_BLOCKS)
+    found = np.asarray(jax.jit(lambda q, k: pattern.scores(q, k, context))(own, k))
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     for b, h in np.ndindex(2, 3):
         expected = wanted(pattern, q[b, :, h], k[b, :, 0])[np.asarray(rows)]
@@ -70,7 +77,9 @@ def test_the_scores_of_a_row_are_independent_of_other_rows_on_its_rank():
 
     @jax.jit
     def scores(q, k, rows):
-        return XAttention(stride=8, block_size=size).scores(q, k, Shards(rows, num_blocks))
+        return XAttention(stride=8, block_size=size).scores(
+            q, k, SelectionContext(rows, num_blocks)
+        )
 
     rows = np.arange(1, num_blocks, 4)[:-1]  # 31: the last step has one row and padding
     own = q.reshape(1, num_blocks, size, 2, DIM)[:, rows].reshape(1, -1, 2, DIM)
@@ -102,8 +111,8 @@ def prism(q, k):
 
 def test_the_two_bands_of_prism_match_the_definition():
     q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
-    shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS)
-    bands = jax.jit(lambda q, k: Prism(block_size=BLOCK).bands(q, k, shards))(q, k)
+    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS)
+    bands = jax.jit(lambda q, k: Prism(block_size=BLOCK).bands(q, k, context))(q, k)
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     for b, h in np.ndindex(2, 3):
         for found, wanted in zip(bands, prism(q[b, :, h], k[b, :, 0]), strict=True):
@@ -119,8 +128,8 @@ def test_padding_at_the_end_changes_no_score(pattern):
 
     @jax.jit
     def scores(q, k, valid_len):
-        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
-        return pattern.scores(q, k, shards)
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        return pattern.scores(q, k, context)
 
     found, whole = scores(q, k, valid), scores(q, k, SEQ_LEN)
     other = scores(q.at[:, valid:].set(9.0), k.at[:, valid:].set(-9.0), valid)
@@ -135,8 +144,8 @@ def test_the_samples_of_a_block_with_padding_are_real_queries():
 
     @jax.jit
     def of_block_five(valid_len):
-        shards = Shards(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
-        return pattern.scores(q, k, shards)[0, 0, 5]
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        return pattern.scores(q, k, context)[0, 0, 5]
 
     logits = np.asarray(q, np.float64)[0, :, 0] @ np.asarray(k, np.float64)[0, :, 0].T / DIM**0.5
     weights = oracle.softmax(np.where(np.tri(SEQ_LEN, dtype=bool), logits, -np.inf))

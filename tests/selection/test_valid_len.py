@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, Shards, VerticalSlash
-from mtraining_jax.selection.choose import choose
+from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, SelectionContext, VerticalSlash
+from mtraining_jax.selection.select import select
 from pallas_kernels.index import bits as sets
 from tests.patterns import inputs, oracle
 
@@ -27,8 +27,8 @@ PATTERNS = {
 @jax.jit
 def choose_all(q, k, valid_len):
     num_blocks = q.shape[1] // BLOCK
-    shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
-    return {name: choose(pattern, q, k, shards).index for name, pattern in PATTERNS.items()}
+    context = SelectionContext(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+    return {name: select(pattern, q, k, context).index for name, pattern in PATTERNS.items()}
 
 
 def listed(index, head):
@@ -100,9 +100,9 @@ def test_rows_at_the_end_of_a_prompt_keep_all_of_their_blocks(heads):
     @jax.jit
     def choose_both(q, k, valid_len):
         num_blocks = SEQ_LEN // BLOCK
-        shards = Shards(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+        context = SelectionContext(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
         patterns = SampledRows(**settings), SampledRows(dense_suffix_tokens=30, **settings)
-        return [choose(pattern, q, k, shards).index.bits for pattern in patterns]
+        return [select(pattern, q, k, context).index.bits for pattern in patterns]
 
     plain, ended = (
         np.asarray(sets.unpack(bits, SEQ_LEN // BLOCK)) for bits in choose_both(q, k, 300)

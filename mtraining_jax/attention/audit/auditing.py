@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.attention.audit.figures import AuditRows, forward_figures, gradient_figures
-from mtraining_jax.patterns import Shards
+from mtraining_jax.patterns import SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.row_attention import Keys, RowAttention
@@ -53,18 +53,20 @@ def audit_shards(
     k: Array,
     v: Array,
     index: Index,
-    shards: Shards,
+    context: SelectionContext,
     batch_axes: tuple[str, ...],
 ) -> tuple[dict[str, Array], RowAttention]:
     """Computes `forward_figures` on one device's shards."""
-    return forward_figures(q, audit.rows, _keys(k, v, index, shards), batch_axes)
+    return forward_figures(q, audit.rows, _keys(k, v, index, context), batch_axes)
 
 
-def mask_of_heads(audit: Audit, index: Index, shards: Shards, batch_axes: tuple[str, ...]) -> Index:
+def mask_of_heads(
+    audit: Audit, index: Index, context: SelectionContext, batch_axes: tuple[str, ...]
+) -> Index:
     """Returns the index of `audit.mask_heads` of the first sequence, replicated on all devices."""
     heads = jnp.array(list(audit.mask_heads))
     masks = jax.tree.map(lambda x: x[:1, heads], index)
-    masks = collectives.all_rows(masks, shards.block_ids, shards.num_blocks, shards.axis_names)
+    masks = collectives.all_rows(masks, context.block_ids, context.num_blocks, context.axis_names)
     if not batch_axes:
         return masks
     first = lax.axis_index(batch_axes) == 0
@@ -73,7 +75,7 @@ def mask_of_heads(audit: Audit, index: Index, shards: Shards, batch_axes: tuple[
 
 def tap_gradient(
     run: Callable[[Callable, tuple], Any],
-    shards_of: Callable[..., Shards],
+    shards_of: Callable[..., SelectionContext],
     batch_axes: tuple[str, ...],
     out: Array,
     audit: Audit,
@@ -87,7 +89,7 @@ def tap_gradient(
 
     The cotangent of `audit.grad_tap` is the result of `gradient_figures`. `run` calls a function
     of (rows, d_out, positions, k, v, index, documents) on the shards of every device, where
-    `shards_of` builds the `Shards`. `rows` are the exact attention of the audited rows, replicated.
+    `shards_of` builds the `SelectionContext`. `rows` are the exact attention of the audited rows, replicated.
     """
     # Same checkpoint name as attention's results: the backward pass must not recompute attention
     # over all keys.
@@ -98,8 +100,8 @@ def tap_gradient(
         (rows, k, v), positions, index, documents = residuals
 
         def measure_shard(rows, d_out, positions, k, v, index, documents):
-            shards = shards_of(d_out, documents=documents)
-            keys = _keys(k, v, index, shards)
+            context = shards_of(d_out, documents=documents)
+            keys = _keys(k, v, index, context)
             return gradient_figures(rows, d_out, positions, keys, batch_axes)
 
         return run(measure_shard, (rows, d_out, positions, k, v, index, documents))
@@ -123,13 +125,13 @@ def _tapped_backward(measure: Callable, residuals: tuple, d_out: Array):
 _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
-def _keys(k: Array, v: Array, index: Index, shards: Shards) -> Keys:
+def _keys(k: Array, v: Array, index: Index, context: SelectionContext) -> Keys:
     return Keys.of(
         k,
         v,
         index,
-        block_ids=shards.block_ids,
-        axis_names=shards.axis_names,
-        scale=shards.scale,
-        documents=shards.documents,
+        block_ids=context.block_ids,
+        axis_names=context.axis_names,
+        scale=context.scale,
+        documents=context.documents,
     )

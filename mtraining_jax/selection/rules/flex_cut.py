@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.rules.row_rule import first_of
 from mtraining_jax.selection.spans import PackedSpans
@@ -42,7 +42,7 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows
         of_rows = jnp.where(reached, mass, 0).sum(-1, dtype=jnp.uint32)
         limbs = of_rows >> _LIMB, of_rows & ((1 << _LIMB) - 1)
         upper, lower = collectives.exact_sum(
-            tuple(rows.local_sums(x) for x in limbs), rows.shards.axis_names
+            tuple(rows.local_sums(x) for x in limbs), rows.context.axis_names
         )
         return upper + (lower >> _LIMB), lower & ((1 << _LIMB) - 1), reached
 
@@ -71,7 +71,7 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows
 class Rows(NamedTuple):
     """The sequences that rows of blocks belong to: documents, or one (E is 1) without slots."""
 
-    shards: Shards
+    context: SelectionContext
     slots: PackedSpans | None
 
     @property
@@ -95,13 +95,13 @@ class Rows(NamedTuple):
 
     def before(self, x: Array) -> Array:
         """Sums int32 [B, Hq, n] over the earlier rows of the same sequence, on all ranks."""
-        ids = self.shards.block_ids
-        everywhere = jnp.zeros((*x.shape[:2], self.shards.num_blocks), jnp.int32)
-        everywhere = collectives.exact_sum(everywhere.at[..., ids].set(x), self.shards.axis_names)
+        ids = self.context.block_ids
+        everywhere = jnp.zeros((*x.shape[:2], self.context.num_blocks), jnp.int32)
+        everywhere = collectives.exact_sum(everywhere.at[..., ids].set(x), self.context.axis_names)
         running = jnp.cumsum(everywhere, -1, dtype=jnp.int32) - everywhere
         if self.slots is None:
             return running[..., ids]
-        first = jnp.minimum(self.slots.first, self.shards.num_blocks - 1)
+        first = jnp.minimum(self.slots.first, self.context.num_blocks - 1)
         begun = jax.vmap(lambda own, first: own[:, first])(running, first)
         return running[..., ids] - self.spread(begun)
 
@@ -109,7 +109,7 @@ class Rows(NamedTuple):
     def _slot(self) -> Array:
         """Slot of each local row: int32 [B, n]; E for a row without one."""
         assert self.slots is not None
-        return self.slots.of_block[:, self.shards.block_ids]
+        return self.slots.of_block[:, self.context.block_ids]
 
 
 def _difference(high: Array, low: Array, upper: Array, lower: Array) -> tuple[Array, Array]:

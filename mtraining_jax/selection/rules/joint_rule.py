@@ -80,23 +80,23 @@ def kept_together(
         spans: the sequences; the probe queries are the last valid tokens.
         rule: the rule.
     """
-    choice = _Choice(columns, diagonals, spans, rule)
+    selection = _Choice(columns, diagonals, spans, rule)
     prices = jnp.asarray(rule.prices())
 
     def narrow(_, state: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = state  # the search does not end before `low`; it ends at `high` or the last one
         middle = (low + high) // 2
-        ends = choice.ends(choice.at(prices[middle]))
+        ends = selection.ends(selection.at(prices[middle]))
         return jnp.where(ends, low, middle + 1), jnp.where(ends, middle, high)
 
-    low = jnp.zeros_like(choice.enough)
-    high = jnp.full_like(choice.enough, prices.size - 1)
+    low = jnp.zeros_like(selection.enough)
+    high = jnp.full_like(selection.enough, prices.size - 1)
     rounds = (prices.size - 1).bit_length()
     _, found = lax.fori_loop(0, rounds, narrow, (low, high))
-    kept = choice.at(prices[found])
-    before = choice.at(prices[jnp.maximum(found - 1, 0)])
+    kept = selection.at(prices[found])
+    before = selection.at(prices[jnp.maximum(found - 1, 0)])
     # A selection that exceeds the density limit is rejected, even if a lower price has enough mass.
-    return choice.or_window(choice.where(choice.cost(kept) > choice.most, before, kept))
+    return selection.or_window(selection.where(selection.cost(kept) > selection.most, before, kept))
 
 
 class _Choice:

@@ -8,60 +8,62 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.scores import estimate, pooling, row_scores
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.token_chunks import chunk_starts, chunks_of
 
 
-def chosen_chunks(q: Array, k: Array, shards: Shards, chunk_blocks: int, most: int) -> Array:
+def chosen_chunks(
+    q: Array, k: Array, context: SelectionContext, chunk_blocks: int, most: int
+) -> Array:
     """Selects each query's own chunk and the best earlier chunks.
 
     With documents, chunks start at document boundaries, and queries select chunks of their own
     document.
 
     Args:
-        q, k, shards: as in `Pattern.choose`.
+        q, k, context: as in `Pattern.select`.
         chunk_blocks: blocks per chunk.
         most: maximum number of chunks per query, including its own; at most the number of chunks.
 
     Returns:
         uint32 [B, Hq, n/g, g, ceil(NC/32)], bits as in `TokenChunksIndex`.
     """
-    first = shards.first_blocks(shards.block_ids)
-    own = jnp.atleast_2d(chunks_of(first, shards.block_ids, chunk_blocks))
+    first = context.first_blocks(context.block_ids)
+    own = jnp.atleast_2d(chunks_of(first, context.block_ids, chunk_blocks))
     if first is not None:
-        own = jnp.where(first < shards.num_blocks, own, -1)
+        own = jnp.where(first < context.num_blocks, own, -1)
         first = first // chunk_blocks
-    return _chosen(q, chunk_means(k, shards, chunk_blocks), shards, own, most, first)
+    return _chosen(q, chunk_means(k, context, chunk_blocks), context, own, most, first)
 
 
-def chosen_blocks(q: Array, k: Array, shards: Shards, most: int) -> Array:
+def chosen_blocks(q: Array, k: Array, context: SelectionContext, most: int) -> Array:
     """Selects each query block's own key block and the best earlier ones, by block means.
 
     Means ignore padding. With documents, query blocks select blocks of their own document.
 
     Args:
-        q, k, shards: as in `Pattern.choose`.
+        q, k, context: as in `Pattern.select`.
         most: maximum number of blocks per query block, including its own.
 
     Returns:
         uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; undefined for blocks without
         a document.
     """
-    ends = shards.ends(shards.block_ids, q.shape[1] // shards.block_ids.shape[0])
-    means = pooling.block_means(q, shards.block_ids, ends).astype(q.dtype)
+    ends = context.ends(context.block_ids, q.shape[1] // context.block_ids.shape[0])
+    means = pooling.block_means(q, context.block_ids, ends).astype(q.dtype)
     rows = means.transpose(0, 2, 1, 3)  # one token per block
-    first = shards.first_blocks(shards.block_ids)
-    own = shards.block_ids[None]
-    return _chosen(rows, chunk_means(k, shards, 1, ends), shards, own, most, first)[..., 0, :]
+    first = context.first_blocks(context.block_ids)
+    own = context.block_ids[None]
+    return _chosen(rows, chunk_means(k, context, 1, ends), context, own, most, first)[..., 0, :]
 
 
 def _chosen(
     q: Array,
     means: Array,
-    shards: Shards,
+    context: SelectionContext,
     own_chunks: Array,
     most: int,
     first_chunks: Array | None = None,
@@ -72,11 +74,11 @@ def _chosen(
     before `first_chunks`, int32 [B, n/g], is selected.
     """
     batch, kv_heads, num_chunks, dim = means.shape
-    num_local = shards.block_ids.shape[0]
+    num_local = context.block_ids.shape[0]
     size, heads = q.shape[1] // num_local, q.shape[2]
     words = sets.words_for(num_chunks)
     at_once = row_scores.rows_at_once(batch, heads, size, num_chunks, 1)
-    at_once = min(at_once, max(shards.num_blocks // 64, 1))
+    at_once = min(at_once, max(context.num_blocks // 64, 1))
     steps = -(-num_local // at_once)
     padding = steps * at_once - num_local
     own_chunks = jnp.pad(own_chunks, ((0, 0), (0, padding)))
@@ -110,24 +112,26 @@ def _chosen(
     return found[:, :, :num_local]
 
 
-def chunk_means(k: Array, shards: Shards, chunk_blocks: int, ends: Array | None = None) -> Array:
+def chunk_means(
+    k: Array, context: SelectionContext, chunk_blocks: int, ends: Array | None = None
+) -> Array:
     """Computes the mean key of every chunk in the keys' dtype: [B, Hk, NC, D], replicated.
 
     Undefined for an incomplete last chunk, which no query has before its own, and for chunks with
     padding, except chunks of one block with `ends`.
     """
-    means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
+    means = pooling.block_means(k, context.block_ids, ends).transpose(0, 2, 1, 3)
     means = collectives.all_blocks(
-        means, shards.block_ids, shards.num_blocks, shards.axis_names
+        means, context.block_ids, context.num_blocks, context.axis_names
     ).transpose(0, 2, 1, 3)
-    if shards.documents is None or chunk_blocks == 1:
+    if context.documents is None or chunk_blocks == 1:
         rest = -means.shape[2] % chunk_blocks
         means = jnp.pad(means, ((0, 0), (0, 0), (0, rest), (0, 0)))
         means = means.reshape(*means.shape[:2], -1, chunk_blocks, means.shape[-1])
     else:
-        every = jnp.arange(shards.num_blocks, dtype=jnp.int32)
-        first = shards.documents.first
-        starts = chunk_starts(first, every, shards.num_blocks, chunk_blocks)
+        every = jnp.arange(context.num_blocks, dtype=jnp.int32)
+        first = context.documents.first
+        starts = chunk_starts(first, every, context.num_blocks, chunk_blocks)
         blocks = starts[..., None] + jnp.arange(chunk_blocks, dtype=jnp.int32)  # [B, NC, blocks]
         means = jax.vmap(lambda x, at: x.at[:, at].get(mode="clip"))(means, blocks)
     return (estimate.ordered_sum(means) / chunk_blocks).astype(k.dtype)

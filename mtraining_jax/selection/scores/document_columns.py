@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import document_scores, estimate, row_columns
@@ -21,7 +21,7 @@ from mtraining_jax.selection.spans import PackedSpans
 def heaviest_columns(
     q: Array,
     k: Array,
-    shards: Shards,
+    context: SelectionContext,
     slots: PackedSpans,
     block_size: int,
     count: int,
@@ -30,22 +30,22 @@ def heaviest_columns(
     """Selects up to `count` columns of each document, int32 [B, Hq, E, C], as in `row_columns`.
 
     Args:
-        q, k, shards: as in `RowPattern.scores`.
+        q, k, context: as in `RowPattern.scores`.
         slots: the documents.
         block_size: tokens per block (g).
         count: C, maximum number of columns of a head in a document.
         rule: defines the forced blocks, which need no columns.
     """
-    batch, heads, num_blocks = q.shape[0], q.shape[2], shards.num_blocks
+    batch, heads, num_blocks = q.shape[0], q.shape[2], context.num_blocks
     num_slots, seq_len = slots.slots, num_blocks * block_size
     places = row_columns.spread_places(seq_len, slots.tokens[..., None])  # [B, E, u]
     positions = slots.first[..., None] * block_size + places
-    rows_of = document_scores.queries_of(q, jnp.clip(positions, 0, seq_len - 1), shards)
+    rows_of = document_scores.queries_of(q, jnp.clip(positions, 0, seq_len - 1), context)
     every = dataclasses.replace(
-        shards, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
+        context, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
     )
     blocks = OwnBlocks(k, slots, every)
-    scale = shards.scale_for(q.shape[-1])
+    scale = context.scale_for(q.shape[-1])
 
     def look(
         body: Callable, k: Array, slot: Array, place: Array, entry: Array
@@ -91,18 +91,18 @@ def masses_without(
     places: Array,
     tokens: Array,
     slots: PackedSpans,
-    shards: Shards,
+    context: SelectionContext,
     block_size: int,
     *,
     like: Array,
 ) -> tuple[Array, Array]:
     """Variant of `row_columns.masses_without` with columns [B, Hq, E, C] for each document."""
     batch, heads, num_slots, count = tokens.shape
-    slot = slots.of_block[:, shards.block_ids]  # [B, n]
+    slot = slots.of_block[:, context.block_ids]  # [B, n]
     held = jnp.minimum(slot, num_slots - 1)
     entries = jnp.arange(batch)[:, None]
     own = tokens.swapaxes(1, 2)[entries, held]  # [B, n, Hq, C]
-    own = jnp.where((slot < num_slots)[..., None, None], own, shards.num_blocks * block_size)
+    own = jnp.where((slot < num_slots)[..., None, None], own, context.num_blocks * block_size)
     own = own.swapaxes(1, 2)
 
     def logits(rows: Array, start: Array, size: int) -> Array:
@@ -121,7 +121,7 @@ def masses_without(
             preferred_element_type=jnp.float32,
         )
 
-    steps, size = row_columns.steps_of(rows, count, shards.num_blocks)
+    steps, size = row_columns.steps_of(rows, count, context.num_blocks)
     padding = steps * size - slot.shape[1]
     # A single flat index lets XLA fuse the gather. Padding may read any key: it is masked.
     flat, (_, length, kv_heads, _) = k.reshape(-1, k.shape[-1]), k.shape
@@ -134,8 +134,8 @@ def masses_without(
         places,
         own,
         logits,
-        shards,
+        context,
         block_size,
         like=like,
-        first_blocks=shards.first_blocks(shards.block_ids),
+        first_blocks=context.first_blocks(context.block_ids),
     )

@@ -12,53 +12,55 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.selection.spans import PackedSpans
 from pallas_kernels import backends
 
 
-def last_queries(q: Array, slots: PackedSpans, shards: Shards, count: int) -> Array:
+def last_queries(q: Array, slots: PackedSpans, context: SelectionContext, count: int) -> Array:
     """Gathers the last `count` real queries of each document: [B, E, Hq, u, D], replicated.
 
     In shorter documents the first ones are arbitrary.
     """
-    block_size = q.shape[1] // shards.block_ids.shape[0]
+    block_size = q.shape[1] // context.block_ids.shape[0]
     ends = slots.first * block_size + slots.tokens
     positions = ends[..., None] + jnp.arange(-count, 0, dtype=jnp.int32)
-    positions = jnp.clip(positions, 0, shards.num_blocks * block_size - 1)
-    return queries_at(q, positions, shards)
+    positions = jnp.clip(positions, 0, context.num_blocks * block_size - 1)
+    return queries_at(q, positions, context)
 
 
-def queries_at(q: Array, positions: Array, shards: Shards) -> Array:
+def queries_at(q: Array, positions: Array, context: SelectionContext) -> Array:
     """Gathers queries at positions int32 [B, E, u]: [B, E, Hq, u, D], replicated."""
 
     def gather(x: Array, own: Array) -> Array:
-        where = shards.block_ids, shards.num_blocks, shards.axis_names
+        where = context.block_ids, context.num_blocks, context.axis_names
         return collectives.gather_rows(x[None], own.reshape(-1), *where)[0]
 
     rows = jax.vmap(gather)(q, positions)
     return rows.reshape(*positions.shape, *q.shape[2:]).transpose(0, 1, 3, 2, 4)
 
 
-def queries_of(q: Array, positions: Array, shards: Shards) -> Callable[[Array, Array], Array]:
+def queries_of(
+    q: Array, positions: Array, context: SelectionContext
+) -> Callable[[Array, Array], Array]:
     """Returns `queries_at` as a function of batch entry and slot to [Hq, u, D].
 
     On one device it reads the queries in place: those of all slots, most of them possibly empty,
     would need at least as much memory as q.
     """
-    if shards.axis_names:
-        every = queries_at(q, positions, shards)
+    if context.axis_names:
+        every = queries_at(q, positions, context)
         return lambda entry, slot: every[entry, slot]
-    block_size = q.shape[1] // shards.block_ids.shape[0]
-    local = collectives.local_index(shards.block_ids, shards.num_blocks)[positions // block_size]
+    block_size = q.shape[1] // context.block_ids.shape[0]
+    local = collectives.local_index(context.block_ids, context.num_blocks)[positions // block_size]
     places = local * block_size + positions % block_size
     return lambda entry, slot: q[entry, places[entry, slot]].swapaxes(0, 1)
 
 
 def softmax_scores(
-    q_last: Array, k: Array, slots: PackedSpans, shards: Shards
+    q_last: Array, k: Array, slots: PackedSpans, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
     """Variant of `estimate.softmax_scores` per document, with its own last queries and keys.
 
@@ -67,18 +69,18 @@ def softmax_scores(
 
     Args:
         q_last: [B, E, Hq, u, D], from `last_queries`.
-        k, shards: as in `Pattern.choose`.
+        k, context: as in `Pattern.select`.
         slots: the documents.
 
     Returns:
         (columns, own, tails) as in `estimate.softmax_scores`; 0 in blocks without a slot.
     """
-    block_size = k.shape[1] // shards.block_ids.shape[0]
-    kernels = backends.estimate_kernels(shards.backend, q_last[:, 0], block_size)
+    block_size = k.shape[1] // context.block_ids.shape[0]
+    kernels = backends.estimate_kernels(context.backend, q_last[:, 0], block_size)
     if kernels is not None:
-        return _by_kernels(kernels, q_last, k, slots, shards)
-    scale, num_slots = shards.scale_for(q_last.shape[-1]), q_last.shape[1]
-    blocks = OwnBlocks(k, slots, shards)
+        return _by_kernels(kernels, q_last, k, slots, context)
+    scale, num_slots = context.scale_for(q_last.shape[-1]), q_last.shape[1]
+    blocks = OwnBlocks(k, slots, context)
 
     def tile(k: Array, slot: Array, place: Array, entry: Array) -> estimate.XlaTiles:
         end = _end(slots, slot, place, entry, k.shape[0])
@@ -93,7 +95,7 @@ def softmax_scores(
 
     block_peak, block_total = blocks.map(lambda *block: _of_one(tile(*block).statistics()))
     peak, normaliser = joined(
-        block_peak, block_total, blocks.slot, num_slots, scale, shards.axis_names
+        block_peak, block_total, blocks.slot, num_slots, scale, context.axis_names
     )
     normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
 
@@ -105,19 +107,23 @@ def softmax_scores(
 
 
 def _by_kernels(
-    kernels: backends.Estimate, q_last: Array, k: Array, slots: PackedSpans, shards: Shards
+    kernels: backends.Estimate,
+    q_last: Array,
+    k: Array,
+    slots: PackedSpans,
+    context: SelectionContext,
 ) -> tuple[Array, Array, Array]:
     """Computes `softmax_scores` with a backend's kernels."""
     batch, num_slots, heads, num_queries, dim = q_last.shape
-    num_local = shards.block_ids.shape[0]
-    slot, place = OwnBlocks(k, slots, shards).places
+    num_local = context.block_ids.shape[0]
+    slot, place = OwnBlocks(k, slots, context).places
     entry = jnp.arange(batch, dtype=jnp.int32)[:, None]
     held = jnp.minimum(slot, num_slots - 1)
     end = _end(slots, slot, place, entry, k.shape[1] // num_local)
     sets = q_last.reshape(-1, heads, num_queries, dim)
     blocks = k.reshape(batch * num_local, -1, *k.shape[2:])
     where = blocks, jnp.zeros(1, jnp.int32), 1
-    scale = shards.scale_for(dim)
+    scale = context.scale_for(dim)
     options: dict[str, Any] = dict(
         scale=scale, valid_len=end.reshape(-1), queries=(entry * num_slots + held).reshape(-1)
     )
@@ -126,7 +132,7 @@ def _by_kernels(
         return x.reshape(batch, num_local, *x[:, :, 0].shape[1:])
 
     block_peak, block_total = map(by_block, kernels.block_statistics(sets, *where, **options))
-    peak, normaliser = joined(block_peak, block_total, slot, num_slots, scale, shards.axis_names)
+    peak, normaliser = joined(block_peak, block_total, slot, num_slots, scale, context.axis_names)
     normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
     to_mean_mass = estimate.MASS_ONE // num_queries / normaliser
     of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
@@ -136,7 +142,7 @@ def _by_kernels(
 
 
 def logit_scores(
-    q_last: Array, k: Array, slots: PackedSpans, shards: Shards
+    q_last: Array, k: Array, slots: PackedSpans, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
     """Variant of `estimate.logit_scores` per document; arguments as in `softmax_scores`.
 
@@ -154,7 +160,7 @@ def logit_scores(
         )
         return _of_one(found)
 
-    return _by_head(OwnBlocks(k, slots, shards).map(sums))
+    return _by_head(OwnBlocks(k, slots, context).map(sums))
 
 
 def _end(slots: PackedSpans, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
@@ -238,13 +244,13 @@ class OwnBlocks:
         slot: int32 [B, n], slot of each block's document; E for none.
     """
 
-    def __init__(self, k: Array, slots: PackedSpans, shards: Shards) -> None:
-        num_local, num_slots = shards.block_ids.shape[0], slots.slots
-        self._chunk = min(max(shards.num_blocks // 16, 1), 64)
+    def __init__(self, k: Array, slots: PackedSpans, context: SelectionContext) -> None:
+        num_local, num_slots = context.block_ids.shape[0], slots.slots
+        self._chunk = min(max(context.num_blocks // 16, 1), 64)
         self._k = k.reshape(k.shape[0], num_local, -1, *k.shape[2:])
-        self.slot = slots.of_block[:, shards.block_ids]
+        self.slot = slots.of_block[:, context.block_ids]
         held = jnp.minimum(self.slot, num_slots - 1)
-        self._place = shards.block_ids - jnp.take_along_axis(slots.first, held, axis=1)
+        self._place = context.block_ids - jnp.take_along_axis(slots.first, held, axis=1)
 
     @property
     def places(self) -> tuple[Array, Array]:

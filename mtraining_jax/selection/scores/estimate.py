@@ -58,7 +58,7 @@ def softmax_scores(
     Args:
         q_BHuD: the last queries, replicated.
         k_BnHD: local keys.
-        scale, block_ids, num_blocks, axis_names, backend, valid_len: as in `Shards`; XLA computes
+        scale, block_ids, num_blocks, axis_names, backend, valid_len: as in `SelectionContext`; XLA computes
             what the backend has no kernels for.
 
     Returns:

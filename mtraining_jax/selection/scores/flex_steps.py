@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.flex_cut import Rows, largest_within
@@ -44,7 +44,12 @@ class LastAttention(NamedTuple):
 
 
 def last_attention(
-    q: Array, k: Array, shards: Shards, block_size: int, gamma: float, slots: PackedSpans | None
+    q: Array,
+    k: Array,
+    context: SelectionContext,
+    block_size: int,
+    gamma: float,
+    slots: PackedSpans | None,
 ) -> LastAttention:
     """Computes masses of columns and diagonals from the last `block_size` queries."""
     batch, heads = q.shape[0], q.shape[2]
@@ -52,22 +57,22 @@ def last_attention(
     passes = block_size // _QUERIES if block_size % _QUERIES == 0 else 1
     count = block_size // passes
     if slots is None:
-        scores, spans = _of_sequences(q, k, shards, block_size, passes, count)
-        found = _counted(scores, gamma, spans, (batch, heads), shards.axis_names)
+        scores, spans = _of_sequences(q, k, context, block_size, passes, count)
+        found = _counted(scores, gamma, spans, (batch, heads), context.axis_names)
         return found._replace(tokens=found.tokens[..., 0])
-    q_last = document_scores.last_queries(q, slots, shards, block_size)
-    scores, spans = _of_documents(q_last, k, shards, passes, slots)
-    found = _counted(scores, gamma, spans, (batch, heads), shards.axis_names)
+    q_last = document_scores.last_queries(q, slots, context, block_size)
+    scores, spans = _of_documents(q_last, k, context, passes, slots)
+    found = _counted(scores, gamma, spans, (batch, heads), context.axis_names)
     return found._replace(q_last=q_last)
 
 
 def _of_sequences(
-    q: Array, k: Array, shards: Shards, block_size: int, passes: int, count: int
+    q: Array, k: Array, context: SelectionContext, block_size: int, passes: int, count: int
 ) -> tuple[list[Array], OneSpan]:
     """Returns masses int32 [2, R, NB, g] by distance of each pass, and the sequences."""
-    ids, num_blocks, axes = shards.block_ids, shards.num_blocks, shards.axis_names
+    ids, num_blocks, axes = context.block_ids, context.num_blocks, context.axis_names
     seq_len = num_blocks * block_size
-    end = jnp.int32(seq_len) if shards.valid_len is None else shards.valid_len
+    end = jnp.int32(seq_len) if context.valid_len is None else context.valid_len
     ends = [end - i * count for i in range(passes)]
     parts = []
     for last in ends:
@@ -76,8 +81,8 @@ def _of_sequences(
         parts += estimate.softmax_scores(
             q_last.transpose(0, 2, 1, 3),
             k,
-            scale=shards.scale_for(q.shape[3]),
-            backend=shards.backend,
+            scale=context.scale_for(q.shape[3]),
+            backend=context.backend,
             axis_names=axes,
             valid_len=last,
             block_ids=ids,
@@ -95,10 +100,10 @@ def _of_sequences(
 
 
 def _of_documents(
-    q_last: Array, k: Array, shards: Shards, passes: int, slots: PackedSpans
+    q_last: Array, k: Array, context: SelectionContext, passes: int, slots: PackedSpans
 ) -> tuple[list[Array], PackedSpans]:
     """Variant of `_of_sequences` for documents of at least g tokens, given their last g queries."""
-    axes, (batch, _, heads, size, _) = shards.axis_names, q_last.shape
+    axes, (batch, _, heads, size, _) = context.axis_names, q_last.shape
     count = size // passes
     # Each pass has the queries before an earlier end of each document.
     tokens = [jnp.maximum(slots.tokens - i * count, 0) for i in range(passes)]
@@ -106,8 +111,8 @@ def _of_documents(
     for number, ends in enumerate(tokens):
         own = q_last[:, :, :, size - (number + 1) * count : size - number * count]
         of_pass = dataclasses.replace(slots, tokens=ends)
-        parts += document_scores.softmax_scores(own, k, of_pass, shards)
-    whole, _ = collectives.to_heads(parts, shards.block_ids, shards.num_blocks, axes)
+        parts += document_scores.softmax_scores(own, k, of_pass, context)
+    whole, _ = collectives.to_heads(parts, context.block_ids, context.num_blocks, axes)
     entries = collectives.entries_of(batch, heads, axes)
     spans = slots.rows(entries)
     scores = []
@@ -160,41 +165,41 @@ def largest(masses: Array, counts: Array, spans: Spans | None = None) -> Array:
 
 
 def kept_blocks(
-    found: LastAttention, counts: Array, shards: Shards, slots: PackedSpans | None
+    found: LastAttention, counts: Array, context: SelectionContext, slots: PackedSpans | None
 ) -> Array:
     """Returns the blocks on the columns and diagonals of largest mass: bool [B, Hq, n, NB].
 
     `counts`, int32 like `found.tokens`, are the numbers of column blocks and of diagonals, at least
     1. Undefined for rows without a slot and for blocks of other documents.
     """
-    rows, masses = shards.block_ids, found.masses
+    rows, masses = context.block_ids, found.masses
     if slots is None:
         columns, diagonals = largest(masses, counts)
-        lag = jnp.maximum(rows[:, None] - jnp.arange(shards.num_blocks, dtype=jnp.int32), 0)
+        lag = jnp.maximum(rows[:, None] - jnp.arange(context.num_blocks, dtype=jnp.int32), 0)
         return columns[:, :, None] | diagonals[:, :, lag]
     _, batch, heads, num_blocks = masses.shape
     flat = masses.reshape(2, -1, num_blocks), counts.reshape(2, batch * heads, -1)
     columns, diagonals = largest(*flat, slots.repeat(heads)).reshape(masses.shape)
-    first = shards.first_blocks(rows)
+    first = context.first_blocks(rows)
     assert first is not None
     return columns[:, :, None] | on_diagonals(diagonals, first, rows)
 
 
 def distances(
-    q: Array, k: Array, shards: Shards, found: LastAttention, slots: PackedSpans | None
+    q: Array, k: Array, context: SelectionContext, found: LastAttention, slots: PackedSpans | None
 ) -> Array:
     """Computes Jensen-Shannon distances between pooled and actual attention of the last queries.
 
     Returns fp32 [B, Hq], or [B, Hq, E] with slots, from 0 to sqrt(ln 2), replicated.
     """
-    size, dim = q.shape[1] // shards.block_ids.shape[0], q.shape[-1]
-    keys = key_means(k, shards)
+    size, dim = q.shape[1] // context.block_ids.shape[0], q.shape[-1]
+    keys = key_means(k, context)
     batch, kv_heads, num_blocks, _ = keys.shape
     if slots is None:
-        end = shards.num_blocks * size if shards.valid_len is None else shards.valid_len
+        end = context.num_blocks * size if context.valid_len is None else context.valid_len
         positions = estimate.last_positions(size, end)
         last = collectives.gather_rows(
-            q, positions, shards.block_ids, shards.num_blocks, shards.axis_names
+            q, positions, context.block_ids, context.num_blocks, context.axis_names
         )
         seen = jnp.where((positions >= 0)[:, None, None], last.astype(jnp.float32), 0.0)
         count = jnp.minimum(end, size)
@@ -208,7 +213,7 @@ def distances(
         ).reshape(batch, -1, num_blocks)
         exists = jnp.arange(num_blocks, dtype=jnp.int32) * size < end
         logits = jnp.where(exists, logits, -jnp.inf)
-        terms = estimate.relative_exp(logits, logits.max(-1, keepdims=True), shards.scale_for(dim))
+        terms = estimate.relative_exp(logits, logits.max(-1, keepdims=True), context.scale_for(dim))
         return distance(terms, found.masses[0], OneSpan(num_blocks, end))
     q_last = found.q_last
     assert q_last is not None
@@ -230,49 +235,49 @@ def distances(
     lowest = jnp.full((rows.shape[0], slots.slots + 1), -jnp.inf)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     peaks = spans.spread(lowest.at[row, spans.of_block].max(rows)[:, :-1])
-    terms = estimate.relative_exp(rows, peaks, shards.scale_for(dim))
+    terms = estimate.relative_exp(rows, peaks, context.scale_for(dim))
     result = distance(terms, found.masses[0].reshape(rows.shape), spans)
     return result.reshape(*logits.shape[:2], -1)
 
 
 def pooled_lists(
-    q: Array, k: Array, shards: Shards, gamma: float, slots: PackedSpans | None
+    q: Array, k: Array, context: SelectionContext, gamma: float, slots: PackedSpans | None
 ) -> Array:
     """Marks the largest entries of pooled attention over all rows, within gamma of the total.
 
     Returns bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a slot and for
     blocks of other documents than the row's.
     """
-    size, places = q.shape[1] // shards.block_ids.shape[0], shards.block_ids
-    ends = shards.ends(places, size)
+    size, places = q.shape[1] // context.block_ids.shape[0], context.block_ids
+    ends = context.ends(places, size)
     if ends is not None:
         places = jnp.where(places * size < ends, places, -1)
-    queries = pooling.block_means(q, shards.block_ids, ends)
-    keys = key_means(k, shards)
+    queries = pooling.block_means(q, context.block_ids, ends)
+    keys = key_means(k, context)
     shares = row_scores.block_masses(
         queries[:, :, :, None],
         keys[:, :, :, None],
         places[..., None],
-        shards.first_blocks(shards.block_ids),
-        scale=shards.scale_for(q.shape[3]),
+        context.first_blocks(context.block_ids),
+        scale=context.scale_for(q.shape[3]),
         like=q,
         backend="xla",  # one product per 128^2 pairs
     )
     mass = jnp.round(shares * estimate.MASS_ONE).astype(jnp.uint32)
     if slots is not None:
         num_rows = slots.length[:, None]
-    elif shards.valid_len is None:
-        num_rows = shards.num_blocks
+    elif context.valid_len is None:
+        num_rows = context.num_blocks
     else:
-        num_rows = -(-shards.valid_len // size)
-    return largest_within(mass, gamma, num_rows, Rows(shards, slots))
+        num_rows = -(-context.valid_len // size)
+    return largest_within(mass, gamma, num_rows, Rows(context, slots))
 
 
-def key_means(k: Array, shards: Shards) -> Array:
+def key_means(k: Array, context: SelectionContext) -> Array:
     """Computes the mean key of every key block: fp32 [B, Hk, NB, D], replicated."""
-    ends = shards.ends(shards.block_ids, k.shape[1] // shards.block_ids.shape[0])
-    means = pooling.block_means(k, shards.block_ids, ends).transpose(0, 2, 1, 3)
-    where = shards.block_ids, shards.num_blocks, shards.axis_names
+    ends = context.ends(context.block_ids, k.shape[1] // context.block_ids.shape[0])
+    means = pooling.block_means(k, context.block_ids, ends).transpose(0, 2, 1, 3)
+    where = context.block_ids, context.num_blocks, context.axis_names
     return collectives.all_blocks(means, *where).transpose(0, 2, 1, 3)
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.rules import top_p
@@ -35,7 +35,7 @@ class Probed(NamedTuple):
         by_distance: int32 or fp32 [2, R, NB, g], scores of columns, and of diagonals by distance.
         heads: int32 [R], the query head of each row.
         spans: the sequences.
-        shares: int32 [R], `Shards.shares` of each row, or None.
+        shares: int32 [R], `SelectionContext.shares` of each row, or None.
     """
 
     by_distance: Array
@@ -59,73 +59,80 @@ class Kept(NamedTuple):
     saved: Array
 
 
-def probe(q: Array, k: Array, shards: Shards, num_probe_queries: int, by_logits: bool) -> Probed:
+def probe(
+    q: Array, k: Array, context: SelectionContext, num_probe_queries: int, by_logits: bool
+) -> Probed:
     """Scores columns and diagonals of whole sequences, by the queries before any padding.
 
     With fewer than `num_probe_queries` valid tokens, all queries are used. Backends may differ in a score's
     last bits, so a run should use a single one.
 
     Args:
-        q, k, shards: as in `Pattern.choose`.
+        q, k, context: as in `Pattern.select`.
         num_probe_queries: number of probe queries.
         by_logits: whether scores are sums of raw logits, else mean softmax masses.
     """
-    where = shards.block_ids, shards.num_blocks
-    seq_len = shards.num_blocks * (q.shape[1] // shards.block_ids.shape[0])
-    valid_len = seq_len if shards.valid_len is None else shards.valid_len
+    where = context.block_ids, context.num_blocks
+    seq_len = context.num_blocks * (q.shape[1] // context.block_ids.shape[0])
+    valid_len = seq_len if context.valid_len is None else context.valid_len
     last = estimate.last_positions(num_probe_queries, valid_len)
-    q_last = collectives.gather_rows(q, last, *where, shards.axis_names).transpose(0, 2, 1, 3)
+    q_last = collectives.gather_rows(q, last, *where, context.axis_names).transpose(0, 2, 1, 3)
     if by_logits:
         scores = estimate.logit_scores(
             q_last,
             k,
-            block_ids=shards.block_ids,
-            num_blocks=shards.num_blocks,
-            valid_len=shards.valid_len,
+            block_ids=context.block_ids,
+            num_blocks=context.num_blocks,
+            valid_len=context.valid_len,
         )
     else:
         scores = estimate.softmax_scores(
             q_last,
             k,
-            scale=shards.scale_for(q.shape[3]),
-            backend=shards.backend,
-            axis_names=shards.axis_names,
-            block_ids=shards.block_ids,
-            num_blocks=shards.num_blocks,
-            valid_len=shards.valid_len,
+            scale=context.scale_for(q.shape[3]),
+            backend=context.backend,
+            axis_names=context.axis_names,
+            block_ids=context.block_ids,
+            num_blocks=context.num_blocks,
+            valid_len=context.valid_len,
         )
-    (vertical, own, tails), heads = collectives.to_heads(scores, *where, shards.axis_names)
+    (vertical, own, tails), heads = collectives.to_heads(scores, *where, context.axis_names)
     slash = estimate.join_diagonals(own, tails)
     # Reverses diagonals, so that both are in ascending order of distance.
     slash = jnp.flip(slash, axis=(-2, -1))
-    if shards.valid_len is not None:
+    if context.valid_len is not None:
         # Token V-1-s stores diagonal s; entries that padding would store move to the end.
         slash = jnp.roll(slash.reshape(-1, seq_len), valid_len - seq_len, 1).reshape(slash.shape)
     by_distance = jnp.stack([vertical, slash])
-    return Probed(by_distance, heads, OneSpan(shards.num_blocks, valid_len), _shares(q, shards))
+    return Probed(by_distance, heads, OneSpan(context.num_blocks, valid_len), _shares(q, context))
 
 
 def probe_documents(
-    q: Array, k: Array, shards: Shards, slots: PackedSpans, num_probe_queries: int, by_logits: bool
+    q: Array,
+    k: Array,
+    context: SelectionContext,
+    slots: PackedSpans,
+    num_probe_queries: int,
+    by_logits: bool,
 ) -> Probed:
     """Variant of `probe` for each document in `slots`, with its own last queries."""
-    q_last = document_scores.last_queries(q, slots, shards, num_probe_queries)
+    q_last = document_scores.last_queries(q, slots, context, num_probe_queries)
     score = document_scores.logit_scores if by_logits else document_scores.softmax_scores
     (vertical, own, tails), heads = collectives.to_heads(
-        score(q_last, k, slots, shards), shards.block_ids, shards.num_blocks, shards.axis_names
+        score(q_last, k, slots, context), context.block_ids, context.num_blocks, context.axis_names
     )
     # Tails never reach another document: the key that holds a diagonal is seen by the last query.
     slash = estimate.join_diagonals(own, tails)
-    spans = slots.rows(collectives.entries_of(q.shape[0], q.shape[2], shards.axis_names))
+    spans = slots.rows(collectives.entries_of(q.shape[0], q.shape[2], context.axis_names))
     return Probed(
-        document_scores.by_distance(vertical, slash, spans), heads, spans, _shares(q, shards)
+        document_scores.by_distance(vertical, slash, spans), heads, spans, _shares(q, context)
     )
 
 
-def _shares(q: Array, shards: Shards) -> Array | None:
-    if shards.shares is None:
+def _shares(q: Array, context: SelectionContext) -> Array | None:
+    if context.shares is None:
         return None
-    return shards.shares[collectives.entries_of(q.shape[0], q.shape[2], shards.axis_names)]
+    return context.shares[collectives.entries_of(q.shape[0], q.shape[2], context.axis_names)]
 
 
 def per_kind(values: Sequence[int], spans: Spans) -> Array:
@@ -163,7 +170,7 @@ def each_kind(
 
 
 def lists(
-    kept: Kept, capacities: tuple[int, int], sizes: tuple[int, int], shards: Shards
+    kept: Kept, capacities: tuple[int, int], sizes: tuple[int, int], context: SelectionContext
 ) -> tuple[VerticalSlashIndex, Array]:
     """Builds the index of whole sequences from the rows of all ranks, replicated.
 
@@ -171,7 +178,7 @@ def lists(
         kept: the selection for the rows of this rank.
         capacities: of the lists of columns and of block diagonals.
         sizes: B and Hq.
-        shards: the shards of the sequence.
+        context: the shards of the sequence.
 
     Returns:
         The index, and `Kept.saved` as int32 [B, Hq].
@@ -182,7 +189,7 @@ def lists(
     tokens = top_p.ascending_entries(columns, capacities[0], num_blocks * size)
     blocks = jnp.where(diagonals, jnp.arange(num_blocks, dtype=jnp.int32), num_blocks)
     parts = jnp.sort(blocks, axis=-1)[:, : capacities[1]], tokens, saved[:, None]
-    found = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, shards.axis_names)
+    found = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
     slashes, verticals = found[..., : capacities[1]], found[..., capacities[1] : -1]
     index = VerticalSlashIndex(
         slash_blocks=slashes,
@@ -200,12 +207,12 @@ def marks(
     documents: DocumentBlocks,
     max_columns: int,
     sizes: tuple[int, int],
-    shards: Shards,
+    context: SelectionContext,
 ) -> tuple[BlockMaskIndex, Array]:
     """Builds this rank's rows of the index of packed documents; dense ones keep all their pairs.
 
     Args:
-        kept, sizes, shards: as in `lists`.
+        kept, sizes, context: as in `lists`.
         spans: the documents in each row.
         documents: the documents of each batch entry.
         max_columns: capacity for columns of all documents of a sequence.
@@ -213,13 +220,13 @@ def marks(
     Returns:
         The index, and fp32 [B, Hq], the sum of `Kept.saved` over documents.
     """
-    rows, num_blocks = shards.block_ids, shards.num_blocks
+    rows, num_blocks = context.block_ids, context.num_blocks
     size, inside = kept.columns.shape[-1], spans.inside
     columns = sets.pack(kept.columns & inside[..., None])
     diagonals = sets.pack(kept.diagonals & inside)[:, None]
     saved = kept.saved.sum(-1, dtype=jnp.int32).astype(jnp.uint32)
     parts = [x.reshape(len(inside), -1) for x in (columns, diagonals, saved)]
-    found = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, shards.axis_names)
+    found = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
     words = sets.words_for(num_blocks)
     columns, diagonals = found[..., : -words - 1], found[..., -words - 1 : -1]
     saved = found[..., -1].astype(jnp.float32)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import Shards
+from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule
@@ -25,12 +25,12 @@ _STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
 
 
 def heaviest_columns(
-    q: Array, k: Array, shards: Shards, block_size: int, count: int, rule: RowRule
+    q: Array, k: Array, context: SelectionContext, block_size: int, count: int, rule: RowRule
 ) -> Array:
     """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
     Args:
-        q, k, shards: as in `RowPattern.scores`.
+        q, k, context: as in `RowPattern.scores`.
         block_size: tokens per block (g).
         count: C, maximum number of columns of a head.
         rule: defines the forced blocks, which need no columns.
@@ -38,14 +38,14 @@ def heaviest_columns(
     Returns:
         int32 [B, Hq, C], ascending, padded with S, replicated. Columns without mass are dropped.
     """
-    num_blocks = shards.num_blocks
+    num_blocks = context.num_blocks
     seq_len = num_blocks * block_size
-    end = seq_len if shards.valid_len is None else shards.valid_len
+    end = seq_len if context.valid_len is None else context.valid_len
     positions = spread_places(seq_len, end)
     rows = collectives.gather_rows(
-        q, positions, shards.block_ids, num_blocks, shards.axis_names
+        q, positions, context.block_ids, num_blocks, context.axis_names
     ).transpose(0, 2, 1, 3)
-    masses = _far_masses(rows, positions, k, num_blocks, rule, shards.scale_for(q.shape[-1]))
+    masses = _far_masses(rows, positions, k, num_blocks, rule, context.scale_for(q.shape[-1]))
     most = min(count, seq_len)
     kept, _ = top_p.kept_entries(masses.astype(jnp.uint32), top_p.Rule(0, most))
     tokens = top_p.ascending_entries(kept & (masses > 0), most, seq_len)
@@ -109,7 +109,7 @@ def masses_without(
     k: Array,
     places: Array,
     tokens: Array,
-    shards: Shards,
+    context: SelectionContext,
     block_size: int,
     *,
     like: Array,
@@ -121,7 +121,7 @@ def masses_without(
         k: [B, S, Hk, D], all keys, in sequence order.
         places: int32 [B or 1, n, r], positions of the queries; -1 for queries without keys.
         tokens: int32 [B, Hq, C], the columns; S for padding.
-        shards: the shards of the sequence.
+        context: the shards of the sequence.
         block_size: tokens per block (g).
         like: [B, n, Hq, D], the queries of the attention.
 
@@ -143,7 +143,7 @@ def masses_without(
             preferred_element_type=jnp.float32,
         ).reshape(*rows.shape[:-1], -1)
 
-    return left_over(rows, k, places, tokens[:, :, None], logits, shards, block_size, like=like)
+    return left_over(rows, k, places, tokens[:, :, None], logits, context, block_size, like=like)
 
 
 def left_over(
@@ -152,7 +152,7 @@ def left_over(
     places: Array,
     tokens: Array,
     logits: Callable[[Array, Array, int], Array],
-    shards: Shards,
+    context: SelectionContext,
     block_size: int,
     *,
     like: Array,
@@ -172,15 +172,15 @@ def left_over(
         row_scores.by_blocks(k, block_size),
         places,
         first_blocks,
-        scale=shards.scale_for(rows.shape[-1]),
+        scale=context.scale_for(rows.shape[-1]),
         like=like,
-        backend=shards.backend,
+        backend=context.backend,
     )
-    of_columns = _column_masses(rows, places, levels, tokens, logits, shards)
+    of_columns = _column_masses(rows, places, levels, tokens, logits, context)
     batch, heads, num_local, _ = of_columns.shape
     own = jnp.ogrid[:batch, :heads, :num_local, :1][:3]
     blocks = jnp.broadcast_to(tokens // block_size, of_columns.shape)
-    held = jnp.zeros((batch, heads, num_local, shards.num_blocks), jnp.int32)
+    held = jnp.zeros((batch, heads, num_local, context.num_blocks), jnp.int32)
     held = held.at[(*own, blocks)].add(of_columns, mode="drop")
     one = 1 / estimate.MASS_ONE
     left = jnp.maximum(masses - held.astype(jnp.float32) * one, 0.0)
@@ -206,11 +206,11 @@ def _column_masses(
     levels: Array,
     tokens: Array,
     logits: Callable[[Array, Array, int], Array],
-    shards: Shards,
+    context: SelectionContext,
 ) -> Array:
     """Computes column masses, some rows of blocks at a time: int32 [B, Hq, n, C]; total 2^30."""
     batch, heads, num_local, num_rows, dim = rows.shape
-    steps, chunk = steps_of(rows, tokens.shape[3], shards.num_blocks)
+    steps, chunk = steps_of(rows, tokens.shape[3], context.num_blocks)
     padding = steps * chunk - num_local
     rows, levels = (
         jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (rows, levels)
@@ -219,7 +219,7 @@ def _column_masses(
     same = tokens.shape[2] == 1
     if not same:
         tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    scale = shards.scale_for(dim)
+    scale = context.scale_for(dim)
     one = float(estimate.MASS_ONE // num_rows)
 
     def part(x: Array, i: Array, axis: int) -> Array:

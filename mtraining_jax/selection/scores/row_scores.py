@@ -87,7 +87,7 @@ def by_blocks(x: Array, block_size: int) -> Array:
 
 
 def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
-    """Zeroes tokens [B, n, H, D] of blocks at positions from `ends`, as in `Shards.ends`, on."""
+    """Zeroes tokens [B, n, H, D] of blocks at positions from `ends`, as in `SelectionContext.ends`, on."""
     size = x.shape[1] // block_ids.shape[0]
     positions = block_ids[:, None] * size + jnp.arange(size, dtype=jnp.int32)
     counts = positions < ends[..., None]

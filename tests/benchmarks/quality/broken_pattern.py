@@ -9,5 +9,5 @@ from mtraining_jax.patterns import Pattern
 class Broken(Pattern):
     block_size: int = 128
 
-    def choose(self, q, k, shards):
+    def select(self, q, k, context):
         raise ValueError("there is nothing to choose")

@@ -23,7 +23,7 @@ from benchmarks.step.drawn_lists import DrawnLists, densities_by_length
 from benchmarks.step.replicas import Found
 from mtraining_jax.cost_model.kernel_times import documents_ms
 from mtraining_jax.data.balance import imbalance
-from mtraining_jax.patterns import Shards
+from mtraining_jax.patterns import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.errors import UserError
 
@@ -112,14 +112,14 @@ def drawn(lengths: list[int], share: float | None = None) -> tuple[np.ndarray, n
     seq_len, block = 8192, 128
     pattern = DrawnLists(min_sparse_tokens=1024)
     documents = Documents.from_lengths([lengths], seq_len, block).blocks()
-    shards = Shards(
+    context = SelectionContext(
         jnp.arange(seq_len // block, dtype=jnp.int32),
         seq_len // block,
         documents=documents,
         shares=None if share is None else jnp.array([round(share * 2**15)], jnp.int32),
     )
     q = jnp.zeros((1, seq_len, 4, 8))
-    index = jax.jit(lambda q: pattern.choose(q, q, shards).index)(q)
+    index = jax.jit(lambda q: pattern.select(q, q, context).index)(q)
     computed = float(index.computed_pairs(seq_len).mean())
     table = densities_by_length(0, seq_len, 1024)
     padded = -(-np.array(lengths) // block) * block

@@ -12,7 +12,7 @@ from mtraining_jax.patterns import Dense
 class Broken(Dense):
     """A pattern that cannot choose."""
 
-    def choose(self, q, k, shards):
+    def select(self, q, k, context):
         raise ValueError("no index today")
 
 

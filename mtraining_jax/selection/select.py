@@ -6,12 +6,12 @@ import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.patterns.base import Choice, Pattern, Shards
+from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
 from pallas_kernels import names
 from pallas_kernels.index import Index
 
 
-def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
+def select(pattern: Pattern, q: Array, k: Array, context: SelectionContext) -> Selection:
     """Selects an index with a pattern; no gradient flows through it.
 
     The index has the checkpoint name `names.INDEX`. A rematerialization policy that saves this name
@@ -21,29 +21,29 @@ def choose(pattern: Pattern, q: Array, k: Array, shards: Shards) -> Choice:
         pattern: any pattern.
         q: [B, n, Hq, D], local queries, after rotary embedding.
         k: [B, n, Hk, D], local keys.
-        shards: the shards of the sequence.
+        context: the shards of the sequence.
 
     Raises:
         UserError: if there are documents, and the pattern does not support them.
-        ValueError: if `shards.shares` are given for a pattern without a mass fraction.
-        TypeError: if the pattern does not return a `Choice`.
+        ValueError: if `context.shares` are given for a pattern without a mass fraction.
+        TypeError: if the pattern does not return a `Selection`.
     """
-    if shards.documents is not None:
+    if context.documents is not None:
         pattern.check_documents()
-    if shards.shares is not None and pattern.kept_share() is None:
+    if context.shares is not None and pattern.kept_share() is None:
         raise ValueError(f"{type(pattern).__name__} has no mass fraction to override with shares")
-    choice = pattern.choose(*lax.stop_gradient((q, k)), shards)
-    if not isinstance(choice, Choice):
+    selection = pattern.select(*lax.stop_gradient((q, k)), context)
+    if not isinstance(selection, Selection):
         raise TypeError(
-            f"{type(pattern).__name__}.choose returned {type(choice).__name__}; "
-            "it must return Choice(index, statistics)"
+            f"{type(pattern).__name__}.select returned {type(selection).__name__}; "
+            "it must return Selection(index, statistics)"
         )
-    leaves, structure = jax.tree.flatten(choice.index)
+    leaves, structure = jax.tree.flatten(selection.index)
     leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
-    return Choice(jax.tree.unflatten(structure, leaves), choice.statistics)
+    return Selection(jax.tree.unflatten(structure, leaves), selection.statistics)
 
 
-def choose_index(
+def select_index(
     q: Array,
     k: Array,
     pattern: Pattern,
@@ -54,6 +54,6 @@ def choose_index(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Index:
-    """Selects an index; the arguments are those of `choose` and `Shards`."""
-    shards = Shards(block_ids, num_blocks, tuple(axis_names), scale, backend)
-    return choose(pattern, q, k, shards).index
+    """Selects an index; the arguments are those of `select` and `SelectionContext`."""
+    context = SelectionContext(block_ids, num_blocks, tuple(axis_names), scale, backend)
+    return select(pattern, q, k, context).index
