@@ -29,18 +29,17 @@ if TYPE_CHECKING:
         Pattern,
         Prism,
         SampledRows,
-        Selection,
-        SelectionContext,
         VerticalSlash,
         XAttention,
         load_budgets,
     )
+    from mtraining_jax.selection.context import Selection, SelectionContext
     from mtraining_jax.selection.documents import Documents
 
 _HOMES = {
     "AdaSpa": "patterns",
     "BlockTopK": "patterns",
-    "Selection": "patterns",
+    "Selection": "selection.context",
     "Dense": "patterns",
     "Documents": "selection.documents",
     "Engine": "evaluation.engine.engine",
@@ -55,7 +54,7 @@ _HOMES = {
     "Pattern": "patterns",
     "Prism": "patterns",
     "SampledRows": "patterns",
-    "SelectionContext": "patterns",
+    "SelectionContext": "selection.context",
     "VerticalSlash": "patterns",
     "XAttention": "patterns",
     "attention_fn": "attention.flax_modules",

@@ -177,7 +177,7 @@ def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys, overrides
     text = np.maximum(rows.reshape(-1)[: ids.size], documents.OTHER)
     np.testing.assert_array_equal(ids[inside], text[inside])
     config = load_config("experiments/configs/documents.toml", overrides("c"))
-    assert config.parallel.data == 2 and config.data.eos == documents.END
+    assert config.parallel.replicas == 2 and config.data.eos == documents.END
 
 
 def test_an_incomplete_last_line_is_ignored_and_replaced(tmp_path):

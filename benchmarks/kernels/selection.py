@@ -20,8 +20,9 @@ from benchmarks.options import BACKENDS, make_parser
 from benchmarks.quality.patterns import parse
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
-from mtraining_jax.patterns import ModelSizes, SelectionContext, VerticalSlash, select_index
+from mtraining_jax.patterns import ModelSizes, VerticalSlash, select_index
 from mtraining_jax.patterns.row_pattern import RowPattern
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import kept_blocks
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.utils.errors import UserError
@@ -30,7 +31,7 @@ from pallas_kernels.index import BlockMaskIndex, Index
 
 PATTERNS = (
     "xattention,stride=16", "xattention,stride=8", "xattention,stride=4",
-    "sampled_rows,sampled_rows=16", "sampled_rows,sampled_rows=32", "prism",
+    "sampled_rows,probe_queries_per_block=16", "sampled_rows,probe_queries_per_block=32", "prism",
 )  # fmt: skip
 _COLUMNS = (
     "S", "pattern", "selection ms", "probe queries ms", "rule ms", "lists ms", "work lists ms",

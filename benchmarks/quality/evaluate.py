@@ -175,7 +175,7 @@ def main() -> None:
     args, fields = parser.parse_known_args()
     pairs = overrides(fields)
     # One sequence with the whole prompt, and no training to audit.
-    pairs += [("parallel.data", "1"), ("data.seq_len", str(args.length))]
+    pairs += [("parallel.replicas", "1"), ("data.seq_len", str(args.length))]
     pairs += [("audit.interval", "0")]
     configs = {
         name: load_config(args.config, [*pairs, ("sparsity.kind", name)]) for name in args.pattern

@@ -14,7 +14,8 @@ from benchmarks.kernels.programs import Attention
 from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.timing import median_ms
 from mtraining_jax.evaluation.far_copies import far_copies
-from mtraining_jax.patterns import Pattern, SelectionContext
+from mtraining_jax.patterns import Pattern
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.metrics import attention_recall, causal_pairs
 from mtraining_jax.selection.select import select
 from pallas_kernels.index import Index

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns import ModelSizes, Pattern, Selection, SelectionContext
+from mtraining_jax.patterns import ModelSizes, Pattern
 from mtraining_jax.patterns.setting_text import parse_settings
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import check_limits, limited
 
@@ -74,10 +75,10 @@ ROWS = tuple(
         "xattention,stride=4",
         "xattention,stride=8",
         "xattention,stride=16",
-        "sampled_rows,sampled_rows=16",
-        "sampled_rows,sampled_rows=16,columns=128",
-        "sampled_rows,sampled_rows=32",
-        "mixed_rows,stride=16,sampled_rows=16",
+        "sampled_rows,probe_queries_per_block=16",
+        "sampled_rows,probe_queries_per_block=16,columns=128",
+        "sampled_rows,probe_queries_per_block=32",
+        "mixed_rows,stride=16,probe_queries_per_block=16",
         "prism",
     )
     for tau in (0.8, 0.9, 0.95, 0.97)
@@ -96,7 +97,7 @@ QUICK = (
     "exact_rows,tau=0.95",
     "xattention,stride=8,tau=0.9",
     "xattention,stride=8,tau=0.95",
-    "mixed_rows,stride=16,sampled_rows=16,tau=0.9",
+    "mixed_rows,stride=16,probe_queries_per_block=16,tau=0.9",
 )
 # Options that vary along a curve.
 _VARYING = (

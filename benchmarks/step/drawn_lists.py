@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtraining_jax.patterns import Pattern, Selection, SelectionContext
+from mtraining_jax.patterns import Pattern
 from mtraining_jax.patterns.base import KeptShare
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import check_limits, limited
 
@@ -96,7 +97,7 @@ class DrawnLists(Pattern):
         from pallas_kernels.index import BlockMaskIndex
 
         if context.documents is None:
-            raise UserError("DrawnLists draws by the length of documents: set data.documents")
+            raise UserError("DrawnLists draws by the length of documents: set data.mask_documents")
         rows, num_blocks = context.block_ids, context.num_blocks
         own = context.documents.min_sparse_tokens(-(-self.min_sparse_tokens // self.block_size)).of(
             rows

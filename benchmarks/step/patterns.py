@@ -37,7 +37,7 @@ from mtraining_jax.utils.jax_platform import set_platform
 # "budgets" is replaced by a file with 1000 columns and 6096 diagonals for each head, as in most
 # heads of published files.
 PATTERNS = (
-    "dense", "sampled_rows,sampled_rows=16", "sampled_rows,sampled_rows=16,columns=128",
+    "dense", "sampled_rows,probe_queries_per_block=16", "sampled_rows,probe_queries_per_block=16,columns=128",
     "mixed_rows", "xattention", "prism", "exact_rows", "vertical_slash",
     "vertical_slash,preset=paper", "fixed,budget_file=budgets", "minference,budget_file=budgets",
     "flex_prefill", "moba", "block_topk", "replay",

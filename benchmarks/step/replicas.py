@@ -223,13 +223,13 @@ def configured(args: argparse.Namespace, fields: Sequence[str]) -> tuple[Run, Co
     """
     given = dict(overrides(fields))
     replica = {
-        "data.documents": "true", "data.batch_size": args.parts,
-        "optimizer.accumulation_steps": args.parts, "parallel.data": 1,
+        "data.mask_documents": "true", "data.batch_size": args.parts,
+        "optimizer.accumulation_steps": args.parts, "parallel.replicas": 1,
         "sparsity.kind": f"{DrawnLists.__module__}:{DrawnLists.__name__}",
         "sparsity.draw": args.seed, "sparsity.block_size": BLOCK,
     }  # fmt: skip
     whole = {
-        "data.batch_size": args.groups * args.parts, "parallel.data": args.groups,
+        "data.batch_size": args.groups * args.parts, "parallel.replicas": args.groups,
         "data.balance": "length",
     }  # fmt: skip
     if taken := sorted(given.keys() & (replica | whole).keys()):

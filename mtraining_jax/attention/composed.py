@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.patterns import SelectionContext
 from mtraining_jax.selection import collectives
+from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.composed import chunk_attention
 from pallas_kernels.index import TokenChunksIndex
 

@@ -24,9 +24,10 @@ from mtraining_jax.parallel.groups import shared_axes
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
-from mtraining_jax.patterns import Pattern, Selection, SelectionContext
+from mtraining_jax.patterns import Pattern
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.by_length import pairs_by_length
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.selection.row_attention import RowAttention

@@ -16,7 +16,7 @@ from mtraining_jax.utils.text import print_text
 _USAGE = """\
 usage: python -m mtraining_jax.cli.inspect_data --config NAME [options]
 
-Prints how documents are packed into sequences (data.mode=pack or data.documents=true): document
+Prints how documents are packed into sequences (data.mode=pack or data.mask_documents=true): document
 lengths, documents per sequence, padding, and how much the attention cost of sequences varies.
 
   --config NAME    configuration of the run, as in train.py
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data, block_size = config.data, config.sparsity.block_size
         if not data.has_documents:
             raise UserError(
-                f'data.mode = "{data.mode}" without data.documents joins documents without packing '
-                "them; set data.mode=pack or data.documents=true"
+                f'data.mode = "{data.mode}" without data.mask_documents joins documents without packing '
+                "them; set data.mode=pack or data.mask_documents=true"
             )
         corpus = selected_source(data).open(data, config.model.vocab_size)
         packs = packs_of(corpus, data, block_size)

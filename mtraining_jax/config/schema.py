@@ -333,7 +333,7 @@ class LossConfig:
     weighting: Literal["token", "document"] = "token"
     """token: mean over all tokens; document: mean over documents of their mean (LongAlign).
 
-    document needs data.mode = "pack" or data.documents; the pieces of a split document count as
+    document needs data.mode = "pack" or data.mask_documents; the pieces of a split document count as
     documents.
     """
 

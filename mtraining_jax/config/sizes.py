@@ -43,7 +43,7 @@ class Sizes:
     def mesh_shape(self) -> tuple[int, int, int]:
         """Data-parallel replicas, nodes, devices per node."""
         parallel = self.parallel
-        return parallel.data, parallel.nodes, parallel.devices_per_node
+        return parallel.replicas, parallel.nodes, parallel.devices_per_node
 
     @property
     def ranks(self) -> int:
@@ -53,7 +53,7 @@ class Sizes:
     @property
     def devices(self) -> int:
         """Devices of the run."""
-        return self.parallel.data * self.ranks
+        return self.parallel.replicas * self.ranks
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class Sizes:
     @property
     def row_parts(self) -> int:
         """Parts of the batch dimension: data-parallel replicas times micro-batches."""
-        return self.parallel.data * self.optimizer.accumulation_steps
+        return self.parallel.replicas * self.optimizer.accumulation_steps
 
     @property
     def local_rows(self) -> int:

@@ -38,8 +38,8 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
         if optimizer.schedule == "constant":
             yield 'optimizer.schedule = "constant" does not decay the learning rate'
     if name == "data.balance" and config.data.balance != "none":
-        if config.parallel.data == 1:
-            yield "parallel.data = 1 has a single data-parallel replica"
+        if config.parallel.replicas == 1:
+            yield "parallel.replicas = 1 has a single data-parallel replica"
         if not config.data.has_documents:
             yield 'all sequences have the same work without documents (data.mode = "pack")'
     yield from _of_another_plugin(config, section, field)

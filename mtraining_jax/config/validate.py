@@ -138,8 +138,8 @@ def _sequence(config: Config) -> Iterator[str]:
     parts = config.row_parts
     if data.batch_size % parts:
         yield (
-            f"data.batch_size = {data.batch_size} is not a multiple of parallel.data * "
-            f"optimizer.accumulation_steps = {parallel.data} * "
+            f"data.batch_size = {data.batch_size} is not a multiple of parallel.replicas * "
+            f"optimizer.accumulation_steps = {parallel.replicas} * "
             f"{config.optimizer.accumulation_steps} = {parts}; use "
             f"{nearest_multiples(data.batch_size, parts)}"
         )
@@ -209,8 +209,8 @@ def _dense_steps(config: Config) -> Iterator[str]:
 
 def _audit(config: Config) -> Iterator[str]:
     audit, model, seq_len = config.audit, config.model, config.data.seq_len
-    if audit.interval and audit.rows > seq_len:
-        yield f"audit.rows = {audit.rows} is more than data.seq_len = {seq_len}"
+    if audit.interval and audit.num_queries > seq_len:
+        yield f"audit.num_queries = {audit.num_queries} is more than data.seq_len = {seq_len}"
     for text in audit.masks:
         head = re.fullmatch("([0-9]{1,9})[.]([0-9]{1,9})", text)
         sizes = model.num_layers, model.num_heads
@@ -257,7 +257,7 @@ def _tuning(config: Config) -> Iterator[str]:
 
 def _within_documents(config: Config) -> Iterator[str]:
     parallel, name = config.parallel, config.data.mode
-    documents = f'data.mode = "{name}"' if name == "pack" else "data.documents = true"
+    documents = f'data.mode = "{name}"' if name == "pack" else "data.mask_documents = true"
     kind = f'sparsity.kind = "{config.sparsity.kind}"'
     try:
         config.sparsity.settings.check_documents()
@@ -279,8 +279,8 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
     parallel, distributed = config.parallel, config.distributed
     asked = config.devices
     words = (
-        "parallel.data * parallel.nodes * parallel.devices_per_node = "
-        f"{parallel.data} * {parallel.nodes} * {parallel.devices_per_node} = {asked} devices"
+        "parallel.replicas * parallel.nodes * parallel.devices_per_node = "
+        f"{parallel.replicas} * {parallel.nodes} * {parallel.devices_per_node} = {asked} devices"
     )
     if parallel.cpu_devices is not None and parallel.backend in ("mosaic_gpu", "triton"):
         yield (
@@ -307,7 +307,7 @@ def _data(config: Config) -> Iterator[str]:
     if config.loss.weighting == "document" and not config.data.has_documents:
         yield (
             f'loss.weighting = "document" needs documents, and data.mode = "{config.data.mode}" '
-            'joins them; set data.mode = "pack" or data.documents = true'
+            'joins them; set data.mode = "pack" or data.mask_documents = true'
         )
 
 

@@ -117,7 +117,7 @@ def audit_flops(config: Config) -> AuditFlops:
     attention = heads / config.optimizer.accumulation_steps * dense
     matrices = 6.0 * matrix_parameters(config) * config.tokens_per_step * share
     return AuditFlops(
-        rows=14.0 * heads * config.audit.rows * data.seq_len * model.head_dim,
+        rows=14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim,
         gradients=2 * (matrices + attention),
     )
 

@@ -57,7 +57,7 @@ def packs_of(corpus: Corpus, data: "DataConfig", block_size: int) -> Packs:
         return PackArrays(starts, lengths, ends, block_size, data.seq_len)
     if corpus.documents is None:
         raise UserError(
-            f'data.documents = true is not possible with data.source = "{data.source}", which has '
+            f'data.mask_documents = true is not possible with data.source = "{data.source}", which has '
             "no document boundaries"
         )
     return corpus.documents.packs(data, block_size)

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtraining_jax.patterns.adaspa import AdaSpa
-from mtraining_jax.patterns.base import ModelSizes, Pattern, Selection, SelectionContext, Settings
+from mtraining_jax.patterns.base import ModelSizes, Pattern, Settings
 from mtraining_jax.patterns.block_topk import BlockTopK
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.exact_rows import ExactRows
@@ -21,6 +21,7 @@ from mtraining_jax.patterns.replay import Replay, make_replay
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.patterns.xattention import XAttention
+from mtraining_jax.selection.context import Selection, SelectionContext
 
 if TYPE_CHECKING:
     from mtraining_jax.selection.metrics import (

@@ -7,18 +7,14 @@ can be read and checked before JAX is loaded.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from mtraining_jax.cost_model.density import density_of_vertical_slash
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 
 if TYPE_CHECKING:
     from jax import Array
-
-    from mtraining_jax.selection.document_blocks import DocumentBlocks
-    from pallas_kernels.index import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,69 +34,6 @@ class ModelSizes:
     seed: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class SelectionContext:
-    """The shards of a sequence in a selection, on one device or inside `jax.shard_map`.
-
-    Attributes:
-        block_ids: int32 [n/g], global number of each local block of g tokens; each block of the
-            sequence is on exactly one rank.
-        num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes that the sequence is sharded over; () on one device.
-        scale: scale of the logits; None is 1/sqrt(D).
-        backend: kernel backend a selection may use; None is the fastest available one.
-        causal: whether queries see only keys at or before their position.
-        valid_len: int32 scalar, number of tokens before the padding; may be traced. Patterns that
-            probe the last queries use the last valid ones and must ignore padding. None is the
-            whole sequence.
-        documents: documents of each batch entry, or None for one document each. Queries see their
-            own document only, and each document gets the same selection as on its own; `valid_len`
-            is then None.
-        shares: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
-            units of its `KeptShare`; may be traced.
-    """
-
-    block_ids: "Array"
-    num_blocks: int
-    axis_names: tuple[str, ...] = ()
-    scale: float | None = None
-    backend: str | None = None
-    causal: bool = True
-    valid_len: "Array | None" = None
-    documents: "DocumentBlocks | None" = None
-    shares: "Array | None" = None
-
-    def ends(self, blocks: "Array", block_size: int) -> "Array | None":
-        """Returns where readable tokens end, for the document or sequence of each given block.
-
-        Args:
-            blocks: int32 [n], global numbers.
-            block_size: tokens per block (g).
-
-        Returns:
-            int32 [B or 1, n], global positions, one past the last token; before the document's
-            first token if nothing is to be read (dense or no document). None if all are valid.
-        """
-        import jax.numpy as jnp
-
-        if self.documents is not None:
-            own = self.documents.of(blocks)
-            return jnp.where(own.dense, 0, own.ends(block_size))
-        if self.valid_len is None:
-            return None
-        return jnp.broadcast_to(self.valid_len, (1, blocks.shape[0]))
-
-    def first_blocks(self, blocks: "Array") -> "Array | None":
-        """Returns the first block of the document of each given block int32 [n]: int32 [B, n].
-
-        NB for a block without a document; None without documents.
-        """
-        return None if self.documents is None else self.documents.of(blocks).first
-
-    def scale_for(self, head_dim: int) -> float:
-        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
-
-
 class KeptShare(NamedTuple):
     """A pattern's mass fraction, which can be tuned during a run.
 
@@ -113,20 +46,6 @@ class KeptShare(NamedTuple):
 
     name: str
     bits: int
-
-
-class Selection(NamedTuple):
-    """The result of a selection.
-
-    Attributes:
-        index: pairs to compute, any `pallas_kernels.index.Index`. Replicated, or if the index is
-            `by_rows`, the rows of this rank's blocks.
-        statistics: additional per-layer numbers to report, by name: fp32 scalars, or arrays that
-            are averaged.
-    """
-
-    index: "Index"
-    statistics: Mapping[str, "Array"] = {}
 
 
 class Settings:

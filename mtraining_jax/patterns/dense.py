@@ -3,7 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.limits import PositiveInt, check_limits
 
 if TYPE_CHECKING:

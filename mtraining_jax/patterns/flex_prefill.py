@@ -4,13 +4,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mtraining_jax.cost_model.density import density_of_lists
-from mtraining_jax.patterns.base import (
-    Pattern,
-    Selection,
-    SelectionContext,
-    blocks_of,
-    most_documents,
-)
+from mtraining_jax.patterns.base import Pattern, blocks_of, most_documents
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.limits import (
     NonNegativeInt,
     PositiveFraction,

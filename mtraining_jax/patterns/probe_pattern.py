@@ -2,13 +2,8 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mtraining_jax.patterns.base import (
-    Pattern,
-    Selection,
-    SelectionContext,
-    blocks_of,
-    most_documents,
-)
+from mtraining_jax.patterns.base import Pattern, blocks_of, most_documents
+from mtraining_jax.selection.context import Selection, SelectionContext
 
 if TYPE_CHECKING:
     from jax import Array

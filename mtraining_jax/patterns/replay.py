@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from mtraining_jax.patterns.base import ModelSizes, Pattern, Selection, SelectionContext
+from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.patterns.replay_lists import estimated, make_replay_lists
 from mtraining_jax.patterns.vertical_slash import VerticalSlash, VerticalSlashSettings
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import (
     Ge,
@@ -65,7 +66,7 @@ class ReplaySettings(VerticalSlashSettings):
         replay_estimate: Also select an index in every layer, so that a step includes selection
             cost.
         tau, sink_blocks, min_block_mass, dense_prefix_tokens, dense_suffix_tokens: As in the replayed list pattern.
-        random_block_prob, min_sparse_tokens, stride, sampled_rows, columns: As in the replayed list pattern.
+        random_block_prob, min_sparse_tokens, stride, probe_queries_per_block, columns: As in the replayed list pattern.
     """
 
     reads_documents = True
@@ -85,7 +86,7 @@ class ReplaySettings(VerticalSlashSettings):
     random_block_prob: Annotated[float, Ge(0), Lt(1)] = 0.0
     min_sparse_tokens: NonNegativeInt = 8192
     stride: PositiveInt = 8
-    sampled_rows: PositiveInt = 16
+    probe_queries_per_block: PositiveInt = 16
     columns: NonNegativeInt = 0
 
     def __post_init__(self) -> None:

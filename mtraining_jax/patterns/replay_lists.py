@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.hashing import mixed
 

@@ -4,7 +4,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 from mtraining_jax.cost_model.density import density_of_lists
-from mtraining_jax.patterns.base import KeptShare, Pattern, Selection, SelectionContext, blocks_of
+from mtraining_jax.patterns.base import KeptShare, Pattern, blocks_of
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.limits import (
     Ge,
     Lt,

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import SelectionContext, most_documents
+from mtraining_jax.patterns.base import most_documents
 from mtraining_jax.patterns.row_pattern import RowPattern
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_at_most
 
 if TYPE_CHECKING:
@@ -27,20 +28,20 @@ class SampledRows(RowPattern):
     queries, and block lists are selected by the remaining mass.
 
     Attributes:
-        sampled_rows: Number of probe queries per query block (r); at most block_size.
+        probe_queries_per_block: Number of probe queries per query block (r); at most block_size.
         columns: Maximum number of key columns per head, in addition to the block lists; 0
             disables. Multiples of 128 are most efficient.
     """
 
-    sampled_rows: PositiveInt = 16
+    probe_queries_per_block: PositiveInt = 16
     columns: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_most(self, "sampled_rows", "block_size")
+        check_at_most(self, "probe_queries_per_block", "block_size")
 
     def scores(self, q: "Array", k: "Array", context: SelectionContext) -> "Array":
-        return exact_masses(q, k, context, self.block_size, self.sampled_rows)
+        return exact_masses(q, k, context, self.block_size, self.probe_queries_per_block)
 
     def index(self, q: "Array", k: "Array", context: SelectionContext) -> "BlockMaskIndex":
         if not self.columns:
@@ -53,7 +54,7 @@ class SampledRows(RowPattern):
 
         rule = self.rule(context)
         tokens = row_columns.heaviest_columns(q, k, context, self.block_size, self.columns, rule)
-        rows, places = samples(q, context, self.block_size, self.sampled_rows)
+        rows, places = samples(q, context, self.block_size, self.probe_queries_per_block)
         scores, beside = row_columns.masses_without(
             rows, k, places, tokens, context, self.block_size, like=q
         )
@@ -79,7 +80,7 @@ class SampledRows(RowPattern):
         rows, num_blocks = context.block_ids, context.num_blocks
         slots = PackedSpans.of(documents, most_documents(num_blocks, self._least_blocks()))
         tokens = document_columns.heaviest_columns(q, k, context, slots, size, self.columns, rule)
-        queries, places = samples(q, context, size, self.sampled_rows)
+        queries, places = samples(q, context, size, self.probe_queries_per_block)
         scores, beside = document_columns.masses_without(
             queries, k, places, tokens, slots, context, size, like=q
         )
@@ -91,10 +92,10 @@ class SampledRows(RowPattern):
 
     def scoring_share(self) -> float:
         # r / (2 g)
-        return self.sampled_rows / (2 * self.block_size)
+        return self.probe_queries_per_block / (2 * self.block_size)
 
     def softmax_share(self) -> float:
-        return self.sampled_rows / self.block_size
+        return self.probe_queries_per_block / self.block_size
 
     def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         numbers, columns = super().capacities(num_blocks, documents)
@@ -112,7 +113,7 @@ class SampledRows(RowPattern):
     def describe(self) -> str:
         beside = f", up to {self.columns} columns per head" if self.columns else ""
         return (
-            f"sampled rows: {self.sampled_rows} probe queries per block, "
+            f"sampled rows: {self.probe_queries_per_block} probe queries per block, "
             f"{self.rule_in_words()}{beside}"
         )
 

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.patterns.row_pattern import RowPattern
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.utils.limits import PositiveInt
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def missing_plugin() -> str | None:
 def target_mesh(config: Config, gpu: Gpu) -> Mesh:
     """The mesh of the run over virtual GPUs; a node is a host."""
     parallel = config.parallel
-    hosts = parallel.data * parallel.nodes
+    hosts = parallel.replicas * parallel.nodes
     if gpu.target_config is None:
         raise ValueError(f"there is no target description of the {gpu.kind}")
     description = (Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8")

@@ -233,7 +233,7 @@ def _time_lines(
     if _mixed(config):
         yield from _dense_time_lines(config, gpu, memory, flops, pairs)
     yield "  assumed: ring communication is hidden behind the attention kernels"
-    if config.parallel.nodes * config.parallel.data > 1:
+    if config.parallel.nodes * config.parallel.replicas > 1:
         yield "  assumed: the network between nodes is as fast as the links within a node"
 
 
@@ -271,7 +271,7 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
     if config.local_rows > 1:
         yield (
             "  --optimizer.accumulation_steps="
-            f"{config.data.batch_size // parallel.data}: one sequence at a time"
+            f"{config.data.batch_size // parallel.replicas}: one sequence at a time"
         )
     if config.loss.chunk_size > 256:
         yield f"  --loss.chunk_size={config.loss.chunk_size // 4}: fewer logits at a time"

@@ -78,7 +78,7 @@ def _tuning(config: Config) -> str:
         f"{name} from {sparsity.tune_min:g} to {sparsity.tune_max:g} per data-parallel replica, to"
         f" match the {targets[sparsity.tune]}"
     )
-    if config.parallel.data == 1 or not config.data.has_documents:
+    if config.parallel.replicas == 1 or not config.data.has_documents:
         text += "; no effect, as all replicas have the same work"
     return text
 

@@ -3,7 +3,8 @@
 import numpy as np
 from jax import Array
 
-from mtraining_jax.patterns.base import Pattern, SelectionContext
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate
 
 

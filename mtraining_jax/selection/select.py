@@ -6,7 +6,8 @@ import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.patterns.base import Pattern, Selection, SelectionContext
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.selection.context import Selection, SelectionContext
 from pallas_kernels import names
 from pallas_kernels.index import Index
 

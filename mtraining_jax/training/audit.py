@@ -76,7 +76,7 @@ def make_step_audit(
     """Builds the audit of a run's steps; None without audits or with dense attention."""
     if not config.audit.interval or not config.sparsity.settings.sparse:
         return None
-    seq_len, count = config.data.seq_len, config.audit.rows
+    seq_len, count = config.data.seq_len, config.audit.num_queries
 
     def draw(state: TrainState) -> AuditRows:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl=PRNG_IMPL), state.step)

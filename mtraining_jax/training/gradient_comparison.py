@@ -56,7 +56,7 @@ def make_gradient_comparison(
         return make_gradients(short, builder, attention, mesh, layer_inputs(pattern))
 
     functions = [gradients_with(pattern) for pattern in (sparse, Dense(sparse.block_size))]
-    parts_of_group = config.parallel.data, config.optimizer.accumulation_steps
+    parts_of_group = config.parallel.replicas, config.optimizer.accumulation_steps
 
     def compare(state: TrainState, batch: Batch) -> dict[str, Array]:
         trained, frozen = builder.split(state.parameters)

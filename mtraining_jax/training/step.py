@@ -80,7 +80,7 @@ def make_train_step(
         rows = () if audit is None else (audit.draw(state),)
         loss, gradients, by_group = gradients_of(trained, frozen, batch, count, *rows)
         layers = by_group
-        if config.parallel.data > 1:
+        if config.parallel.replicas > 1:
             layers = jax.tree.map(_over_parts, by_group)
         of_audit = {name: layers[name] for name in ("audit", "masks") if name in layers}
         layers = {name: x for name, x in layers.items() if name not in of_audit}
@@ -115,7 +115,7 @@ def make_train_step(
         }
         if "shares" in batch:
             density = by_group["density"]
-            metrics["density_by_group"] = density.reshape(config.parallel.data, -1)
+            metrics["density_by_group"] = density.reshape(config.parallel.replicas, -1)
         return after, metrics
 
     everywhere = NamedSharding(mesh, P())
@@ -176,7 +176,7 @@ def make_gradients(
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
     if audit is not None:
         differentiate = audit.differentiate(loss_of, attention_inputs)
-    parts, groups = config.optimizer.accumulation_steps, config.parallel.data
+    parts, groups = config.optimizer.accumulation_steps, config.parallel.replicas
 
     def of_group(
         trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows

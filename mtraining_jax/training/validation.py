@@ -38,7 +38,7 @@ class Evaluator:
         identity: identity of the data, from its loader.
 
     Raises:
-        UserError: if the validation data cannot be used, or has fewer than eval.batches batches.
+        UserError: if the validation data cannot be used, or has fewer than eval.num_batches batches.
     """
 
     def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
@@ -51,13 +51,13 @@ class Evaluator:
             raise UserError(about_held_out(str(error))) from error
         loader = self._batches.loader
         self.description, self.identity = loader.description, loader.identity
-        wanted = config.eval.batches * evaluation.data.batch_size
+        wanted = config.eval.num_batches * evaluation.data.batch_size
         if wanted > loader.num_sequences:
             self.close()
             raise UserError(
-                f"eval.batches = {config.eval.batches} with eval.data.batch_size = "
+                f"eval.num_batches = {config.eval.num_batches} with eval.data.batch_size = "
                 f"{evaluation.data.batch_size} needs {wanted} sequences, but eval.data has only "
-                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce eval.batches"
+                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce eval.num_batches"
             )
         self._begin = self._batches.state()
         self._functions, self._programs = {}, {}
@@ -96,7 +96,7 @@ class Evaluator:
         self._batches.go_to(self._begin)
         found: dict[str, list[Any]] = {name: [] for name in self._programs}
         try:
-            for _ in range(self._config.eval.batches):
+            for _ in range(self._config.eval.num_batches):
                 batch = next(self._batches)
                 before = [sums[-1] for sums in found.values() if sums]
                 for name, program in self._programs.items():

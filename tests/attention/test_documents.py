@@ -32,7 +32,7 @@ from tests.parallel import indices
 
 SEQ_LEN, BLOCK = indices.SEQ_LEN, indices.BLOCK_SIZE
 NUM_BLOCKS = SEQ_LEN // BLOCK
-PATTERN = SampledRows(tau=0.6, sampled_rows=2, min_sparse_tokens=32, block_size=BLOCK)
+PATTERN = SampledRows(tau=0.6, probe_queries_per_block=2, min_sparse_tokens=32, block_size=BLOCK)
 VERTICAL_SLASH = VerticalSlash(
     top_p=0.5,
     num_probe_queries=4,

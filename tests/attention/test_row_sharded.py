@@ -18,7 +18,7 @@ from pallas_kernels.reference import mask_from_index
 from tests.attention import audit_oracle
 from tests.parallel import indices
 
-PATTERN = SampledRows(tau=0.6, sampled_rows=2, block_size=indices.BLOCK_SIZE)
+PATTERN = SampledRows(tau=0.6, probe_queries_per_block=2, block_size=indices.BLOCK_SIZE)
 
 SAVE = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 

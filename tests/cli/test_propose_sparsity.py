@@ -11,7 +11,7 @@ from mtraining_jax.evaluation.proposal import Measured, proposed
 from tests.models.common import DATA
 
 MODEL = DATA / "llama3_tiny"
-BLOCKS = "block_size=16,sampled_rows=4,local_blocks=1"
+BLOCKS = "block_size=16,probe_queries_per_block=4,local_blocks=1"
 ALL, FEW = (f"sampled_rows,tau={tau},{BLOCKS}" for tau in (1.0, 0.1))
 
 

@@ -88,8 +88,8 @@ def test_it_runs_the_configuration(runs, capsys):
     [
         (["--sparsity.top_p=0.4"], 'sparsity.kind = "sampled_rows" does not use it, only'),
         (["--data.text_field=body"], 'data.source = "python_stdlib" does not use it'),
-        (["--eval.batches=3"], "eval.interval = 0 disables evaluation"),
-        (["--audit.rows=8"], "audit.interval = 0 and audit.gradient_interval = 0 disable audits"),
+        (["--eval.num_batches=3"], "eval.interval = 0 disables evaluation"),
+        (["--audit.num_queries=8"], "audit.interval = 0 and audit.gradient_interval = 0 disable audits"),
         (["--profile.steps=3"], "profile.start = none disables tracing"),
         (
             ["--sparsity.dense_cooldown_steps=5", "--sparsity.kind=dense"],
@@ -100,7 +100,7 @@ def test_it_runs_the_configuration(runs, capsys):
             ["--optimizer.final_lr_ratio=0.2", "--optimizer.schedule=constant"],
             'optimizer.schedule = "constant" does not decay the learning rate',
         ),
-        (["--data.balance=length"], "parallel.data = 1 has a single data-parallel replica"),
+        (["--data.balance=length"], "parallel.replicas = 1 has a single data-parallel replica"),
     ],
 )
 def test_note_on_an_option_without_effect(runs, capsys, arguments, reason):
@@ -122,7 +122,7 @@ def test_note_on_exporting_a_sparse_model(runs, capsys):
 
 
 def test_no_note_on_an_option_with_effect(runs, capsys):
-    read = ["--sparsity.tau=0.5", "--eval.interval=3", "--eval.batches=3", "--audit.rows=8"]
+    read = ["--sparsity.tau=0.5", "--eval.interval=3", "--eval.num_batches=3", "--audit.num_queries=8"]
     assert main(["--config=tiny", *read, "--audit.gradient_interval=2"]) == 0
     assert capsys.readouterr().err == ""
 

@@ -272,7 +272,7 @@ def test_a_mistake_in_a_base_names_its_file(tmp_path, write):
         ("xyz = 1", "xyz is not a section or field; the sections are run, model, "),
         (
             "[audit]\nrows = 8\n[metrics]\nrecall_rows = 8",
-            "metrics.recall_rows was renamed to audit.rows",
+            "metrics.recall_rows was renamed to audit.num_queries",
         ),
         ("steps = 1", "steps is not a section or field; did you mean run.steps?"),
         (
@@ -483,8 +483,8 @@ def test_wrong_overrides(minimal):
             "512",
         ),
         (
-            {"data__batch_size": "5", "parallel__data": "2", "optimizer__accumulation_steps": "2"},
-            "data.batch_size = 5 is not a multiple of parallel.data * optimizer.accumulation_steps "
+            {"data__batch_size": "5", "parallel__replicas": "2", "optimizer__accumulation_steps": "2"},
+            "data.batch_size = 5 is not a multiple of parallel.replicas * optimizer.accumulation_steps "
             "= 2 * 2 = 4; use 4 or 8",
         ),
         (
@@ -590,7 +590,7 @@ def test_wrong_overrides(minimal):
                 "parallel__nodes": "4",
                 "distributed__initialize": "never",
             },
-            "parallel.data * parallel.nodes * parallel.devices_per_node = 1 * 4 * 1 = 4 devices, "
+            "parallel.replicas * parallel.nodes * parallel.devices_per_node = 1 * 4 * 1 = 4 devices, "
             "more than the 2 of parallel.cpu_devices = 2 in 1 process",
         ),
         ({"data__source": "jsonl"}, 'data.source = "jsonl" needs data.paths, the files to read'),
@@ -636,8 +636,8 @@ def test_wrong_overrides(minimal):
             "ends",
         ),
         (
-            {"audit__every_steps": "1", "audit__rows": "5000"},
-            "audit.rows = 5000 is more than data.seq_len = 4096",
+            {"audit__every_steps": "1", "audit__num_queries": "5000"},
+            "audit.num_queries = 5000 is more than data.seq_len = 4096",
         ),
         (
             {"audit__every_steps": "1", "audit__masks": '["0.0", "2.1"]'},
@@ -743,12 +743,12 @@ def test_valid_combinations(columns):
 
 
 def test_more_devices_than_there_are(columns):
-    config = override(columns, parallel__data="2", parallel__nodes="4", data__batch_size="2")
+    config = override(columns, parallel__replicas="2", parallel__nodes="4", data__batch_size="2")
     validate(config, device_count=8)
     with pytest.raises(UserError) as error:
         validate(config, device_count=7)
     assert str(error.value) == (
-        "parallel.data * parallel.nodes * parallel.devices_per_node = 2 * 4 * 1 = 8 devices, but "
+        "parallel.replicas * parallel.nodes * parallel.devices_per_node = 2 * 4 * 1 = 8 devices, but "
         "only 7 are available"
     )
 
@@ -866,4 +866,4 @@ def test_the_command_line_has_no_slow_imports():
 
 def test_former_field_names_are_accepted(write):
     config = load_config(write(f"[metrics]\nrecall_every = 7\nrecall_rows = 9\n{MODEL}"))
-    assert (config.audit.interval, config.audit.rows) == (7, 9)
+    assert (config.audit.interval, config.audit.num_queries) == (7, 9)

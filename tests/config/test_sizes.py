@@ -7,7 +7,7 @@ def test_derived_sizes():
     config = load_config(
         "tiny",
         [
-            ("parallel.data", "2"),
+            ("parallel.replicas", "2"),
             ("parallel.nodes", "2"),
             ("parallel.devices_per_node", "3"),
             ("parallel.cpu_devices", "12"),

@@ -72,7 +72,7 @@ def test_the_command(tmp_path, capsys):
     assert "2 sequences of 1,024 tokens, blocks of 128: 35.40% padding" in printed
     assert printed.endswith(f"picture: {picture}\n") and picture.exists()
     synthetic = [*arguments, "--data.source=synthetic", "--data.paths=[]"]
-    synthetic += ["--data.mode=concat", "--data.documents"]
+    synthetic += ["--data.mode=concat", "--data.mask_documents"]
     assert main(synthetic) == 0
     printed = capsys.readouterr().out
     assert "1,048,576 sequences of 1,024 tokens (statistics of the first 256)" in printed

@@ -25,7 +25,7 @@ PROMPT, NEW = 75, 8
 TEXT = np.random.default_rng(0).integers(0, 256, PROMPT + NEW).astype(np.int32)
 SPARSE = {
     "block_size": 8,
-    "sampled_rows": 4,
+    "probe_queries_per_block": 4,
     "tau": 0.5,
     "local_blocks": 1,
     "dense_suffix_tokens": 0,

@@ -17,10 +17,10 @@ from mtraining_jax.patterns import (
     MoBA,
     Prism,
     SampledRows,
-    SelectionContext,
     XAttention,
 )
 from mtraining_jax.patterns.minference import MInference
+from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.reference import mask_from_index
 from tests.gpu_tools.ring_errors import own_device

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.patterns import (
-    AdaSpa,
-    BlockTopK,
-    FlexPrefill,
-    MoBA,
-    SelectionContext,
-    VerticalSlash,
-)
+from mtraining_jax.patterns import AdaSpa, BlockTopK, FlexPrefill, MoBA, VerticalSlash
+from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.gpu_tools.ring_errors import own_device
 from tests.patterns import inputs

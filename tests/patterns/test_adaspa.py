@@ -7,7 +7,7 @@ import pytest
 
 from mtraining_jax import sparse_attention
 from mtraining_jax.patterns.adaspa import AdaSpa, exact_masses, recall
-from mtraining_jax.patterns.base import SelectionContext
+from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.patterns import inputs, oracle
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import FlexPrefill, SelectionContext
+from mtraining_jax.patterns import FlexPrefill
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.flex_cut import _quotient
 from tests.patterns import inputs, oracle

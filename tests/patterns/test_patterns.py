@@ -53,7 +53,7 @@ class TestReplay(PatternContract):
 
 
 class TestReplayOfLists(PatternContract):
-    settings = ReplaySettings(replay_of="sampled_rows", replay_density=0.3, sampled_rows=2, **SMALL)
+    settings = ReplaySettings(replay_of="sampled_rows", replay_density=0.3, probe_queries_per_block=2, **SMALL)
 
 
 class TestFixed(PatternContract):
@@ -90,12 +90,12 @@ class TestMoBA(PatternContract):
 
 # The following differ in their scores only and share the rest with XAttention.
 class TestSampledRows(ChoiceContract):
-    settings = SampledRows(tau=0.6, sampled_rows=3, block_size=BLOCK)
+    settings = SampledRows(tau=0.6, probe_queries_per_block=3, block_size=BLOCK)
 
 
 class TestSampledRowsWithColumns(PatternContract):
     settings = SampledRows(
-        tau=0.6, sampled_rows=3, columns=12, sink_blocks=0, local_blocks=1, block_size=BLOCK
+        tau=0.6, probe_queries_per_block=3, columns=12, sink_blocks=0, local_blocks=1, block_size=BLOCK
     )
 
 
@@ -105,7 +105,7 @@ class TestMixedRows(ChoiceContract):
         min_block_mass=0.03,
         random_block_prob=0.2,
         stride=4,
-        sampled_rows=2,
+        probe_queries_per_block=2,
         block_size=BLOCK,
     )
 

@@ -14,13 +14,13 @@ from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import (
     Dense,
     ModelSizes,
-    SelectionContext,
     VerticalSlash,
     density,
     make_replay,
     select_index,
 )
 from mtraining_jax.patterns.replay import ReplaySettings
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import VerticalSlashIndex
@@ -127,7 +127,7 @@ def test_lists_have_their_density_and_forced_blocks():
         replay_estimate=False,
         block_size=8,
         num_probe_queries=8,
-        sampled_rows=2,
+        probe_queries_per_block=2,
         sink_blocks=2,
     )
     assert settings.row_sharded(documents=False) and "lists for each row" in settings.describe()
@@ -219,7 +219,7 @@ def test_a_pack_replays_the_pairs_within_its_documents():
         replay_density=0.3,
         block_size=8,
         num_probe_queries=8,
-        sampled_rows=2,
+        probe_queries_per_block=2,
         min_sparse_tokens=64,
         replay_estimate=False,
     )

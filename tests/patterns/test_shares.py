@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import SampledRows, SelectionContext, VerticalSlash
+from mtraining_jax.patterns import SampledRows, VerticalSlash
 from mtraining_jax.selection.collectives import all_rows
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.select import select
 from pallas_kernels.reference import mask_from_index
@@ -28,7 +29,7 @@ SLASH = VerticalSlash(
 )  # fmt: skip
 # For documents and whole sequences, with a value hit by both roundings of a row's rule.
 PATTERNS = {
-    "rows": (SampledRows(tau=0.55, sampled_rows=2, **OPTIONS), True),
+    "rows": (SampledRows(tau=0.55, probe_queries_per_block=2, **OPTIONS), True),
     "slashes": (SLASH, True),
     "whole": (SLASH, False),
 }

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import FixedBudget, SelectionContext, VerticalSlash, select_index
+from mtraining_jax.patterns import FixedBudget, VerticalSlash, select_index
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.joint_rule import JointRule
 from mtraining_jax.selection.scores import estimate
 from pallas_kernels import names

@@ -171,7 +171,7 @@ def test_flops_match_the_traced_products(config, remat, kept, monkeypatch):
         model=model,
         loss={"chunk_size": 128},
         data={"batch_size": 1},
-        parallel={"data": 1, "nodes": 1, "devices_per_node": 1},
+        parallel={"replicas": 1, "nodes": 1, "devices_per_node": 1},
     )
     graphdef, state = graph_definition(config.model), abstract_state(config.model)
     tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
@@ -288,7 +288,7 @@ def test_score_time_is_bound_by_products_or_exponentials():
     )
     (exact, _), (replayed, _) = (
         choosing(kind="exact_rows"),
-        choosing(kind="replay", replay_of="mixed_rows", stride=4, sampled_rows=32),
+        choosing(kind="replay", replay_of="mixed_rows", stride=4, probe_queries_per_block=32),
     )
     softmax = 36 * 16 * 524288**2 / 2 / SCORES_PER_SECOND / 8
     assert strides - few == pytest.approx(forward / 8)

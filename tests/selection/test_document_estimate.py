@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mtraining_jax.patterns import SelectionContext
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.scores import document_scores
 from mtraining_jax.selection.spans import PackedSpans

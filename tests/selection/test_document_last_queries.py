@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import FixedBudget, ModelSizes, SelectionContext, VerticalSlash
+from mtraining_jax.patterns import FixedBudget, ModelSizes, VerticalSlash
 from mtraining_jax.patterns.fixed_budget import BudgetFile
 from mtraining_jax.patterns.minference import MInference, MInferenceFile
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import SampledRows, SelectionContext
+from mtraining_jax.patterns import SampledRows
 from mtraining_jax.patterns.sampled_rows import samples
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_columns
@@ -88,7 +89,7 @@ def test_column_mass_is_excluded_from_block_mass(heads):
 def test_a_document_has_the_columns_of_a_separate_sequence(heads):
     pattern = SampledRows(
         tau=0.6,
-        sampled_rows=4,
+        probe_queries_per_block=4,
         columns=COLUMNS,
         local_blocks=1,
         min_sparse_tokens=40,

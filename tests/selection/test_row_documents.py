@@ -4,15 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtraining_jax.patterns import (
-    BlockTopK,
-    ExactRows,
-    MixedRows,
-    Prism,
-    SampledRows,
-    SelectionContext,
-    XAttention,
-)
+from mtraining_jax.patterns import BlockTopK, ExactRows, MixedRows, Prism, SampledRows, XAttention
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import attention_recall, density
 from tests.patterns import inputs
@@ -25,10 +18,10 @@ OPTIONS = dict(tau=0.6, local_blocks=1, sink_blocks=1, min_sparse_tokens=20, blo
 PATTERNS = {
     "antidiagonals": XAttention(stride=4, dense_suffix_tokens=7, **OPTIONS | {"tau": 0.3}),
     "exact": ExactRows(random_block_prob=0.3, **OPTIONS),
-    "sampled": SampledRows(sampled_rows=3, **OPTIONS),
-    "mixed": MixedRows(stride=4, sampled_rows=3, dense_prefix_tokens=2 * BLOCK - 1, **OPTIONS),
+    "sampled": SampledRows(probe_queries_per_block=3, **OPTIONS),
+    "mixed": MixedRows(stride=4, probe_queries_per_block=3, dense_prefix_tokens=2 * BLOCK - 1, **OPTIONS),
     "bands": Prism(**OPTIONS),
-    "columns": SampledRows(sampled_rows=3, columns=5, **OPTIONS),
+    "columns": SampledRows(probe_queries_per_block=3, columns=5, **OPTIONS),
     "means": BlockTopK(top_blocks=3, block_size=BLOCK),
 }
 

@@ -5,14 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import (
-    ExactRows,
-    MixedRows,
-    Prism,
-    SampledRows,
-    SelectionContext,
-    XAttention,
-)
+from mtraining_jax.patterns import ExactRows, MixedRows, Prism, SampledRows, XAttention
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.row_scores import rows_at_once
 from tests.patterns import inputs, oracle
 
@@ -32,7 +26,7 @@ def wanted(pattern, q, k):
     """Scores of one head: means over a block's rows of softmax masses of blocks."""
     if isinstance(pattern, MixedRows):
         one = XAttention(stride=4, block_size=BLOCK)
-        other = SampledRows(sampled_rows=3, block_size=BLOCK)
+        other = SampledRows(probe_queries_per_block=3, block_size=BLOCK)
         return (wanted(one, q, k) + wanted(other, q, k)) / 2
     if isinstance(pattern, XAttention):
         weights = oracle.softmax(antidiagonals(q, k, pattern.stride))
@@ -40,7 +34,7 @@ def wanted(pattern, q, k):
         logits = np.where(np.tri(SEQ_LEN, dtype=bool), q @ k.T / DIM**0.5, -np.inf)
         weights = oracle.softmax(logits)
         if isinstance(pattern, SampledRows):
-            assert pattern.sampled_rows == 3
+            assert pattern.probe_queries_per_block == 3
             places = np.arange(NUM_BLOCKS)[:, None] * BLOCK + np.array([4, 9, 15])
             weights = weights[places.reshape(-1)]
     rows = len(weights) // NUM_BLOCKS
@@ -53,8 +47,8 @@ def wanted(pattern, q, k):
     [
         XAttention(stride=4, block_size=BLOCK),
         ExactRows(block_size=BLOCK),
-        SampledRows(sampled_rows=3, block_size=BLOCK),
-        MixedRows(stride=4, sampled_rows=3, block_size=BLOCK),
+        SampledRows(probe_queries_per_block=3, block_size=BLOCK),
+        MixedRows(stride=4, probe_queries_per_block=3, block_size=BLOCK),
     ],
 )
 def test_scores_match_the_definition(pattern):
@@ -140,7 +134,7 @@ def test_padding_at_the_end_changes_no_score(pattern):
 
 def test_the_samples_of_a_block_with_padding_are_real_queries():
     q, k = inputs.random(0, 1, SEQ_LEN, 1, 1, DIM)
-    pattern = SampledRows(sampled_rows=3, block_size=BLOCK)
+    pattern = SampledRows(probe_queries_per_block=3, block_size=BLOCK)
 
     @jax.jit
     def of_block_five(valid_len):
@@ -158,7 +152,7 @@ def test_the_samples_of_a_block_with_padding_are_real_queries():
 def test_invalid_settings_raise():
     with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
         XAttention(stride=5)
-    with pytest.raises(ValueError, match="sampled_rows=129 must not exceed block_size=128"):
-        SampledRows(sampled_rows=129)
+    with pytest.raises(ValueError, match="probe_queries_per_block=129 must not exceed block_size=128"):
+        SampledRows(probe_queries_per_block=129)
     with pytest.raises(ValueError, match="tau=0 must be above 0 and at most 1"):
         ExactRows(tau=0)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, SelectionContext, VerticalSlash
+from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, VerticalSlash
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.select import select
 from pallas_kernels.index import bits as sets
 from tests.patterns import inputs, oracle
@@ -95,7 +96,7 @@ def test_a_prompt_may_end_inside_a_block(heads):
 
 def test_rows_at_the_end_of_a_prompt_keep_all_of_their_blocks(heads):
     q, k = heads[2](300, 50.0)
-    settings = dict(tau=0.3, sampled_rows=4, block_size=BLOCK)
+    settings = dict(tau=0.3, probe_queries_per_block=4, block_size=BLOCK)
 
     @jax.jit
     def choose_both(q, k, valid_len):

@@ -57,7 +57,7 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
         "sparsity": {
             "kind": "sampled_rows",  # compiles in two thirds of the time of the default
             "block_size": 8,
-            "sampled_rows": 2,
+            "probe_queries_per_block": 2,
             "tau": 0.6,
             "sink_tokens": 2,
             "local_blocks": 1,

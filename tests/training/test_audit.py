@@ -25,7 +25,7 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, w
     config = changed(
         config,
         run={"steps": 3},
-        parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
+        parallel={"replicas": 2, "nodes": 1, "devices_per_node": 1},
         data={"batch_size": 4},
         optimizer={"accumulation_steps": 2},
         audit={

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 SEQ_LEN, BLOCK = 128, 8
 LENGTHS = [[30, 1, 57], [8, 64, 17, 20]]  # the second sequence is full
-SPARSE = {"kind": "sampled_rows", "tau": 0.6, "sampled_rows": 2, "min_sparse_tokens": 40}
+SPARSE = {"kind": "sampled_rows", "tau": 0.6, "probe_queries_per_block": 2, "min_sparse_tokens": 40}
 
 
 class Run:
@@ -87,7 +87,7 @@ def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
     alone = Run(
         tmp_path,
         8,
-        parallel={"data": 2, "nodes": 1, "devices_per_node": 1},
+        parallel={"replicas": 2, "nodes": 1, "devices_per_node": 1},
         optimizer={"accumulation_steps": 2},
     )
     each = [[n] for own in LENGTHS for n in own]

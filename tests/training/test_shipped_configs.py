@@ -37,7 +37,7 @@ TINY = {
     "model.vocab_size": VOCAB, "model.hidden_size": 32, "model.num_layers": 2,
     "model.num_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 16,
     "model.intermediate_size": 48, "model.mlp_chunk_size": 16, "loss.chunk_size": 16,
-    "sparsity.block_size": 8, "sparsity.sampled_rows": 4, "sparsity.tau": 0.5,
+    "sparsity.block_size": 8, "sparsity.probe_queries_per_block": 4, "sparsity.tau": 0.5,
     "data.seq_len": 128, "parallel.cpu_devices": 8, "parallel.devices_per_node": 2,
 }  # fmt: skip
 

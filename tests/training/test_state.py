@@ -29,7 +29,7 @@ def assert_equal(one, other):
 def test_fresh_state_does_not_depend_on_the_mesh(tmp_path):
     config = tiny_config(tmp_path)
     one = builder_of(config).fresh()
-    sharded = changed(config, parallel={"data": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True})
+    sharded = changed(config, parallel={"replicas": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True})
     assert_equal(one, builder_of(sharded).fresh())
     other = builder_of(changed(config, run={"seed": 1})).fresh()
     name = "layers.mlp.up_proj.weight"

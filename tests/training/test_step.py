@@ -120,7 +120,7 @@ def groups(folder):
         folder,
         data={"batch_size": 4},
         sparsity={"kind": "dense"},
-        parallel={"data": 2, "nodes": 1, "devices_per_node": 2},
+        parallel={"replicas": 2, "nodes": 1, "devices_per_node": 2},
         optimizer={"accumulation_steps": 2, "lr": 1e-2},
     )
     parts = Parts(config)

@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.attention.audit.figures import AuditRows, forward_figures, gradient_figures
-from mtraining_jax.patterns import SelectionContext
 from mtraining_jax.selection import collectives
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.row_attention import Keys, RowAttention
 from pallas_kernels.index import Index

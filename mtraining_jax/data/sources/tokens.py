@@ -175,7 +175,7 @@ def _needed_eos(file: TokenFile, data: "DataConfig") -> int:
     """data.eos, required to find the documents of a 1-D file."""
     eos = eos_id(data)
     if eos is None:
-        why = f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.documents = true"
+        why = f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.mask_documents = true"
         raise UserError(
             f"data.eos is not set; {why} needs it to find the documents of {file.part.name}, "
             "which is 1-D: set it to the id of the end token"

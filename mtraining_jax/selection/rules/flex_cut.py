@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import first_of
 from mtraining_jax.selection.spans import PackedSpans
 from pallas_kernels.index import bits as sets

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate, pooling, row_scores
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.token_chunks import chunk_starts, chunks_of

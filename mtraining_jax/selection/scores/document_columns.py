@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import SelectionContext
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import document_scores, estimate, row_columns

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.flex_cut import Rows, largest_within
 from mtraining_jax.selection.scores import document_scores, estimate, pooling, row_scores

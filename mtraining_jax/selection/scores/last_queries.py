@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.scores import document_scores, estimate

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.patterns.base import SelectionContext
 from mtraining_jax.selection import collectives
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import estimate, row_scores

@@ -50,7 +50,7 @@ def balance_of(config: Config) -> Balance | None:
         return None
     return Balance(
         name=data.balance,
-        groups=config.parallel.data,
+        groups=config.parallel.replicas,
         parts=config.optimizer.accumulation_steps,
         block_size=config.sparsity.block_size,
         weigh=_weigh(config),
@@ -64,7 +64,7 @@ def measures_by_length(config: Config) -> bool:
 
 
 def _groups_differ(config: Config) -> bool:
-    return config.data.has_documents and config.parallel.data > 1
+    return config.data.has_documents and config.parallel.replicas > 1
 
 
 def _by_density(config: Config) -> bool:
@@ -147,7 +147,7 @@ class GroupWork:
         """Attention milliseconds of each replica in a step, float64 [M]."""
         block = self._config.sparsity.block_size
         each = np.array([weight(own, densities, self._weigh, block) for own in lengths])
-        return each.reshape(self._config.parallel.data, -1).sum(1)
+        return each.reshape(self._config.parallel.replicas, -1).sum(1)
 
     def imbalances(self, times: np.ndarray, suffix: str) -> Record:
         """Returns the imbalance (slowest over mean) of attention and of full steps."""

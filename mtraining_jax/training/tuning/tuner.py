@@ -62,7 +62,7 @@ class Tuner:
 
     def add_to(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Adds `shares`, int32 [B, L], to the batch that the loader returned last."""
-        step, groups = self._loader.handed_out, self._config.parallel.data
+        step, groups = self._loader.handed_out, self._config.parallel.replicas
         documents = self._documents()
         tuned = tuned_shares(
             documents,
@@ -147,7 +147,7 @@ class Tuner:
         else:
             rows = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
             min_sparse_tokens = getattr(config.sparsity.settings, "min_sparse_tokens", 0)
-        groups = config.parallel.data
+        groups = config.parallel.replicas
         each = len(rows) // groups
         return [
             GroupDocuments(

@@ -23,7 +23,7 @@ from benchmarks.step.drawn_lists import DrawnLists, densities_by_length
 from benchmarks.step.replicas import Found
 from mtraining_jax.cost_model.kernel_times import documents_ms
 from mtraining_jax.data.balance import imbalance
-from mtraining_jax.patterns import SelectionContext
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.errors import UserError
 

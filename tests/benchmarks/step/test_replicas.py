@@ -103,7 +103,7 @@ def test_predictions_need_no_device(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--parallel.data=2"], "parallel.data=2 cannot be set here"),
+        (["--parallel.replicas=2"], "parallel.replicas=2 cannot be set here"),
         (["--groups", "1"], "--groups=1 must be at least 2"),
         (["--parallel.devices_per_node=2"], "a timed replica must have one device"),
         (["--documents", "1", "900"], "--documents=1 must be at least 2 tokens"),
