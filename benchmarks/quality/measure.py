@@ -15,9 +15,9 @@ from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.timing import median_ms
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.patterns import Pattern
+from mtraining_jax.patterns.select import select
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.metrics import attention_recall, causal_pairs
-from mtraining_jax.selection.select import select
 from pallas_kernels.index import Index
 
 PARTS = ("choose", "build", "forward", "backward")  # of the attention time of a layer

@@ -25,13 +25,13 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.patterns import Pattern
+from mtraining_jax.patterns.select import select
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.by_length import pairs_by_length
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.selection.row_attention import RowAttention
-from mtraining_jax.selection.select import select
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import attention
 from pallas_kernels.index import Index, TokenChunksIndex

@@ -24,19 +24,19 @@ from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import Selection, SelectionContext
 
 if TYPE_CHECKING:
+    from mtraining_jax.patterns.select import select_index
     from mtraining_jax.selection.metrics import (
         attention_flops,
         attention_recall,
         causal_pairs,
         density,
     )
-    from mtraining_jax.selection.select import select_index
 
 _HOMES = {
     "attention_flops": "mtraining_jax.selection.metrics",
     "attention_recall": "mtraining_jax.selection.metrics",
     "causal_pairs": "mtraining_jax.selection.metrics",
-    "select_index": "mtraining_jax.selection.select",
+    "select_index": "mtraining_jax.patterns.select",
     "density": "mtraining_jax.selection.metrics",
 }
 

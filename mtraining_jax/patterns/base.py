@@ -169,7 +169,7 @@ class Pattern(Settings):
     def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
         """Selects the pairs to compute, per batch entry and query head.
 
-        Called by `selection.select`, inside `jax.shard_map` on the shards of a sequence or on one
+        Called by `patterns.select`, inside `jax.shard_map` on the shards of a sequence or on one
         device. All ranks must get the same index, or their own rows of it, for any number of ranks.
 
         Args:

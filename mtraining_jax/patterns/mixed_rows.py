@@ -33,7 +33,10 @@ class MixedRows(XAttention):
 
         strides = super().scores(q, k, context)
         # Products with a power of two are exact, so contraction cannot change the sum.
-        return strides * 0.5 + exact_masses(q, k, context, self.block_size, self.probe_queries_per_block) * 0.5
+        return (
+            strides * 0.5
+            + exact_masses(q, k, context, self.block_size, self.probe_queries_per_block) * 0.5
+        )
 
     def scoring_share(self) -> float:
         return super().scoring_share() + self.probe_queries_per_block / (2 * self.block_size)

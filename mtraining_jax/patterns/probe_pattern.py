@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from mtraining_jax.patterns.base import Pattern, blocks_of, most_documents
 from mtraining_jax.selection.context import Selection, SelectionContext
 
@@ -77,11 +79,15 @@ class ProbePattern(Pattern):
         """Selects a `VerticalSlashIndex`, or with documents a `BlockMaskIndex` with columns."""
         import jax.numpy as jnp
 
-        from mtraining_jax.selection.checks import check_heads, check_selection
+        from mtraining_jax.selection.checks import check_selection
         from mtraining_jax.selection.scores import last_queries
         from mtraining_jax.selection.spans import PackedSpans
 
-        check_heads(self, q.shape[2])
+        for name in self.arrays:
+            if (shape := np.shape(getattr(self, name))) != (q.shape[2],):
+                raise ValueError(
+                    f"{name} has shape {shape}, but there are {q.shape[2]} query heads"
+                )
         check_selection(q, k, context, self.block_size)
         num_blocks, sizes = context.num_blocks, (q.shape[0], q.shape[2])
         if context.documents is None:

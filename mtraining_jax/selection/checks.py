@@ -1,19 +1,9 @@
 """Checks of the inputs of a selection."""
 
-import numpy as np
 from jax import Array
 
-from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate
-
-
-def check_heads(pattern: Pattern, num_heads: int) -> None:
-    """Raises a ValueError unless each array of a pattern has one entry per query head."""
-    for name in pattern.arrays:
-        shape = np.shape(getattr(pattern, name))
-        if shape != (num_heads,):
-            raise ValueError(f"{name} has shape {shape}, but there are {num_heads} query heads")
 
 
 def check_selection(q: Array, k: Array, context: SelectionContext, block_size: int) -> float:

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import SampledRows, VerticalSlash
+from mtraining_jax.patterns.select import select
 from mtraining_jax.selection.collectives import all_rows
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
-from mtraining_jax.selection.select import select
 from pallas_kernels.reference import mask_from_index
 from tests.patterns import inputs
 

@@ -7,8 +7,8 @@ import pytest
 
 from mtraining_jax import sparse_attention
 from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, VerticalSlash
+from mtraining_jax.patterns.select import select
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.select import select
 from pallas_kernels.index import bits as sets
 from tests.patterns import inputs, oracle
 
