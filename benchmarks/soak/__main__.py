@@ -55,7 +55,7 @@ seq_len = {seq_len}
 lr = 1e-3
 [audit]
 interval = {audit}
-rows = {rows}
+num_queries = {rows}
 [checkpoint]
 interval = {save}
 [metrics]

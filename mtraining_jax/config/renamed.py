@@ -6,10 +6,14 @@ from typing import Any
 RENAMED = {
     "audit.every_steps": "audit.interval",
     "audit.gradient_every": "audit.gradient_interval",
+    "audit.rows": "audit.num_queries",
     "checkpoint.every_steps": "checkpoint.interval",
+    "data.documents": "data.mask_documents",
+    "eval.batches": "eval.num_batches",
     "eval.every_steps": "eval.interval",
     "metrics.recall_every": "audit.interval",
-    "metrics.recall_rows": "audit.rows",
+    "metrics.recall_rows": "audit.num_queries",
+    "parallel.data": "parallel.replicas",
     "run.log_every": "run.log_interval",
     "sparsity.dense_below": "sparsity.min_sparse_tokens",
     "sparsity.dense_end": "sparsity.dense_suffix_tokens",
@@ -21,6 +25,7 @@ RENAMED = {
     "sparsity.least_share": "sparsity.min_block_mass",
     "sparsity.local_share": "sparsity.local_fraction",
     "sparsity.random_share": "sparsity.random_block_prob",
+    "sparsity.sampled_rows": "sparsity.probe_queries_per_block",
     "sparsity.tune_high": "sparsity.tune_max",
     "sparsity.tune_low": "sparsity.tune_min",
 }

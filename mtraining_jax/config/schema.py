@@ -192,9 +192,9 @@ class SparsityConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
-    """The device mesh, data x nodes x devices_per_node, and how sequences are sharded over it."""
+    """The device mesh, replicas x nodes x devices_per_node, and how sequences are sharded over it."""
 
-    data: PositiveInt = 1
+    replicas: PositiveInt = 1
     """Number of data-parallel replicas; each processes different sequences of the batch."""
     nodes: PositiveInt = 1
     """Number of nodes that a sequence is sharded over (the outer ring)."""
@@ -251,7 +251,7 @@ class DataConfig:
     exactly seq_len tokens; pack puts entire documents together with little padding and masks
     attention between them.
     """
-    documents: bool = False
+    mask_documents: bool = False
     """Mask attention between documents; mode = "pack" always does."""
     shuffle: bool = True
     """Shuffle the sequences, in a new order every epoch."""
@@ -269,7 +269,7 @@ class DataConfig:
     @property
     def has_documents(self) -> bool:
         """Whether attention is masked between documents."""
-        return self.documents or self.mode == "pack"
+        return self.mask_documents or self.mode == "pack"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -278,7 +278,7 @@ class EvalConfig:
 
     interval: NonNegativeInt = 0
     """Evaluate every N steps and after the last step; 0 disables."""
-    batches: PositiveInt = 8
+    num_batches: PositiveInt = 8
     """Batches per evaluation, the same every time."""
     attention: Literal["same", "dense", "both"] = "same"
     """same: with the sparse pattern of training; dense: with all pairs; both: report both losses.
@@ -377,7 +377,7 @@ class AuditConfig:
 
     interval: NonNegativeInt = 0
     """Compare attention with dense attention every N steps, from step 1; 0 disables."""
-    rows: Annotated[int, Field(ge=4)] = 64
+    num_queries: Annotated[int, Field(ge=4)] = 64
     """Queries per audit: a quarter from the last 64, the others from the entire sequence."""
     gradient_interval: NonNegativeInt = 0
     """Compare all gradients with those of dense attention every N steps; 0 disables."""

@@ -156,7 +156,7 @@ class Loader:
         }
         if packed is not None:
             self._identity = {
-                "data.mask_documents": True,
+                "data.documents": True,  # as in checkpoints before the field was renamed
                 "block size": self.block_size,
                 **self._identity,
                 "digest of the packed documents": packed[0].digest,

@@ -209,7 +209,7 @@ def test_packs_have_every_document_once(tmp_path, shuffle):
 
 def test_consecutive_documents_keep_their_order(tmp_path):
     documents = write(tmp_path, [5, 9, 40, 3, 20, 2, 30])
-    data = packed(tmp_path, mode="concat", documents=True)
+    data = packed(tmp_path, mode="concat", mask_documents=True)
     found = loader(data)
     pieces = read_back(next(found))
     # Blocks of 4: 2 + 3 + 10 + 1, so the third document is split after 3 of its 10 blocks.
@@ -220,7 +220,7 @@ def test_consecutive_documents_keep_their_order(tmp_path):
 
 def test_exact_mode_has_one_document_per_sequence(tmp_path):
     write(tmp_path, [33, 5, 33])
-    batch = next(loader(packed(tmp_path, mode="exact", documents=True)))
+    batch = next(loader(packed(tmp_path, mode="exact", mask_documents=True)))
     assert [len(ids) for ids in read_back(batch)] == [S, S]
     assert (batch["documents"] == [0, S // G, S]).all()
 
@@ -305,7 +305,7 @@ def test_documents_of_text_end_with_eos(tmp_path):
 
 
 def test_synthetic_documents_are_aligned_to_blocks(tmp_path):
-    fields = {"source": "synthetic", "seq_len": 2**16, "documents": True, "eos": 7}
+    fields = {"source": "synthetic", "seq_len": 2**16, "mask_documents": True, "eos": 7}
     data = section(5000, **fields)
     found = loader_of(data, 5000, block_size=128)
     batch = next(found)
@@ -353,7 +353,7 @@ def test_packing_errors(tmp_path):
         "nothing to predict"
     )
     write(tmp_path, [5, 1])
-    consecutive_ones = fields | {"seq_len": S, "eos": EOS, "mode": "concat", "documents": True}
+    consecutive_ones = fields | {"seq_len": S, "eos": EOS, "mode": "concat", "mask_documents": True}
     assert error_of(**consecutive_ones, block_size=G) == (
         'data.seq_len = 32 is more than the 8 tokens of the 2 documents of data.source = "tokens", '
         'padded to blocks of 4, and data.mode = "concat" drops incomplete sequences; set data.mode '

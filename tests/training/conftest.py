@@ -117,7 +117,7 @@ def whole():
         run={"name": "whole", "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"]},
         parallel={"nodes": 1, "devices_per_node": 4},
         checkpoint={"interval": 2},
-        audit={"interval": 3, "rows": 16, "masks": ("1.0",), "alarm_recall": 1.0},
+        audit={"interval": 3, "num_queries": 16, "masks": ("1.0",), "alarm_recall": 1.0},
     )
     ended = folder / "records.json"
     with FileLock(folder / "lock"):

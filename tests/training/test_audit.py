@@ -33,7 +33,7 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, w
             "gradient_tokens": 64,
             "alarm_gradient": 1.0,
             "interval": 1,
-            "rows": 16,
+            "num_queries": 16,
             "masks": ("0.1",),
         },
         checkpoint={"last_step": False},

@@ -17,7 +17,7 @@ ONE = {"nodes": 1, "devices_per_node": 1}
 def sparse(config):
     """Four steps on one device, all audited, so a run has one sparse program."""
     return changed(
-        config, parallel=ONE, audit={"interval": 1, "rows": 16}, checkpoint={"interval": 2}
+        config, parallel=ONE, audit={"interval": 1, "num_queries": 16}, checkpoint={"interval": 2}
     )
 
 

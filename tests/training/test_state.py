@@ -45,7 +45,7 @@ def test_the_generator_of_a_state_does_not_depend_on_the_default_one(tmp_path):
         assert other.abstract().rng.shape == state.rng.shape == (2,)
         np.testing.assert_array_equal(other.fresh().rng, state.rng)
         mesh, layout = build_mesh(config), build_layout(config)
-        audited = changed(config, audit={"interval": 1, "rows": 4})
+        audited = changed(config, audit={"interval": 1, "num_queries": 4})
         audit = make_step_audit(audited, mesh, layout, build_pattern(audited))
         rows = audit.draw(state)
     assert_equal(rows, audit.draw(state))

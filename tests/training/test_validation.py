@@ -24,7 +24,7 @@ def held_out(plain_config, tmp_path):
     path = tmp_path / "held_out.npy"
     np.save(path, np.random.default_rng(5).integers(0, VOCAB, 9 * 64).astype(np.uint16))
     data = changed(plain_config, data={"paths": (str(path),), "seq_len": 64, "batch_size": 3}).data
-    return changed(plain_config, eval={"interval": 2, "batches": 2, "data": data})
+    return changed(plain_config, eval={"interval": 2, "num_batches": 2, "data": data})
 
 
 def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys, watched):
@@ -68,7 +68,7 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     tokens = np.random.default_rng(5).integers(0, VOCAB, (2, 128))
     np.save(path, tokens.astype(np.uint16).ravel())
     data = changed(config, data={"paths": (str(path),), "batch_size": 1, "shuffle": False}).data
-    asked = {"interval": 1, "batches": 2, "attention": "both", "data": data}
+    asked = {"interval": 1, "num_batches": 2, "attention": "both", "data": data}
     config = changed(config, parallel={"nodes": 1, "devices_per_node": 1}, eval=asked)
     mesh = build_mesh(config)
     builder = StateBuilder(config, mesh)
@@ -105,7 +105,7 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
 
 def test_too_little_validation_data_is_refused(held_out):
     with pytest.raises(UserError) as error:
-        run(changed(held_out, eval={"batches": 4}))
+        run(changed(held_out, eval={"num_batches": 4}))
     assert str(error.value) == (
         "eval.num_batches = 4 with eval.data.batch_size = 3 needs 12 sequences, but eval.data has only "
         "9 of 64 tokens; reduce eval.num_batches"
