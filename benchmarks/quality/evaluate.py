@@ -30,7 +30,9 @@ from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.engine.network import Attending, Network
 from mtraining_jax.evaluation.engine.programs import Programs
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
-from mtraining_jax.models import ModelSpec, init_model, parameter_names
+from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import init_model
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training.build import layer_inputs

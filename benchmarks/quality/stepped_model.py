@@ -16,13 +16,13 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from mtraining_jax.models import YarnScaling
+from mtraining_jax.models.fsdp import compute_weights
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.label_scores import label_scores
-from mtraining_jax.models.rotary import rope_tables
+from mtraining_jax.models.rope import YarnScaling
+from mtraining_jax.models.rope.rotary import rope_tables
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.models.token_parallel import compute_weights
 from mtraining_jax.models.transformer import DecoderLayer, Transformer, graph_definition
 
 _LOSS_CHUNK = 4096  # tokens per chunk of logits

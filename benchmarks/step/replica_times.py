@@ -15,8 +15,8 @@ from benchmarks.step.drawn_batches import Assignment, Pack, Run, Times
 from benchmarks.step.drawn_lists import BLOCK, SHARE_BITS
 from benchmarks.timing import median_ms
 from mtraining_jax.config import Config
-from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.packs import block_table
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.documents import attention_within, restarting_positions
 from mtraining_jax.training.state import StateBuilder, TrainState

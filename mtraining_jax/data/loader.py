@@ -19,12 +19,11 @@ from mtraining_jax.data.densities import Densities
 from mtraining_jax.data.packs import Packs, block_table, stream_places
 from mtraining_jax.data.sources import problems, selected_source
 from mtraining_jax.data.stream import TokenStream
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.errors import UserError
 
 if TYPE_CHECKING:
     from mtraining_jax.config import DataConfig
-
-IGNORE_LABEL = -100  # excluded from the loss
 
 Batch = dict[str, np.ndarray]
 

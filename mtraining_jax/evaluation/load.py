@@ -16,11 +16,12 @@ from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.evaluation.engine.network import Attending, Network
-from mtraining_jax.models import abstract_state, param_shardings, parameter_names
-from mtraining_jax.models.huggingface import load_hf
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_json
+from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.parameters import LAYERS
+from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import abstract_state, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import Dense, Settings
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record

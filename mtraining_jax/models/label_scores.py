@@ -13,8 +13,9 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.models.chunks import num_chunks
+from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.models.token_parallel import fsdp_apply, num_chunks
 from mtraining_jax.parallel.mesh import REPLICATED
 
 

@@ -15,9 +15,10 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.data.loader import IGNORE_LABEL
+from mtraining_jax.models.chunks import num_chunks
+from mtraining_jax.models.fsdp import gather_weight, reduce_scatter_gradient, sharded_axis
 from mtraining_jax.models.label_scores import check_output_layer, score_chunk
-from mtraining_jax.models.token_parallel import cut_axis, gather, num_chunks, reduce_scatter
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.groups import map_shards, shared_axes
 from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
 
@@ -103,14 +104,14 @@ def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_grad
     axes = shared_axes(AXES)
 
     def summed_over_devices(hidden, weight, of_labels):
-        out = local(hidden, gather(weight, weight_spec), of_labels)
+        out = local(hidden, gather_weight(weight, weight_spec), of_labels)
         if not with_gradients:
             return lax.psum(out, axes)
         loss, d_hidden, d_weight = out
-        if cut_axis(weight_spec) is None:
+        if sharded_axis(weight_spec) is None:
             d_weight = lax.psum(d_weight, axes)
         else:
-            d_weight = reduce_scatter(d_weight, weight_spec)
+            d_weight = reduce_scatter_gradient(d_weight, weight_spec)
             if DATA_AXIS in axes:
                 d_weight = lax.psum(d_weight, DATA_AXIS)
         return lax.psum(loss, axes), d_hidden, d_weight

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.models.token_parallel import first_chunks, num_chunks
+from mtraining_jax.models.chunks import first_chunks, num_chunks
 
 # Name of the gate and up products, for a policy that saves them.
 MLP_PRODUCTS = "mlp_products"

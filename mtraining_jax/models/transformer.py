@@ -17,13 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from mtraining_jax.models.embedding import embed
+from mtraining_jax.models.fsdp import compute_weights, fsdp_apply
 from mtraining_jax.models.parameters import Parameter, ParamTable, layer_params, subtable
 from mtraining_jax.models.remat import POST_ATTENTION, QKV, RESIDUAL, remat
-from mtraining_jax.models.rotary import apply_rope, rope_tables
+from mtraining_jax.models.rope.rotary import apply_rope, rope_tables
 from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.swiglu import chunked_swiglu
-from mtraining_jax.models.token_parallel import compute_weights, fsdp_apply
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars or trees by name)
 Attention = Callable[..., tuple[Array, dict[str, Any]]]

@@ -11,9 +11,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
+from mtraining_jax.models.chunks import first_chunks
 from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.models.token_parallel import first_chunks
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.state import StateBuilder
 

@@ -12,15 +12,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
-from mtraining_jax.models import (
-    ModelSpec,
+from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.models.sharding import parameter_names as names_of
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import (
     abstract_state,
     graph_definition,
     init_model,
     param_shardings,
 )
-from mtraining_jax.models import parameter_names as names_of
-from mtraining_jax.models.huggingface import load_hf
 from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainable_names
 
 # Fixed, because key data of another `jax_default_prng_impl` has another shape in checkpoints.

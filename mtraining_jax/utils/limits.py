@@ -31,7 +31,7 @@ NonNegativeInt = Annotated[int, Ge(0)]
 UnitFraction = Annotated[float, Ge(0), Le(1)]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]
 
-# Longest sequences: rotary embeddings are exact below 2^22 positions (models/rotary.py), and
+# Longest sequences: rotary embeddings are exact below 2^22 positions (models/rope/rotary.py), and
 # selections sum fixed-point masses of at most 2^15 blocks in 32 bits (selection/scores).
 MAX_POSITIONS = 2**22
 MAX_BLOCKS = 2**15

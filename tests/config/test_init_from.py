@@ -7,7 +7,7 @@ import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
 from mtraining_jax.models.families.llama import Llama
-from mtraining_jax.models.huggingface import check_same_model
+from mtraining_jax.models.huggingface.config import check_same_model
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import DATA
 

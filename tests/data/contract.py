@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.sources import SOURCES
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.plugins import attribute_docs
 from tests.data.common import VOCAB, error_of, loader_of, section
 

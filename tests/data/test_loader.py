@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtraining_jax.data.loader import IGNORE_LABEL, local_rows_and_columns
+from mtraining_jax.data.loader import local_rows_and_columns
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import loader_of as any_loader_of
 from tests.data.common import section

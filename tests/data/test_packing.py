@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtraining_jax.data import packing
-from mtraining_jax.data.loader import IGNORE_LABEL
 from mtraining_jax.data.packing import best_fit, chunked, consecutive, packed_order
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section
 

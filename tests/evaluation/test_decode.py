@@ -15,7 +15,8 @@ from mtraining_jax.evaluation.decode.attention import CHUNK
 from mtraining_jax.evaluation.decode.cache import room_for
 from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.engine.engine import Engine
-from mtraining_jax.models.huggingface import load_hf, read_hf_config
+from mtraining_jax.models.huggingface.config import read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import DATA, forward

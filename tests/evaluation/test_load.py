@@ -11,7 +11,7 @@ import tokenizers
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.load import load
-from mtraining_jax.models import parameter_names
+from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import Dense, SampledRows, VerticalSlash
 from mtraining_jax.training.checkpoint import Checkpoints

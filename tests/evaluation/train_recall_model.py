@@ -15,8 +15,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from mtraining_jax.models import ModelSpec, init_model
-from mtraining_jax.models.huggingface import save_hf
+from mtraining_jax.models.huggingface.write import save_hf
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import init_model
 
 VOCAB, MAX_LENGTH = 64, 256
 SPEC = ModelSpec(

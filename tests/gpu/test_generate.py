@@ -9,7 +9,8 @@ import numpy as np
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.engine.network import Attending, Network
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
-from mtraining_jax.models import ModelSpec, init_model
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import init_model
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import Dense, VerticalSlash
 

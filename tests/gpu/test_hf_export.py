@@ -7,15 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from mtraining_jax.models import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    YarnScaling,
-    init_model,
-)
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.huggingface import load_hf, read_hf_config, save_hf
+from mtraining_jax.models.huggingface.config import read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.models.huggingface.write import save_hf
+from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from mtraining_jax.models.transformer import init_model
 from mtraining_jax.training.loop import run
 from tests.models.common import forward, some_tokens, tiny_spec
 from tests.training.common import tiny_config

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mtraining_jax.models import ModelSpec, graph_definition, init_model
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import graph_definition, init_model
 from tests.models.reference_attention import dense_attention
 
 DATA = Path(__file__).parents[1] / "data"

@@ -9,10 +9,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from mtraining_jax.models import abstract_state, graph_definition, param_shardings, parameter_names
 from mtraining_jax.models.families import family_of
-from mtraining_jax.models.huggingface import load_hf, read_hf_config, save_hf
+from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.names import checkpoint_tensors
+from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.models.huggingface.write import save_hf
+from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.transformer import abstract_state, graph_definition, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from tests.models.common import DATA, assert_states_close, equations, next_token_loss, tiny_spec
 

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from mtraining_jax import Dense, Documents, sparse_attention
-from mtraining_jax.models import Llama3Scaling, LongRopeScaling, graph_definition
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.huggingface import read_hf_config
-from mtraining_jax.models.huggingface.config import hf_config
+from mtraining_jax.models.huggingface.config import hf_config, read_hf_config
+from mtraining_jax.models.rope import Llama3Scaling, LongRopeScaling
+from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import DATA, forward, some_tokens
 from tests.models.family_contract import FamilyContract

@@ -7,15 +7,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from mtraining_jax.models import YarnScaling, param_shardings
-from mtraining_jax.models.huggingface import (
-    check_same_model,
-    load_hf,
-    read,
-    read_hf_config,
-    save_hf,
-    write,
-)
+from mtraining_jax.models.huggingface import read, write
+from mtraining_jax.models.huggingface.config import check_same_model, read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.models.huggingface.write import save_hf
+from mtraining_jax.models.rope import YarnScaling
+from mtraining_jax.models.transformer import param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import assert_states_close, drawn, tiny_spec

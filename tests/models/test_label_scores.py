@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.data import loader
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.models.position_buckets import (
@@ -71,10 +70,6 @@ def test_buckets_of_one_sequence_are_those_of_a_batch():
     assert bucket_names(12)[-3:] == ["512", "1K", "2K"] and bucket_names(21)[-1] == "1M"
     with pytest.raises(ValueError, match="seq_len=1 must be at least 2"):
         num_buckets(1)
-
-
-def test_the_loader_marks_tokens_without_a_loss_in_the_same_way():
-    assert loader.IGNORE_LABEL == IGNORE_LABEL
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.models.loss import IGNORE_LABEL, count_labels, linear_cross_entropy
+from mtraining_jax.models.labels import IGNORE_LABEL
+from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.parallel.mesh import make_mesh
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 32, 16, 37

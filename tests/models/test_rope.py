@@ -5,9 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.models import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
-from mtraining_jax.models.rope import make_scaling, rope_frequencies
-from mtraining_jax.models.rotary import apply_rope, rope_tables
+from mtraining_jax.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    YarnScaling,
+    make_scaling,
+    rope_frequencies,
+)
+from mtraining_jax.models.rope.rotary import apply_rope, rope_tables
 from tests.models.common import tiny_spec
 
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.models import abstract_state, init_model, param_shardings
+from mtraining_jax.models.transformer import abstract_state, init_model, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from tests.models.common import (
     assert_states_close,

@@ -7,13 +7,9 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.models import (
-    ModelSpec,
-    abstract_state,
-    graph_definition,
-    init_model,
-    parameter_names,
-)
+from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import abstract_state, graph_definition, init_model
 from mtraining_jax.parallel.layout import Layout
 from tests.models.common import (
     assert_states_close,

@@ -12,8 +12,9 @@ from mtraining_jax.cli.train import main
 from mtraining_jax.config import available_configs, load_config
 from mtraining_jax.cost_model.flops import audit_flops
 from mtraining_jax.cost_model.kernel_times import SCORES_PER_SECOND, kernel_seconds
-from mtraining_jax.models import abstract_state, embedding, graph_definition
+from mtraining_jax.models import embedding
 from mtraining_jax.models.loss import linear_cross_entropy
+from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.patterns import select_index
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds

@@ -7,7 +7,7 @@ import pytest
 
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.models.huggingface import read_hf_config
+from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import Tensors
 from mtraining_jax.patterns.fixed_budget import load_budgets
 from mtraining_jax.training.checkpoint import newest_step

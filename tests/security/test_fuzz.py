@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mtraining_jax.config import config_from_dict, config_to_dict, load_config
 from mtraining_jax.data.sources.tokens import open_token_file, read_lengths
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.models.huggingface import read_hf_config
+from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import Tensors
 from mtraining_jax.patterns.fixed_budget import load_budgets
 from mtraining_jax.reporting.writers.jsonl import _lines_until

@@ -12,7 +12,7 @@ from filelock import FileLock
 from jax.experimental.compilation_cache import compilation_cache
 
 from mtraining_jax.config import Config
-from mtraining_jax.models import init_model, param_shardings
+from mtraining_jax.models.transformer import init_model, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training import state
 from mtraining_jax.training.loop import programs, run

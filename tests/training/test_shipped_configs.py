@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.config import available_configs, load_config
-from mtraining_jax.models import abstract_state
+from mtraining_jax.models.transformer import abstract_state
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder

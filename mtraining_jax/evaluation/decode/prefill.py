@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.evaluation.decode.cache import STACKED
 from mtraining_jax.evaluation.engine.network import Network
+from mtraining_jax.models.fsdp import gather_weight
 from mtraining_jax.models.sharding import lm_head_spec
-from mtraining_jax.models.token_parallel import gather
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import ACTIVATIONS, SEQUENCE_AXES
@@ -89,7 +89,7 @@ def _last_logits(
         row = lax.psum(jnp.where(slot >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
         row = row.astype(hidden_BSE.dtype)
         weight_VE, (row,) = serialize_collectives(weight_VE, (row,))
-        return token_logits(row, gather(weight_VE, weight_spec))
+        return token_logits(row, gather_weight(weight_VE, weight_spec))
 
     return jax.shard_map(
         logits_of_shard,

@@ -15,9 +15,9 @@ from mtraining_jax.evaluation.decode.cache import Cache
 from mtraining_jax.evaluation.decode.prefill import token_logits
 from mtraining_jax.evaluation.decode.sampling import next_token
 from mtraining_jax.evaluation.engine.network import Network
-from mtraining_jax.models.rotary import rope_tables
+from mtraining_jax.models.fsdp import compute_weights, gather_weight
+from mtraining_jax.models.rope.rotary import rope_tables
 from mtraining_jax.models.sharding import layer_specs, lm_head_spec, parameter_spec, state_shardings
-from mtraining_jax.models.token_parallel import compute_weights, gather
 from mtraining_jax.models.transformer import Transformer
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
@@ -87,7 +87,7 @@ def _step_on_shard(
     cos, sin = rope_tables(position.reshape(1, 1), spec, length)
     place, seen = _places(layout, cache)
     embedding_spec = parameter_spec(spec.parameters["embed_tokens.weight"], mesh, fsdp)
-    table_VE = gather(model.embed_tokens.weight[...], embedding_spec)
+    table_VE = gather_weight(model.embed_tokens.weight[...], embedding_spec)
     x_B1E = jnp.take(table_VE, token_B, axis=0).astype(dtype)[:, None]
     graphdef, layers = nnx.split(model.layers)
     specs = layer_specs(layers, spec.parameters, mesh, fsdp)
@@ -97,7 +97,7 @@ def _step_on_shard(
         parameters = jax.tree.map(lambda x, number=number: x[number], layers)
         parameters = compute_weights(parameters, dtype)
         parameters, (x_B1E,) = serialize_collectives(parameters, (x_B1E,))
-        layer = nnx.merge(graphdef, jax.tree.map(gather, parameters, specs))
+        layer = nnx.merge(graphdef, jax.tree.map(gather_weight, parameters, specs))
         q, *new = layer.before_attention(x_B1E, cos, sin)
         keys, values = (
             lax.dynamic_update_slice(held, x.swapaxes(1, 2), (0, 0, place, 0))
@@ -110,7 +110,7 @@ def _step_on_shard(
     weight_VE, (hidden_BE,) = serialize_collectives(
         model.lm_head_weight().astype(dtype), (hidden_BE,)
     )
-    logits = token_logits(hidden_BE, gather(weight_VE, lm_head_spec(spec, mesh, fsdp)))
+    logits = token_logits(hidden_BE, gather_weight(weight_VE, lm_head_spec(spec, mesh, fsdp)))
     keys, values = zip(*filled, strict=True)
     return Cache(keys, values, cache.prompt_len, cache.count + 1), logits
 

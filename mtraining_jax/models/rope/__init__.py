@@ -1,7 +1,7 @@
 """Rotary frequencies, plain or scaled to a longer context.
 
 Does not import JAX, so that configurations can be checked without it. Each scaling is a class in
-its own file, registered in `ROPE_KINDS`. `mtraining_jax.models.rotary` applies them.
+its own file, registered in `ROPE_KINDS`. `mtraining_jax.models.rope.rotary` applies them.
 """
 
 import dataclasses

@@ -7,26 +7,19 @@ from mtraining_jax.config import Config
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
-from mtraining_jax.models.huggingface import save_hf
+from mtraining_jax.models.huggingface.write import save_hf
 from mtraining_jax.training.build import build_mesh
-from mtraining_jax.training.checkpoint import Checkpoints, run_folder
+from mtraining_jax.training.checkpoint import read_state, run_folder
 from mtraining_jax.training.state import StateBuilder, TrainState
 
 HF_NAME = "hf"
 
 # Files of a checkpoint other than its tensors: tokenizer and generation defaults.
-_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_GENERATION = "generation_config.json"
+_TOKENIZER, _GENERATION = "tokenizer.json", "generation_config.json"
 _COPIED = (
-    _TOKENIZER,
-    _TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    _GENERATION,
-)
+    _TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", _GENERATION,
+)  # fmt: skip
 
 
 def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Path:
@@ -35,12 +28,10 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
     Tensors are bfloat16. The tokenizer is data.tokenizer, or that of model.init_from if training
     read token ids. Returns the folder.
     """
-    parameters = builder.unflatten(state.parameters)
-    target = config.run.folder / HF_NAME
     return save_hf(
-        target,
+        config.run.folder / HF_NAME,
         config.model,
-        parameters,
+        builder.unflatten(state.parameters),
         copied=_tokenizer_files(config),
         replace=True,
         like=config.model.init_from,
@@ -51,31 +42,27 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
 def export_checkpoint(config: Config, step: int) -> Path:
     """Exports a checkpoint of the run; see `export_state`."""
     builder = StateBuilder(config, build_mesh(config))
-    checkpoints = Checkpoints(
-        run_folder.checkpoint_folder(config), keep=config.checkpoint.keep, async_save=False
-    )
-    try:
-        state, _ = checkpoints.restore(step, builder.abstract(), config)
-    finally:
-        checkpoints.close()
+    folder = run_folder.checkpoint_folder(config)
+    state, _ = read_state(folder, step, builder.abstract(), config)
     return export_state(config, builder, state)
 
 
 def _tokenizer_files(config: Config) -> dict[str, Path | dict[str, Any]]:
-    start = None if config.model.init_from is None else Path(config.model.init_from)
-    found: dict[str, Path | dict[str, Any]] = {}
+    """Returns paths or contents of the files to add to an export, by name."""
+    start = config.model.init_from
+    of_start = {} if start is None else _files_of(Path(start))
     if config.data.tokenizer == BYTES:
-        return {} if start is None else _files_of(start)
-    own = Path(config.data.tokenizer).expanduser()
-    if own.name == _TOKENIZER:
-        found = _files_of(own.parent)
-    if start is not None and _GENERATION not in found:
-        found |= {k: path for k, path in _files_of(start).items() if k == _GENERATION}
-    found[_TOKENIZER] = own
-    # Without a class here, transformers selects one by model type, which may tokenize differently
-    # from tokenizer.json.
-    plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return {_TOKENIZER_CONFIG: plain, **found}
+        return of_start
+    tokenizer = Path(config.data.tokenizer).expanduser()
+    files: dict[str, Path | dict[str, Any]] = {
+        # Without a class here, transformers selects one by model type, which may tokenize
+        # differently from tokenizer.json.
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}
+    }
+    files |= {name: path for name, path in of_start.items() if name == _GENERATION}
+    if tokenizer.name == _TOKENIZER:
+        files |= _files_of(tokenizer.parent)
+    return files | {_TOKENIZER: tokenizer}
 
 
 def _files_of(folder: Path) -> dict[str, Path | dict[str, Any]]:

@@ -4,7 +4,7 @@ import numpy as np
 
 from benchmarks.quality.evaluate import Timing, bytes_of_a_token, row_of
 from mtraining_jax.config import load_config
-from mtraining_jax.models import ModelSpec
+from mtraining_jax.models.spec import ModelSpec
 
 
 def test_a_token_reads_all_weights_and_the_devices_part_of_the_cache():

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtraining_jax.models.huggingface import load_hf, read_hf_config
+from mtraining_jax.models.huggingface.config import read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.checkpoint.export import _eos, _tokenizer_files

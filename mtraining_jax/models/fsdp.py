@@ -36,45 +36,31 @@ def fsdp_apply(
     def apply_on_shard(weights: Any, *arrays: Array) -> Any:
         if all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
             weights, arrays = serialize_collectives(weights, arrays)
-        return function(jax.tree.map(gather, weights, specs), *arrays)
+        return function(jax.tree.map(gather_weight, weights, specs), *arrays)
 
     in_specs = specs, *[TOKENS] * len(arrays)
     return map_shards(apply_on_shard, mesh, in_specs, TOKENS)(weights, *arrays)
 
 
-def gather(shard: Array, spec: PartitionSpec) -> Array:
+def gather_weight(shard: Array, spec: PartitionSpec) -> Array:
     """All-gathers a shard inside `shard_map`; the gradient is reduce-scattered in its dtype."""
-    cut = cut_axis(spec)
+    cut = sharded_axis(spec)
     if cut is None:
         return shard
     return lax.all_gather(shard, spec[cut], axis=cut, tiled=True)
 
 
-def reduce_scatter(whole: Array, spec: PartitionSpec) -> Array:
+def reduce_scatter_gradient(whole: Array, spec: PartitionSpec) -> Array:
     """Sums `whole` over the mesh axes of `spec` and shards it; inside `shard_map`."""
-    cut = cut_axis(spec)
+    cut = sharded_axis(spec)
     if cut is None:
         return whole
     return lax.psum_scatter(whole, spec[cut], scatter_dimension=cut, tiled=True)
 
 
-def cut_axis(spec: PartitionSpec) -> int | None:
+def sharded_axis(spec: PartitionSpec) -> int | None:
     """Returns the axis of an array that `spec` shards; None if it is replicated."""
     return next((axis for axis, names in enumerate(spec) if names is not None), None)
-
-
-def num_chunks(tokens: int, chunk_size: int) -> int:
-    """Returns the smallest number of equal chunks of at most `chunk_size` tokens."""
-    count = -(-tokens // chunk_size)
-    while tokens % count:
-        count += 1
-    return count
-
-
-def first_chunks(tokens: int, chunk_size: int, chunks: int) -> int:
-    """Returns how many tokens the first `chunks` of `num_chunks` have; at most all."""
-    count = num_chunks(tokens, chunk_size)
-    return min(chunks, count) * (tokens // count)
 
 
 def compute_weights(weights: Any, dtype: jnp.dtype) -> Any:
