@@ -2,7 +2,7 @@
 
 - `kernels.attention`: attention kernels against cuDNN, torch and MTraining's kernels.
 - `kernels.selection`: cost of selecting an index.
-- `kernels.tune_hopper`, `kernels.tune_triton`: configurations of the kernels.
+- `kernels.tune`: configurations of the kernels.
 - `ring.attention`, `ring.model`: ring attention, measured and modeled for several hosts.
 - `step.breakdown`, `step.patterns`, `step.trace_summary`: time of a training step.
 - `step.replicas`: balance of data-parallel replicas, modeled and measured.

@@ -2,14 +2,14 @@
 
 Python takes longer to trace kernels than the GPU takes to run them, so every problem gets its own
 process. The parent (`measure`) starts them. A worker compiles, waits for its turn (`my_turn`),
-measures while nothing else runs, and sends its results (`send`). Needs no JAX.
+measures while nothing else runs, and sends its results (`send`, or `serve` for both). Needs no JAX.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,20 @@ def send(value: Any) -> None:
     print(_SENT + json.dumps(value), flush=True)
 
 
+def serve(measure: Callable[[], Iterable[Any]]) -> None:
+    """Called by a worker that has compiled: sends the results, once it is its turn."""
+    if my_turn():
+        for value in measure():
+            send(value)
+
+
 def command(module: str, *options: str, python: str = sys.executable) -> list[str]:
     """The command of a worker that runs a module."""
     return [python, "-m", module, *options]
 
 
 def measure(
-    jobs: Sequence[Job],
-    at_once: int,
-    receive: Callable[[Any], None],
-    log: Callable[[str], None],
-    allowed: Callable[[], bool] = lambda: True,
+    jobs: Sequence[Job], at_once: int, receive: Callable[[Any], None], log: Callable[[str], None]
 ) -> None:
     """Runs a worker for every job, in order.
 
@@ -59,13 +62,12 @@ def measure(
         at_once: workers that compile at the same time; others follow as these finish.
         receive: called with each value that a worker sends.
         log: called with what workers say about themselves, and with each failure.
-        allowed: called before a worker measures; if False, the worker is skipped.
     """
     for first in range(0, len(jobs), at_once):
-        _wave(jobs[first : first + at_once], receive, log, allowed)
+        _wave(jobs[first : first + at_once], receive, log)
 
 
-def _wave(jobs, receive, log, allowed) -> None:
+def _wave(jobs: Sequence[Job], receive: Callable[[Any], None], log: Callable[[str], None]) -> None:
     started: list[tuple[str, subprocess.Popen]] = []
     try:
         for name, arguments in jobs:
@@ -83,9 +85,6 @@ def _wave(jobs, receive, log, allowed) -> None:
             else:
                 log(f"FAILED to compile: {name}" if kind is None else f"no {name} ({about})")
         for name, process in ready:
-            if not allowed():
-                log(f"no time left for {name}")
-                continue
             if process.poll() is None:
                 process.stdin.write(_GO + "\n")
                 process.stdin.flush()

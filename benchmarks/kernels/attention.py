@@ -12,22 +12,21 @@ import argparse
 import dataclasses
 import json
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks import workers
 from benchmarks.kernels import attention_table as tables
 from benchmarks.kernels import triton_sm80
-from benchmarks.kernels.cases import Case, Row, Shape
-from benchmarks.kernels.errors import relative_errors
-from benchmarks.kernels.masks import BLOCK, Work, block_mask, slash_mask
-from benchmarks.kernels.peers.jobs import Peers
+from benchmarks.kernels.cases import Case
+from benchmarks.kernels.errors import Errors, relative_errors
+from benchmarks.kernels.peers import Peer
 from benchmarks.kernels.programs import HEADS, Attention, random_inputs
-from benchmarks.options import BACKENDS, make_parser
+from benchmarks.kernels.rows import Row, Shape
+from benchmarks.options import BACKENDS, length, make_parser
 from benchmarks.timing import log
 
 
@@ -55,17 +54,12 @@ def main(argv: list[str] | None = None) -> str:
     args = _parse(argv)
     workers.share_device()
     if args.problem:
-        _work(args)
+        values = json.loads(args.problem)
+        workers.serve(_compile(args, Problem(**values | {"shape": Shape(**values["shape"])})))
         return ""
-    with tempfile.TemporaryDirectory() as folder:
-        return _run(args, Path(folder))
-
-
-def _run(args, folder: Path) -> str:
     on_gpu = jax.default_backend() == "gpu"
-    flex_shape = Shape(args.flex_seq_len, *HEADS[128], 128)
     rows: list[Row] = []
-    errors: dict[int, dict] = {}
+    errors: dict[int, Errors] = {}
     notes = ["no reference (no --reference)"] if on_gpu and args.reference is None else []
 
     def save() -> str:
@@ -77,9 +71,8 @@ def _run(args, folder: Path) -> str:
             args.out.write_text(text)
         return text
 
-    def receive(values: dict) -> None:
-        work = values["work"] and Work(**values["work"])
-        rows.append(Row(**values | {"shape": Shape(**values["shape"]), "work": work}))
+    def receive(values: dict[str, Any]) -> None:
+        rows.append(Row.from_json(values))
         log(tables.line(rows[-1]))
         save()
 
@@ -87,41 +80,24 @@ def _run(args, folder: Path) -> str:
         notes.append(text)
         log(text)
 
-    problems = _plan(args, on_gpu, flex_shape)
+    problems = _plan(args, on_gpu)
     log(f"{len(problems)} problems")
-    jobs = [(x.name, _command(args, x)) for x in problems]
-    jobs += _peers(args, folder, flex_shape) if on_gpu else []
-    workers.measure(jobs, args.workers, receive, note)
+    for problem in [] if args.workers else problems:
+        for values in _compile(args, problem)():
+            receive(values)
+    jobs = [(x.name, _command(args, x)) for x in problems] if args.workers else []
+    jobs += [peer.job(args.torch_python) for peer in _peers(args)] if on_gpu else []
+    workers.measure(jobs, max(args.workers, 1), receive, note)
     for dim in args.head_dim if args.error_seq_len else ():
-        masks = tuple(m for m in ("D", "A", "B") if m in args.masks)
-        errors[dim] = relative_errors(
-            Attention(args.backend), args.seed + dim, args.error_seq_len, *HEADS[dim], dim,
-            masks=masks, cudnn=on_gpu,
-        )  # fmt: skip
+        shape = Shape(args.error_seq_len, *HEADS[dim], dim)
+        masks = [mask for mask in "DAB" if mask in args.masks]
+        kernels = Attention(args.backend)
+        errors[dim] = relative_errors(kernels, args.seed + dim, shape, masks, cudnn=on_gpu)
         log(f"errors D={dim}: {errors[dim]}")
-        save()
     return save()
 
 
-def _peers(args, folder: Path, flex_shape: Shape) -> list[workers.Job]:
-    """The baselines in torch, which have the GPU to themselves when they run last."""
-    peers = Peers(args.torch_python, folder, args.seed, args.repeats)
-    shapes = [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
-    dense = [shape for shape in shapes if shape.seq_len <= args.longest_dense]
-    jobs = []
-    if "F" in args.masks and flex_shape in shapes:
-        mask = block_mask(_rng(args.seed, "F", flex_shape), flex_shape.heads, flex_shape.seq_len)
-        jobs.append(peers.flex(flex_shape, mask))
-    if "D" in args.masks and dense:
-        jobs.append(peers.flash(dense))
-    problems = [(s, m) for m in "DAB" if m in args.masks for s in (dense if m == "D" else shapes)]
-    if args.reference is not None and problems:
-        masks = [slash_mask(m, _rng(args.seed, m, s), s.heads, s.seq_len) for s, m in problems]
-        jobs.append(peers.mtraining(args.reference, problems, masks))
-    return jobs
-
-
-def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
+def _plan(args: argparse.Namespace, on_gpu: bool) -> list[Problem]:
     """The problems, longest first."""
     found = []
     for seq_len in sorted(args.seq_len, reverse=True):
@@ -130,98 +106,90 @@ def _plan(args, on_gpu: bool, flex_shape: Shape) -> list[Problem]:
                 found.append(Problem(shape, "slash", sparse))
             if "D" in args.masks and seq_len <= args.longest_dense:
                 found += [Problem(shape, kind, "D") for kind in ("dense", "cudnn")[: 1 + on_gpu]]
-            if "F" in args.masks and shape == flex_shape:
+            if "F" in args.masks and shape == _flex_shape(args):
                 found.append(Problem(shape, "blocks", "F"))
     others = [dataclasses.replace(p, also=b) for b in args.also for p in found if p.kind != "cudnn"]
     return found + others
 
 
-def _work(args) -> None:
-    """A worker: compiles one problem, waits for its turn, measures."""
-    values = json.loads(args.problem)
-    problem = Problem(**values | {"shape": Shape(**values["shape"])})
-    shape = problem.shape
+def _peers(args: argparse.Namespace) -> list[Peer]:
+    """The baselines in torch, which have the GPU to themselves when they run last."""
+    shapes = [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
+    problems = {
+        mask: [(s, mask) for s in shapes if mask != "D" or s.seq_len <= args.longest_dense]
+        for mask in args.masks
+    }
+    blocks = [x for x in problems.pop("F", []) if x[0] == _flex_shape(args)]
+    found = {"FlexAttention": blocks, "torch flash": problems.get("D", [])}
+    if args.reference is not None:
+        found["reference"] = [x for each in problems.values() for x in each]
+    checkout = str(args.reference and args.reference.resolve())
+    return [
+        Peer(name, args.seed, args.repeats, each, checkout) for name, each in found.items() if each
+    ]
+
+
+def _flex_shape(args: argparse.Namespace) -> Shape:
+    return Shape(args.flex_seq_len, *HEADS[128], 128)
+
+
+def _compile(args: argparse.Namespace, problem: Problem) -> Callable[[], Iterator[dict[str, Any]]]:
+    """Compiles one problem, and returns the function that measures its rows."""
     if problem.also == triton_sm80.NAME:
         triton_sm80.register()
-    with ThreadPoolExecutor(8) as pool:
-        case = Case(pool, shape, problem.kind, Attention(problem.also or args.backend))
-        case.wait()
+    shape = problem.shape
+    case = Case(shape, problem.kind, Attention(problem.also or args.backend))
     log(f"compiled {problem.name}")
-    if not workers.my_turn():
-        return
-    key = jax.random.fold_in(jax.random.key(args.seed), shape.seq_len + shape.dim)
-    inputs = random_inputs(key, shape.seq_len, shape.heads, shape.kv_heads, shape.dim)
-    jax.block_until_ready(inputs)
-    for mask in problem.masks:
-        row = case.measure(inputs, mask, _rng(args.seed, mask, shape), args.repeats)
-        row.who = problem.also or row.who
-        workers.send(dataclasses.asdict(row))
+
+    def measure() -> Iterator[dict[str, Any]]:
+        key = jax.random.fold_in(jax.random.key(args.seed), shape.seq_len + shape.dim)
+        inputs = jax.block_until_ready(random_inputs(key, shape))
+        for mask in problem.masks:
+            row = case.measure(inputs, mask, shape.rng(mask, args.seed), args.repeats)
+            row.who = problem.also or row.who
+            yield dataclasses.asdict(row)
+
+    return measure
 
 
-def _command(args, problem: Problem) -> list[str]:
+def _command(args: argparse.Namespace, problem: Problem) -> list[str]:
     options = [f"--problem={json.dumps(dataclasses.asdict(problem))}", f"--seed={args.seed}"]
     options += [f"--backend={args.backend}"] if args.backend else []
     options.append(f"--repeats={args.repeats}")
     return workers.command("benchmarks.kernels.attention", *options)
 
 
-def _rng(seed: int, mask: str, shape: Shape) -> np.random.Generator:
-    return np.random.default_rng([seed, ord(mask), shape.seq_len, shape.dim])
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, "repeats", "seed", "backend", "workers", "out", "problem")
-    lengths = [32768, 65536, 131072, 524288]
-    parser.add_argument("--seq-len", type=int, nargs="+", default=lengths, metavar="S")
+    parser = make_parser(
+        __doc__, "repeats", "seed", "backend", "workers", "out", "problem", "longest-dense"
+    )
+    parser.set_defaults(longest_dense=131072)
+    parser.add_argument(
+        "--seq-len", type=length, nargs="+", default=[32768, 65536, 131072, 524288], metavar="S"
+    )
     parser.add_argument("--masks", nargs="+", choices="ABDF", default=list("ABDF"))
     parser.add_argument("--head-dim", type=int, nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--flex-seq-len", type=length, default=131072, metavar="S", help="mask F")
     parser.add_argument(
-        "--longest-dense", type=int, default=131072, metavar="S", help="longest dense problem"
-    )
-    parser.add_argument("--flex-seq-len", type=int, default=131072, metavar="S", help="of mask F")
-    parser.add_argument(
-        "--error-seq-len",
-        type=int,
-        default=8192,
-        metavar="S",
+        "--error-seq-len", type=length, default=8192, metavar="S",
         help="length of the comparison with fp32; 0 skips it",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--also",
-        nargs="+",
-        choices=[*BACKENDS, triton_sm80.NAME],
-        default=[],
+        "--also", nargs="+", choices=[*BACKENDS, triton_sm80.NAME], default=[],
         help=f"further backends, in their own rows; {triton_sm80.NAME}: A100 code on this GPU",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--torch-python",
-        default=sys.executable,
-        metavar="PYTHON",
+        "--torch-python", default=sys.executable, metavar="PYTHON",
         help="a Python that has torch; default: this one",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--reference",
-        type=Path,
-        metavar="DIR",
+        "--reference", type=Path, metavar="DIR",
         help="checkout of microsoft/MInference, branch wenxuan/mtrain; times its kernels",
-    )
-    parser.add_argument("--quick", action="store_true", help="one short problem of each kind")
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    if args.quick:
-        args.seq_len, args.flex_seq_len = [min(args.seq_len)], min(args.seq_len)
-        args.head_dim, args.repeats = args.head_dim[:1], min(args.repeats, 3)
-    for name in ("seq_len", "flex_seq_len", "error_seq_len"):
-        value = getattr(args, name)
-        for length in value if isinstance(value, list) else [value]:
-            if length % (16 * BLOCK):
-                option = name.replace("_", "-")
-                parser.error(f"--{option}: {length} is not a multiple of {16 * BLOCK}")
     lengths = args.seq_len + ([args.error_seq_len] if args.error_seq_len else [])
     if "B" in args.masks and min(lengths) < 4096:
         parser.error("--masks: B needs at least 4096 tokens, for its 3000 columns")
-    for name in ("repeats", "workers"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: {getattr(args, name)} is not positive")
     return args
 
 

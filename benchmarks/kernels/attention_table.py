@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import jax
 
-from benchmarks.kernels.cases import OWN, Row
+from benchmarks.kernels.errors import Errors
+from benchmarks.kernels.rows import OWN, Row
 from benchmarks.report import number, setting, table_head, table_line
 
 _COLUMNS = (
     "S", "heads, D", "mask", "kernels", "density (blocks + columns)", "select + build ms", "fwd ms",
-    "bwd ms", "total ms", "fwd / bwd TFLOP/s executed", "as if dense", "memory GB: temp (peak)",
+    "bwd ms", "total ms", "fwd / bwd TFLOP/s executed", "as if dense", "temporary GB",
 )  # fmt: skip
 _ABOUT = """\
 Masks, per query head. A: block diagonals 0..7 and 8 random distant ones, 1000 random columns. \
@@ -22,9 +23,8 @@ backward as one program (forward + backward for the baselines). TFLOP/s executed
 4 D (128 x 128 blocks + 128 columns) forward, 2.5 times that backward; as if dense: half of S x S \
 instead. cuDNN and torch flash count half of S x S. reference: the Triton kernels of MTraining's \
 authors on the same masks; its build makes their lists from the given diagonals and columns, its \
-backward pass adds atomically. Memory: of the whole program beyond its inputs and results, as the \
-compiler reserves it and, where it was the largest of its process so far, as the device reports \
-it.
+backward pass adds atomically. Temporary: memory of the whole program beyond its inputs and \
+results, as the compiler reserves it.
 """
 
 
@@ -50,7 +50,7 @@ def line(row: Row) -> str:
     )
 
 
-def error_table(errors: dict[int, dict[tuple[str, str], dict[str, float]]], seq_len: int) -> str:
+def error_table(errors: dict[int, Errors], seq_len: int) -> str:
     """Errors by head dim, mask and kernels, and the largest ratio to cuDNN's on the dense mask."""
     columns = "D", "mask", "kernels", "out", "dq", "dk", "dv", "largest ratio to cuDNN"
     lines = [
@@ -76,9 +76,6 @@ def _cells(row: Row) -> list[str]:
     density = f"{blocks:.4f}" + (f" + {columns:.4f}" if columns else "")
     build = " + ".join(f"{x:.2f}" for x in (row.select, row.build) if x is not None)
     rates = [row.rates(which) for which in ("forward", "backward")]
-    memory = "–"
-    if row.temp is not None:
-        memory = f"{row.temp / 1e9:.2f}" + (f" ({row.peak / 1e9:.2f})" if row.peak else "")
     return [
         str(shape.seq_len),
         f"{shape.heads}/{shape.kv_heads}, {shape.dim}",
@@ -90,5 +87,5 @@ def _cells(row: Row) -> list[str]:
         number(row.backward),
         number(row.total),
         *(" / ".join(f"{r[i]:.0f}" if r else "–" for r in rates) for i in range(2)),
-        memory,
+        "–" if row.temp is None else f"{row.temp / 1e9:.2f}",
     ]

@@ -1,61 +1,46 @@
 """Errors against fp32: mtraining-jax on every mask, and cuDNN on the dense one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks.kernels.cases import OWN
 from benchmarks.kernels.masks import BLOCK, slash_mask
-from benchmarks.kernels.programs import Attention, cudnn_attention, random_inputs
+from benchmarks.kernels.programs import Attention, cudnn_attention, index_of, random_inputs
+from benchmarks.kernels.rows import OWN, Shape
 from pallas_kernels import DenseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 
-NAMES = ("out", "dq", "dk", "dv")
+Errors = dict[tuple[str, str], dict[str, float]]
 
 
 def relative_errors(
-    kernels: Attention,
-    seed: int,
-    seq_len: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    *,
-    masks: tuple[str, ...],
-    cudnn: bool,
-) -> dict[tuple[str, str], dict[str, float]]:
-    """Norm of the error over the norm of the reference, of out, dq, dk and dv.
-
-    Returns:
-        A dict from (mask, kernels).
-    """
+    kernels: Attention, seed: int, shape: Shape, masks: Iterable[str], cudnn: bool
+) -> Errors:
+    """Norm of the error over that of the reference, of out, dq, dk and dv, by mask and kernels."""
     rng = np.random.default_rng(seed)
-    q, k, v, dout = random_inputs(jax.random.key(seed), seq_len, heads, kv_heads, dim)
-    compare = jax.jit(_relative)
-    result = {}
+    inputs = random_inputs(jax.random.key(seed), shape)
+    compare, result = jax.jit(_relative), {}
     for name in masks:
-        if name == "D":
-            index = DenseIndex(BLOCK)
-        else:
-            index = slash_mask(name, rng, heads, seq_len).index(seq_len // BLOCK, 4096)
-        expected = _reference(q, k, v, dout, index)
-        actual = jax.jit(
-            _with_gradients(lambda q, k, v, index=index: kernels.attention(q, k, v, index))
-        )(q, k, v, dout)
-        result[name, OWN] = compare(actual, expected)
+        index = DenseIndex(BLOCK)
+        if name != "D":
+            mask = slash_mask(name, rng, shape.heads, shape.seq_len)
+            index = index_of(mask, shape.seq_len // BLOCK, 4096)
+        expected = _reference(*inputs, index)
+        attentions = {OWN: lambda q, k, v, index=index: kernels.attention(q, k, v, index)}
         if name == "D" and cudnn:
-            actual = jax.jit(_with_gradients(cudnn_attention))(q, k, v, dout)
-            result[name, "cuDNN"] = compare(actual, expected)
-    return {
-        key: dict(zip(NAMES, map(float, values), strict=True)) for key, values in result.items()
-    }
+            attentions["cuDNN"] = cudnn_attention
+        for who, attention in attentions.items():
+            errors = compare(jax.jit(_with_gradients(attention))(*inputs), expected)
+            values = zip(("out", "dq", "dk", "dv"), map(float, errors), strict=True)
+            result[name, who] = dict(values)
+    return result
 
 
 def _with_gradients(attention: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
-    def call(q, k, v, dout):
+    def call(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
         out, vjp = jax.vjp(attention, q, k, v)
         return out, *vjp(dout)
 
@@ -63,7 +48,7 @@ def _with_gradients(attention: Callable[..., Array]) -> Callable[..., tuple[Arra
 
 
 @jax.jit
-def _reference(q, k, v, dout, index) -> list[Array]:
+def _reference(q: Array, k: Array, v: Array, dout: Array, index) -> list[Array]:
     """The oracle in fp32, one key/value head at a time to bound its memory."""
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     parts = []
@@ -77,7 +62,7 @@ def _reference(q, k, v, dout, index) -> list[Array]:
     return [jnp.concatenate(x, axis=2) for x in zip(*parts, strict=True)]
 
 
-def _relative(actual, expected) -> list[Array]:
+def _relative(actual: Iterable[Array], expected: Iterable[Array]) -> list[Array]:
     return [
         jnp.linalg.norm((a.astype(jnp.float32) - e).ravel()) / jnp.linalg.norm(e.ravel())
         for a, e in zip(actual, expected, strict=True)

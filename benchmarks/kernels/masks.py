@@ -1,11 +1,9 @@
-"""Masks for timing attention: which blocks and columns each query head computes."""
+"""Masks for timing attention: which blocks and columns each query head computes. Needs no JAX."""
 
 import dataclasses
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
-
-from pallas_kernels import VerticalSlashIndex
 
 BLOCK = 128
 _NEAR = 8  # nearest block diagonals, which every mask has
@@ -35,12 +33,6 @@ class SlashMask:
     num_blocks: int
     diagonals: tuple[np.ndarray, ...]
     verticals: tuple[np.ndarray, ...]
-
-    def index(self, max_slashes: int, max_verticals: int) -> VerticalSlashIndex:
-        """Returns an index of batch 1 with the given capacities."""
-        diagonals, slash_count = _padded(self.diagonals, max_slashes, self.num_blocks)
-        verticals, count = _padded(self.verticals, max_verticals, self.num_blocks * BLOCK)
-        return VerticalSlashIndex(diagonals, slash_count, verticals, count, BLOCK)
 
     def work(self) -> Work:
         """Counts a column once for every block of queries that sees it in no active block."""
@@ -109,8 +101,9 @@ def dense_flops(heads: int, seq_len: int, head_dim: int) -> float:
     return 4.0 * head_dim * heads * seq_len**2 / 2
 
 
-def _padded(lists, capacity: int, padding: int):
-    padded = np.full((1, len(lists), capacity), padding, np.int32)
+def padded(lists: Sequence[np.ndarray], capacity: int, padding: int) -> np.ndarray:
+    """The lists of all heads in one array: int32 [heads, capacity]."""
+    found = np.full((len(lists), capacity), padding, np.int32)
     for head, values in enumerate(lists):
-        padded[0, head, : len(values)] = values
-    return jnp.asarray(padded), jnp.asarray([[len(x) for x in lists]], jnp.int32)
+        found[head, : len(values)] = values
+    return found

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
-from benchmarks.kernels.masks import BLOCK
+from benchmarks.kernels.masks import BLOCK, SlashMask, padded
+from benchmarks.kernels.rows import Shape
 from mtraining_jax.patterns import VerticalSlash, select_index
 from pallas_kernels import DenseIndex, Index, Plan, VerticalSlashIndex
 
@@ -78,20 +79,33 @@ def cudnn_attention(q: Array, k: Array, v: Array) -> Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def cudnn_forward(q: Array, k: Array, v: Array) -> Any:
-    """The causal attention of cuDNN: the output, and the function that computes gradients."""
-    return jax.vjp(cudnn_attention, q, k, v)
+def index_of(mask: SlashMask, max_slashes: int, max_verticals: int) -> VerticalSlashIndex:
+    """An index of batch 1 with the given capacities."""
+    seq_len = mask.num_blocks * BLOCK
+    arrays = []
+    for lists, capacity, padding in (
+        (mask.diagonals, max_slashes, mask.num_blocks), (mask.verticals, max_verticals, seq_len),
+    ):  # fmt: skip
+        arrays.append(jnp.asarray(padded(lists, capacity, padding)[None]))
+        arrays.append(jnp.asarray([[len(x) for x in lists]], jnp.int32))
+    return VerticalSlashIndex(*arrays, BLOCK)
 
 
-def cudnn_backward(vjp: Any, dout: Array) -> tuple[Array, Array, Array]:
-    """Gradients of q, k, v with the function that `cudnn_forward` returned."""
-    return vjp(dout)
+def index_like(mask: SlashMask, index: VerticalSlashIndex) -> VerticalSlashIndex:
+    """An index of a mask with the capacities of another index."""
+    return index_of(mask, index.slash_blocks.shape[-1], index.vertical_tokens.shape[-1])
 
 
-def random_inputs(key: Array, seq_len: int, heads: int, kv_heads: int, dim: int) -> list[Array]:
+def abstract_inputs(shape: Shape) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of q, k, v and dout."""
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    return [jax.ShapeDtypeStruct((1, shape.seq_len, n, shape.dim), jnp.bfloat16) for n in heads]
+
+
+def random_inputs(key: Array, shape: Shape) -> list[Array]:
     """Normal bf16 q, k, v and output gradient of batch 1."""
-    shapes = [(seq_len, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
-    return [_normal(k, s) for k, s in zip(jax.random.split(key, 4), shapes, strict=True)]
+    keys = jax.random.split(key, 4)
+    return [_normal(k, x.shape[1:]) for k, x in zip(keys, abstract_inputs(shape), strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -3,11 +3,11 @@
 from benchmarks import workers
 
 
-def measured(jobs, at_once, **options):
+def measured(jobs, at_once):
     """What workers sent, and what was logged."""
     sent, logged = [], []
     jobs = [(name, workers.command("tests.benchmarks.worker", *words)) for name, words in jobs]
-    workers.measure(jobs, at_once, sent.append, logged.append, **options)
+    workers.measure(jobs, at_once, sent.append, logged.append)
     return sent, logged
 
 
@@ -37,12 +37,3 @@ def test_workers_may_skip_and_say_what_they_run_with():
     sent, logged = measured(jobs, 2)
     assert [x[0] for x in sent if isinstance(x, list)] == ["b"]
     assert logged == ["no absent (no such device)", "present: version 9"]
-
-
-def test_nothing_is_measured_when_it_is_not_allowed_any_more():
-    answers = iter([True, False])
-    sent, logged = measured(
-        [("a", ["a", "-"]), ("b", ["b", "-"])], 2, allowed=lambda: next(answers)
-    )
-    assert [x[0] for x in sent if isinstance(x, list)] == ["a"]
-    assert logged == ["no time left for b"]

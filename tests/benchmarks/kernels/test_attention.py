@@ -1,20 +1,18 @@
 """The attention benchmark: what it counts, what it compiles, and a run on a tiny problem."""
 
 import itertools
-import json
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from benchmarks import workers
 from benchmarks.kernels import attention
 from benchmarks.kernels.attention_table import error_table
-from benchmarks.kernels.cases import OWN, Row, Shape
 from benchmarks.kernels.errors import relative_errors
 from benchmarks.kernels.masks import BLOCK, SlashMask, Work, block_mask, causal_tiles, slash_mask
-from benchmarks.kernels.programs import Attention, select
+from benchmarks.kernels.programs import Attention, abstract_inputs, index_of, select
+from benchmarks.kernels.rows import OWN, Row, Shape
 from pallas_kernels import BlockSparseIndex
 from pallas_kernels.mosaic_gpu import backend as hopper
 from tests.pallas_kernels.helpers.quick_pallas import quicken_lowering
@@ -47,7 +45,7 @@ def test_masks_have_the_density_they_are_known_by():
 
 def test_an_index_holds_its_mask():
     mask = SlashMask(4, (np.array([0, 2]),), (np.array([5, 300]),))
-    index = mask.index(max_slashes=3, max_verticals=4)
+    index = index_of(mask, max_slashes=3, max_verticals=4)
     assert index.slash_blocks.tolist() == [[[0, 2, 4]]] and index.slash_count.tolist() == [[2]]
     assert index.vertical_tokens.tolist() == [[[5, 300, 512, 512]]]
     assert index.vertical_count.tolist() == [[2]]
@@ -75,7 +73,7 @@ def test_parts_lower_for_a_hopper_gpu_with_lists_built_beforehand(dim, kind, mon
     quicken_lowering(monkeypatch)
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     kernels, shape = Attention(None), Shape(2048, 4, 2, dim)
-    q, k, v, dout = shape.abstract()
+    q, k, v, dout = abstract_inputs(shape)
 
     def lower(f, *args):
         lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
@@ -103,82 +101,40 @@ def rows_of(text):
     return [[x.strip() for x in cells[3:5]] for cells in rows], rows
 
 
+TINY = [
+    "--seq-len", "2048", "--masks", "A", "--head-dim", "16", "--repeats", "1",
+    "--error-seq-len", "0", "--backend", "xla", "--seed", "7",
+]  # fmt: skip
+
+
 def test_a_run_on_cpu_gives_a_table(tmp_path, monkeypatch):
-    # A head so small that its worker runs unoptimised programs in little time; others have groups.
+    # A head so small that unoptimised programs run in little time; others have groups.
     monkeypatch.setitem(attention.HEADS, 16, (1, 1))
     out = tmp_path / "table.md"
-    text = attention.main(
-        [
-            "--seq-len",
-            "2048",
-            "--masks",
-            "A",
-            "--head-dim",
-            "16",
-            "--repeats",
-            "1",
-            "--error-seq-len",
-            "0",
-            "--backend",
-            "xla",
-            "--out",
-            str(out),
-            "--seed",
-            "7",
-        ]
-    )
+    text = attention.main([*TINY, "--workers", "1", "--out", str(out)])
     assert out.read_text() == text and "seed 7" in text
     names, rows = rows_of(text)
     assert names == [["A", OWN]]
     assert float(rows[0][9]) > 0  # total ms
 
 
-def test_other_backends_have_workers_and_rows_of_their_own(monkeypatch):
-    """Workers in this process, with times that depend on the backend only."""
-    times, sent = {"triton": 30.0, "xla": 20.0}, []
+def test_other_backends_have_rows_of_their_own(monkeypatch):
+    times = {"triton": 30.0, "xla": 20.0}
 
     class Case:
-        def __init__(self, pool, shape, kind, kernels):
-            self.shape, self.kind, self.backend = shape, kind, kernels.backend
-
-        def wait(self):
-            assert self.kind == "slash"
+        def __init__(self, shape, kind, kernels):
+            self.shape, self.backend = shape, kernels.backend
+            assert kind == "slash"
 
         def measure(self, inputs, mask, rng, repeats):
             assert repeats == 1
             return Row(self.shape, mask, OWN, forward=times[self.backend])
 
-    def measure(jobs, at_once, receive, log):
-        for _, command in jobs:
-            assert attention.main(command[3:]) == ""
-            receive(json.loads(sent.pop()))
-
-    monkeypatch.setattr(workers, "send", lambda value: sent.append(json.dumps(value)))
-    monkeypatch.setattr(workers, "my_turn", lambda: True)
-    monkeypatch.setattr(workers, "measure", measure)
     monkeypatch.setattr(attention, "Case", Case)
     monkeypatch.setattr(attention, "random_inputs", lambda *_: [])
     monkeypatch.setitem(attention.HEADS, 16, (1, 1))
-    names, rows = rows_of(
-        attention.main(
-            [
-                "--seq-len",
-                "2048",
-                "--masks",
-                "A",
-                "--head-dim",
-                "16",
-                "--repeats",
-                "1",
-                "--error-seq-len",
-                "0",
-                "--backend",
-                "triton",
-                "--also",
-                "xla",
-            ]
-        )
-    )
+    options = ["--backend", "triton", "--also", "xla", "--workers", "0"]
+    names, rows = rows_of(attention.main([*TINY, *options]))
     assert names == [["A", OWN], ["A", "xla"]]
     assert [float(cells[7].split()[0]) for cells in rows] == [30, 20]
 
@@ -189,7 +145,7 @@ def test_errors_are_those_of_rounding_and_show_a_wrong_result():
             return super().attention(q, k, v, index) * 1.25
 
     def errors(kernels):
-        found = relative_errors(kernels, 3, 512, 2, 1, 64, masks=("D",), cudnn=False)
+        found = relative_errors(kernels, 3, Shape(512, 2, 1, 64), "D", cudnn=False)
         return list(found["D", OWN].values())
 
     assert all(1e-4 < x < 5e-3 for x in errors(Attention("xla")))
@@ -212,8 +168,7 @@ def test_errors_are_compared_with_cudnn_on_the_dense_mask():
     [
         (["--seq-len", "1000"], "--seq-len: 1000 is not a multiple of 2048"),
         (["--seq-len", "2048"], "--masks: B needs at least 4096 tokens"),
-        (["--repeats", "0"], "--repeats: 0 is not positive"),
-        (["--workers", "0"], "--workers: 0 is not positive"),
+        (["--repeats", "0"], "--repeats: 0 is less than 1"),
     ],
 )
 def test_bad_options_are_named(options, message, capsys):

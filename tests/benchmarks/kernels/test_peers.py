@@ -1,80 +1,59 @@
-"""Baselines in torch: their problems, and what a worker sends, without torch."""
+"""Baselines in torch: what their workers send, without torch."""
 
-import dataclasses
 import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from benchmarks import workers
-from benchmarks.kernels.cases import Row, Shape
-from benchmarks.kernels.masks import SlashMask, Work
-from benchmarks.kernels.peers.jobs import Peers, padded
+from benchmarks.kernels import peers
+from benchmarks.kernels.masks import Work
+from benchmarks.kernels.rows import Row, Shape
 
 SHAPE = Shape(512, 2, 1, 64)
-MASK = SlashMask(4, (np.array([0, 2]), np.array([0])), (np.array([5]), np.array([5, 300])))
 
 
-def ran(*jobs):
-    """What workers sent and logged."""
-    sent, logged = [], []
-    workers.measure(jobs, len(jobs), sent.append, logged.append)
-    return sent, logged
+def test_a_worker_compiles_first_and_then_sends_a_row_per_problem(monkeypatch):
+    calls, sent = [], []
+
+    def fake(torch, peer, shape, mask, repeats):
+        calls.append((mask, repeats))
+        return {"build": 0.5, "forward": 1.0, "backward": 2.5, "work": Work(10, 6)}
+
+    def my_turn(about):
+        calls.append(about)
+        return True
+
+    cuda = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: None)
+    torch = SimpleNamespace(__version__="9", cuda=cuda, manual_seed=lambda seed: None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(peers.PEERS, "fake", fake)
+    monkeypatch.setattr(workers, "my_turn", my_turn)
+    monkeypatch.setattr(workers, "send", lambda value: sent.append(json.dumps(value)))
+    _, command = peers.Peer("fake", 0, 3, [(SHAPE, "A"), (SHAPE, "B")]).job("python")
+    peers.main(command[-1])
+    assert calls == [("A", 1), ("B", 1), "torch 9", ("A", 3), ("B", 3)]
+    rows = [Row.from_json(json.loads(text)) for text in sent]
+    assert [(row.mask, row.who, row.build, row.total) for row in rows] == [
+        ("A", "fake", 0.5, 3.5), ("B", "fake", 0.5, 3.5),
+    ]  # fmt: skip
+    assert rows[0].work == Work(10, 6) and rows[0].shape == SHAPE
 
 
-def fake(folder, *values):
-    """A baseline with given times and work for rows of masks A and B."""
-    rows = [dataclasses.asdict(Row(SHAPE, name, "peer", MASK.work())) for name in "AB"]
-    path = folder / "problem.npz"
-    names = "build", "forward", "backward", "tiles", "bars"
-    np.savez(path, rows=json.dumps(rows[: len(values)]), names=names, values=np.array(values))
-    return "peer", workers.command("tests.benchmarks.kernels.fake_torch", str(path))
-
-
-def test_a_peer_fills_in_the_times_of_its_rows(tmp_path):
-    times = 0.5, 1.0, 2.5, MASK.work().tiles, MASK.work().bars
-    sent, logged = ran(fake(tmp_path, times, times))
-    assert logged == ["peer: torch 9, Triton 8"]
-    assert [(row["mask"], row["build"], row["forward"], row["total"]) for row in sent] == [
-        ("A", 0.5, 1.0, 3.5),
-        ("B", 0.5, 1.0, 3.5),
-    ]
-    assert sent[0]["work"] == {"tiles": 10, "bars": 6} and sent[0].keys() <= {
-        field.name for field in dataclasses.fields(Row)
-    }
-
-
-def test_a_peer_that_does_other_work_is_named(tmp_path, capfd):
-    sent, logged = ran(fake(tmp_path, (0.5, 1.0, 2.5, 9, 6)))
-    assert sent == [] and logged[1:] == ["FAILED to measure: peer"]
-    assert "peer on mask A executes {'tiles': 9.0, 'bars': 6.0}" in capfd.readouterr().err
-
-
-def test_workers_say_what_they_miss(tmp_path):
+def test_workers_say_what_they_miss():
     """Three workers at once: each needs torch and a GPU."""
     if Path("/dev/nvidiactl").exists() and importlib.util.find_spec("torch"):
         pytest.skip("torch may run here")
-    peers = Peers(sys.executable, tmp_path, seed=0, repeats=1)
-    sent, logged = ran(
-        peers.flex(SHAPE, np.ones((2, 4, 4), bool)),
-        peers.flash([SHAPE]),
-        peers.mtraining(Path("nowhere"), [(SHAPE, "A")], [MASK]),
-    )
-    assert sent == []
-    for text, who in zip(logged, ("FlexAttention", "torch flash", "reference"), strict=True):
+    logged = []
+    jobs = [peers.Peer(name, 0, 1, [(SHAPE, "D")]).job(sys.executable) for name in peers.PEERS]
+    workers.measure(jobs, len(jobs), pytest.fail, logged.append)
+    for text, who in zip(logged, peers.PEERS, strict=True):
         assert text.startswith(f"no {who} (") and "torch" in text
 
 
-def test_problems_are_written_for_the_reference(tmp_path):
-    peers = Peers(sys.executable, tmp_path, seed=3, repeats=1)
-    peers.mtraining(Path("nowhere"), [(SHAPE, "A")], [MASK])
-    with np.load(tmp_path / "mtraining.npz") as file:
-        assert file["shapes"].tolist() == [[512, 2, 1, 64]] and file["seed"] == 3
-        assert file["diagonals_0"].tolist() == [[0, 2], [0, -1]]
-        (row,) = json.loads(str(file["rows"]))
-    assert (row["mask"], row["who"], row["work"]) == ("A", "reference", {"tiles": 10, "bars": 6})
-    assert padded((np.zeros(0, int),) * 2).shape == (2, 0)
-    assert MASK.work() == Work(tiles=10, bars=6)
+def test_a_missing_checkout_is_named(tmp_path):
+    with pytest.raises(peers.MissingError, match="pit_sparse_flash_attention_v3.py does not exist"):
+        peers._reference_kernels(tmp_path)

@@ -1,1 +1,0 @@
-"""Baselines in torch, each timed in a child process; none of this needs JAX there."""
