@@ -7,7 +7,7 @@ from mtraining_jax.patterns import ModelSizes, Pattern
 from mtraining_jax.patterns.setting_text import parse_settings
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import check_limits, limited
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_limits
 
 if TYPE_CHECKING:
     from jax import Array
@@ -23,9 +23,9 @@ class Window(Pattern):
         block_size: tokens on a side of a block.
     """
 
-    blocks: limited(int, ge=1) = 16
-    columns: limited(int, ge=0) = 32
-    block_size: limited(int, ge=1) = 128
+    blocks: PositiveInt = 16
+    columns: NonNegativeInt = 32
+    block_size: PositiveInt = 128
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -15,7 +15,7 @@ from mtraining_jax.patterns import Pattern
 from mtraining_jax.patterns.base import KeptShare
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import check_limits, limited
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveFraction, PositiveInt, check_limits
 
 if TYPE_CHECKING:
     from jax import Array
@@ -68,10 +68,10 @@ class DrawnLists(Pattern):
     selects = False
     density_name = "drawn density"
 
-    draw: limited(int, ge=0) = 0
-    tau: limited(float, gt=0, le=1) = TAU
-    min_sparse_tokens: limited(int, ge=0) = DENSE_BELOW
-    block_size: limited(int, ge=1) = BLOCK
+    draw: NonNegativeInt = 0
+    tau: PositiveFraction = TAU
+    min_sparse_tokens: NonNegativeInt = DENSE_BELOW
+    block_size: PositiveInt = BLOCK
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.sections import Described, assembled
-from mtraining_jax.utils.field_types import LARGEST_INT
+from mtraining_jax.utils.limits import LARGEST_INT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,8 +26,8 @@ from mtraining_jax.config.renamed import RENAMED, with_new_names
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import validate
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.field_types import LARGEST_INT
 from mtraining_jax.utils.file_limits import absence, read_text
+from mtraining_jax.utils.limits import LARGEST_INT
 from mtraining_jax.utils.plugins import Registry
 
 _PACKAGE = Path(__file__).resolve().parents[1]

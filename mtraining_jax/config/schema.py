@@ -27,9 +27,8 @@ from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
 from mtraining_jax.patterns.base import Settings
 from mtraining_jax.patterns.registry import PATTERNS
-from mtraining_jax.utils.field_types import (
+from mtraining_jax.utils.limits import (
     Decay,
-    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -37,6 +36,7 @@ from mtraining_jax.utils.field_types import (
     PositiveInt,
     Text,
     TextList,
+    UnitFraction,
 )
 
 _Family = Annotated[str, one_of(FAMILIES)]
@@ -314,7 +314,7 @@ class OptimizerConfig:
     """Steps of learning rate warm-up from 0 to lr."""
     decay_steps: PositiveInt | None = None
     """Step, counted from the start of the run, at which the schedule ends; none uses run.steps."""
-    final_lr_ratio: Fraction = 0.0
+    final_lr_ratio: UnitFraction = 0.0
     """Final learning rate as a fraction of lr."""
     accumulation_steps: PositiveInt = 1
     """Gradient accumulation: micro-batches per optimizer step, to save memory."""
@@ -385,11 +385,11 @@ class AuditConfig:
     """Truncate sequences to N tokens for that comparison; none: 8192, or all if fewer."""
     masks: TextList = ()
     """Heads, as LAYER.HEAD counted from 0.0; each audit draws their masks into RUN_FOLDER/masks."""
-    alarm_recall: Fraction = 0.3
+    alarm_recall: UnitFraction = 0.3
     """Warn if a head's recall stays below this for two audits; 0 disables."""
-    alarm_gradient: Fraction = 0.5
+    alarm_gradient: UnitFraction = 0.5
     """Warn if the cosine with dense gradients stays below this for two audits; 0 disables."""
-    alarm_gap: Fraction = 0.2
+    alarm_gap: UnitFraction = 0.2
     """Warn if the recall of the last queries exceeds others by this for two audits; 1 disables."""
 
 

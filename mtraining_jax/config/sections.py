@@ -9,7 +9,8 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.plugins import Registry, attribute_docs
+from mtraining_jax.utils.fields import attribute_docs
+from mtraining_jax.utils.plugins import Registry
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 

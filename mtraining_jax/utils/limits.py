@@ -1,102 +1,81 @@
-"""Limits of fields and sequences, enforced by the configuration and by plug-in classes.
+"""Types of fields with limits, of configuration sections and plug-ins alike.
 
 Other limits are written in place: `Annotated[float, Ge(0), Lt(1)]`.
 """
 
 import dataclasses
-import numbers
-import types
-import typing
+import os.path
 from typing import Annotated, Any
 
-import annotated_types
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, BeforeValidator, ValidationError
+
+from mtraining_jax.utils.fields import fields_of
 
 __all__ = [
+    "LARGEST_INT",
+    "MAX_BLOCKS",
+    "MAX_POSITIONS",
+    "Decay",
     "Ge",
     "Gt",
     "Le",
     "Lt",
+    "NonNegativeFloat",
     "NonNegativeInt",
+    "PathText",
+    "PositiveFloat",
     "PositiveFraction",
     "PositiveInt",
+    "Seed",
+    "Text",
+    "TextList",
     "UnitFraction",
     "check_at_most",
     "check_limits",
-    "limited",
 ]
 
-PositiveInt = Annotated[int, Ge(1)]
-NonNegativeInt = Annotated[int, Ge(0)]
-UnitFraction = Annotated[float, Ge(0), Le(1)]
-PositiveFraction = Annotated[float, Gt(0), Le(1)]
-
+# Beyond any token count, and far from overflowing 64 bits.
+LARGEST_INT = 2**53 - 1
 # Longest sequences: rotary embeddings are exact below 2^22 positions (models/rope/rotary.py), and
 # selections sum fixed-point masses of at most 2^15 blocks in 32 bits (selection/scores).
 MAX_POSITIONS = 2**22
 MAX_BLOCKS = 2**15
 
-_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-_KINDS = {
-    "ge": annotated_types.Ge,
-    "gt": annotated_types.Gt,
-    "le": annotated_types.Le,
-    "lt": annotated_types.Lt,
-}
+PositiveInt = Annotated[int, Ge(1), Le(LARGEST_INT)]
+NonNegativeInt = Annotated[int, Ge(0), Le(LARGEST_INT)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+UnitFraction = Annotated[float, Ge(0), Le(1)]
+PositiveFraction = Annotated[float, Gt(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
+Text = Annotated[str, MinLen(1)]
+# Shells do not expand ~ in --field=~/folder.
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
+# TOML and JSON have lists; tuples keep the configuration hashable.
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+TextList = Annotated[tuple[Text, ...], _AS_TUPLE]
 
 
-def limited(kind: type, **limits: float) -> Any:
-    """Former spelling of `Annotated[kind, ...]`, which type checkers do not understand."""
-    return Annotated[kind, *(_KINDS[name](limit) for name, limit in limits.items())]
-
-
-def check_limits(settings: Any) -> None:
-    """Checks the fields of a dataclass against the limits in their types.
+def check_limits(options: Any) -> None:
+    """Checks the fields of a dataclass against their types; for `__post_init__`.
 
     Raises:
-        ValueError: a field exceeds its limits.
+        ValueError: a field has another type or exceeds its limits.
     """
-    hints = typing.get_type_hints(type(settings), include_extras=True)
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        kind = hints[field.name]
-        if typing.get_origin(kind) in (types.UnionType, typing.Union):
-            if value is None:
-                continue
-            kind = typing.get_args(kind)[0]
-        if typing.get_origin(kind) is typing.Literal:
-            if value not in typing.get_args(kind):
-                allowed = ", ".join(typing.get_args(kind))
-                raise ValueError(f"{field.name}={value!r} must be one of {allowed}")
-            continue
-        limits = {}
-        for limit in getattr(kind, "__metadata__", ()):
-            limits |= {name: getattr(limit, name) for name in _WORDS if hasattr(limit, name)}
-        within = {
-            "ge": lambda x, y: x >= y,
-            "gt": lambda x, y: x > y,
-            "le": lambda x, y: x <= y,
-            "lt": lambda x, y: x < y,
-        }
-        _check_kind(field.name, value, kind)
-        if not all(within[name](value, limit) for name, limit in limits.items()):
-            allowed = " and ".join(f"{_WORDS[name]} {limit:g}" for name, limit in limits.items())
-            raise ValueError(f"{field.name}={value} must be {allowed}")
+    fields = fields_of(type(options))
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        try:
+            fields[field.name].converted(value)
+        except ValidationError:
+            allowed = fields[field.name].allowed
+            raise ValueError(f"{field.name}={value!r} must be {allowed}") from None
 
 
-def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Rejects values of numeric fields that are not numbers, e.g. "0.9"."""
-    wanted = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else None
-    numeric = {int: (numbers.Integral, "an integer"), float: (numbers.Real, "a number")}
-    if wanted not in numeric:
-        return
-    abstract, words = numeric[wanted]
-    if isinstance(value, bool) or not isinstance(value, abstract):
-        raise ValueError(f"{name}={value!r} must be {words}")
-
-
-def check_at_most(settings: Any, name: str, cap: str) -> None:
+def check_at_most(options: Any, name: str, cap: str) -> None:
     """Checks that one field does not exceed another."""
-    value, limit = getattr(settings, name), getattr(settings, cap)
+    value, limit = getattr(options, name), getattr(options, cap)
     if value > limit:
         raise ValueError(f"{name}={value} must not exceed {cap}={limit}")

@@ -4,7 +4,6 @@ Modules are imported on first use. Imports no JAX.
 """
 
 import importlib
-import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -87,28 +86,3 @@ def _load(place: str, name: str, what: str) -> Any:
         raise UserError(
             f'"{name}" cannot be loaded as a {what}: {module_name} has no {attribute!r}'
         ) from None
-
-
-def attribute_docs(cls: type) -> dict[str, str]:
-    """Attribute docs from "Attributes:" or "Args:" in the docstrings of a class and its bases."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        docs |= _own_docs(base)
-    return docs
-
-
-def _own_docs(cls: type) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    name, inside = None, False
-    for line in inspect.cleandoc(cls.__dict__.get("__doc__") or "").splitlines():
-        if line in ("Attributes:", "Args:"):
-            inside = True
-        elif inside and line.startswith("        ") and name:
-            docs[name] += " " + line.strip()
-        elif inside and line.startswith("    ") and ":" in line:
-            names, _, text = line.strip().partition(":")
-            for name in names.split(", "):
-                docs[name] = text.strip()
-        elif line and not line.startswith(" "):
-            inside = False
-    return docs

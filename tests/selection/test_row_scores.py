@@ -154,5 +154,5 @@ def test_invalid_settings_raise():
         XAttention(stride=5)
     with pytest.raises(ValueError, match="probe_queries_per_block=129 must not exceed block_size=128"):
         SampledRows(probe_queries_per_block=129)
-    with pytest.raises(ValueError, match="tau=0 must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match="tau=0 must be a finite number .greater than 0 and at most 1"):
         ExactRows(tau=0)
