@@ -1,7 +1,6 @@
 """Plans of kernel calls, made once for a forward and its backward pass."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -10,11 +9,7 @@ from jax import Array
 from pallas_kernels.tiles import Columns
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["work", "columns"],
-    meta_fields=["backend", "block_size", "has_tiles", "query_shape", "key_shape"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The work of one kernel call, from `pallas_kernels.plan`.
@@ -25,11 +20,11 @@ class Plan:
 
     work: Any  # work lists of the backend's kernels, a pytree
     columns: Columns | None  # the gathered columns to compute as well
-    backend: str  # name of the backend that made it and will run it
-    block_size: int  # g
-    has_tiles: bool  # whether there are tiles, or only columns
-    query_shape: tuple[int, ...]  # [B, nq, Hq, D]
-    key_shape: tuple[int, ...]  # [B, nk, Hk, D]
+    backend: str = jax.tree.static()  # name of the backend that made it and will run it
+    block_size: int = jax.tree.static()  # g
+    has_tiles: bool = jax.tree.static()  # whether there are tiles, or only columns
+    query_shape: tuple[int, ...] = jax.tree.static()  # [B, nq, Hq, D]
+    key_shape: tuple[int, ...] = jax.tree.static()  # [B, nk, Hk, D]
 
     def check(self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None) -> None:
         """Raises ValueError if the arrays do not match the plan; the message names the argument."""

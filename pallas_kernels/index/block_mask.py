@@ -1,7 +1,6 @@
 """One bit per pair of query block and key block, and optional key columns."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -18,11 +17,7 @@ from pallas_kernels.tiles import Columns, ListedTiles, padded_columns
 from pallas_kernels.tiles.protocol import check_shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["bits", "column_marks", "column_start"],
-    meta_fields=["num_blocks", "block_size", "max_columns"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockMaskIndex(Index):
     """Key blocks of each query block as bits, compact enough to be saved for the backward pass.
@@ -44,10 +39,10 @@ class BlockMaskIndex(Index):
     """
 
     bits: Array
-    num_blocks: int
-    block_size: int
+    num_blocks: int = jax.tree.static()
+    block_size: int = jax.tree.static()
     column_marks: Array | None = None
-    max_columns: int = 0
+    max_columns: int = jax.tree.static(default=0)
     column_start: Array | None = None
 
     causal = True

@@ -1,7 +1,6 @@
 """Lists of key blocks per query block."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
@@ -15,11 +14,7 @@ from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 from pallas_kernels.tiles.protocol import at_least_one, check_shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key_blocks", "key_count", "query_blocks", "query_count"],
-    meta_fields=["block_size", "causal"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockSparseIndex(Index):
     """Lists of key blocks per query block and their transpose, for patterns of any shape.
@@ -41,8 +36,8 @@ class BlockSparseIndex(Index):
     key_count: Array
     query_blocks: Array
     query_count: Array
-    block_size: int
-    causal: bool = True
+    block_size: int = jax.tree.static()
+    causal: bool = jax.tree.static(default=True)
 
     key_shards_apart: ClassVar[bool] = False  # a list may refer to the keys of any single rank
 

@@ -1,7 +1,6 @@
 """The index of all pairs."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,13 @@ from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import DiagonalTiles
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=[], meta_fields=["block_size", "causal"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseIndex(Index):
     """All causal pairs, or all pairs, of every batch entry and head. It has no arrays."""
 
-    block_size: int
-    causal: bool = True
+    block_size: int = jax.tree.static()
+    causal: bool = jax.tree.static(default=True)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         check_whole_blocks(seq_len, self.block_size)

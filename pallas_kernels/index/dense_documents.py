@@ -1,7 +1,6 @@
 """The index of all causal pairs within packed documents."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,7 @@ from pallas_kernels.tiles import DiagonalTiles, SegmentedDiagonals
 from pallas_kernels.tiles.protocol import check_shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["first", "end"], meta_fields=["block_size"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseDocumentsIndex(Index):
     """All causal pairs of each document: `DenseIndex` for packed sequences, also without lists.
@@ -33,7 +30,7 @@ class DenseDocumentsIndex(Index):
 
     first: Array
     end: Array
-    block_size: int
+    block_size: int = jax.tree.static()
 
     causal = True
 

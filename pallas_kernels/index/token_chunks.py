@@ -1,7 +1,6 @@
 """Key chunks for each single query, which block lists cannot express."""
 
 import dataclasses
-import functools
 from typing import ClassVar, NoReturn
 
 import jax
@@ -14,11 +13,7 @@ from pallas_kernels.index.protocol import Index, Rows
 from pallas_kernels.tiles.protocol import check_shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["chosen", "first"],
-    meta_fields=["num_blocks", "chunk_blocks", "most", "block_size"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenChunksIndex(Index):
     """Key chunks of each query, as bits.
@@ -42,10 +37,10 @@ class TokenChunksIndex(Index):
     """
 
     chosen: Array
-    num_blocks: int
-    chunk_blocks: int
-    most: int
-    block_size: int
+    num_blocks: int = jax.tree.static()
+    chunk_blocks: int = jax.tree.static()
+    most: int = jax.tree.static()
+    block_size: int = jax.tree.static()
     first: Array | None = None
 
     causal = True

@@ -1,7 +1,6 @@
 """Block diagonals and key columns."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -17,11 +16,7 @@ from pallas_kernels.tiles import Columns, DiagonalTiles, padded_columns
 from pallas_kernels.tiles.protocol import at_least_one, check_shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slash_blocks", "slash_count", "vertical_tokens", "vertical_count"],
-    meta_fields=["block_size"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VerticalSlashIndex(Index):
     """Block diagonals and key columns, per batch entry and query head.
@@ -44,7 +39,7 @@ class VerticalSlashIndex(Index):
     slash_count: Array
     vertical_tokens: Array
     vertical_count: Array
-    block_size: int
+    block_size: int = jax.tree.static()
 
     causal = True
 

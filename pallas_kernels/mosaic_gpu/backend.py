@@ -1,7 +1,6 @@
 """The Hopper implementation of `pallas_kernels.backends.Backend`."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -32,9 +31,7 @@ _PARTS_BESIDE_TRANSFERS = 8  # thread blocks per multiprocessor
 _INTERPRETED_MULTIPROCESSORS = 2
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HopperWork:
     """Work lists of the kernels of both passes."""

@@ -5,7 +5,6 @@ visibility is computed once per layer, while keys and values are fetched in each
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,7 @@ from pallas_kernels.tiles.protocol import check_shape
 COLUMN_TILE = 128
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "count", "keep", "limit", "query_blocks", "first", "ends"],
-    meta_fields=["block_size"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Columns:
     """Key columns, per batch entry and query head, as seen by one shard of queries.
@@ -50,7 +45,7 @@ class Columns:
     keep: Array
     limit: Array
     query_blocks: Array
-    block_size: int
+    block_size: int = jax.tree.static()
     first: Array | None = None
     ends: Array | None = None
 

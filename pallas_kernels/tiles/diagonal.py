@@ -1,12 +1,11 @@
 """Block diagonals: tiles of one shard of queries and one or more shards of keys.
 
-SelectionContext are arithmetic progressions of global blocks (one for a striped rank, two for a zigzag
+Shards are arithmetic progressions of global blocks (one for a striped rank, two for a zigzag
 rank), so a global block diagonal becomes one local offset o = i - j for the whole shard pair, and
 one short list per head describes it.
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
@@ -16,11 +15,7 @@ from jax import Array
 from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles, check_lists, check_shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["offsets", "start", "stop", "diagonal", "first_keys", "end_queries"],
-    meta_fields=["block_size", "dense"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DiagonalTiles(Tiles):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
@@ -46,8 +41,8 @@ class DiagonalTiles(Tiles):
     start: Array
     stop: Array
     diagonal: Array
-    block_size: int
-    dense: bool = False
+    block_size: int = jax.tree.static()
+    dense: bool = jax.tree.static(default=False)
     first_keys: Array | None = None
     end_queries: Array | None = None
 
@@ -105,11 +100,7 @@ class DiagonalTiles(Tiles):
             check_shape("tiles.end_queries", self.end_queries, (batch, 1, num_key_blocks))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["offsets", "start", "stop", "segment", "diagonal", "first_keys", "end_queries"],
-    meta_fields=["num_segments", "block_size", "dense"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SegmentedDiagonals(Tiles):
     """Block diagonals of one query shard over several consecutive key shards (segments).
@@ -138,9 +129,9 @@ class SegmentedDiagonals(Tiles):
     stop: Array
     segment: Array
     diagonal: Array
-    num_segments: int
-    block_size: int
-    dense: bool = False
+    num_segments: int = jax.tree.static()
+    block_size: int = jax.tree.static()
+    dense: bool = jax.tree.static(default=False)
     first_keys: Array | None = None
     end_queries: Array | None = None
 

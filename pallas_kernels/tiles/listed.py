@@ -1,7 +1,6 @@
 """Block lists of any shape: tiles of one shard of queries and the keys of one call."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
@@ -11,11 +10,7 @@ from jax import Array
 from pallas_kernels.tiles.protocol import Tiles, check_lists, check_shape
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key_blocks", "key_count", "query_blocks", "query_count", "diagonal"],
-    meta_fields=["block_size"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ListedTiles(Tiles):
     """A list of key blocks for each query block, and the transpose.
@@ -36,7 +31,7 @@ class ListedTiles(Tiles):
     query_blocks: Array
     query_count: Array
     diagonal: Array
-    block_size: int
+    block_size: int = jax.tree.static()
 
     listed: ClassVar[bool] = True
     dense: ClassVar[bool] = False

@@ -1,7 +1,6 @@
 """The Triton implementation of `pallas_kernels.backends.Backend`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,9 +25,7 @@ BLOCK = 128
 _DELTA = Config(rows=64, keys=0, warps=4, stages=1)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TritonWork:
     """Work lists of the kernels of both passes; items of columns come first in `keys`."""

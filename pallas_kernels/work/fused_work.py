@@ -20,7 +20,6 @@ run concurrently with columns then need query blocks that the columns have passe
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +32,7 @@ from pallas_kernels.work.key_work import column_items
 from pallas_kernels.work.lists import walked_lists
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["items", "lists", "first", "last", "diagonal", "turns", "ranks"],
-    meta_fields=["heads"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FusedWork:
     """Work list of the fused backward kernel, in the order in which its items must start.
@@ -52,7 +47,9 @@ class FusedWork:
     diagonal: Array  # int32 [1], the offset of the tiles that are masked per element
     turns: Array  # int32 [B, Hq, nq]
     ranks: Array  # int32 [B, Hq, M]
-    heads: int  # query heads that an item of key blocks processes, one after another
+    heads: int = (
+        jax.tree.static()
+    )  # query heads that an item of key blocks processes, one after another
 
 
 def fused_work(

@@ -1,7 +1,6 @@
 """Work list of the kernel for dk and dv, and its order."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +19,7 @@ _MOST_HEAVY = 16
 _HEAVY_SHARE = 16
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["items", "lists", "first", "last", "diagonal", "heavy"],
-    meta_fields=["listed", "ends"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeyWork:
     """Work list of the kernel for dk and dv: key blocks and tiles of gathered columns."""
@@ -35,8 +30,10 @@ class KeyWork:
     last: Array
     diagonal: Array  # int32 [1]
     heavy: Array | None  # int32 [B, Hk, M], key blocks that are split into `PARTS` items each
-    listed: bool
-    ends: bool = False  # whether items of columns store the query block they end with
+    listed: bool = jax.tree.static()
+    ends: bool = jax.tree.static(
+        default=False
+    )  # whether items of columns store the query block they end with
 
 
 def key_work(

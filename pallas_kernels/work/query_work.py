@@ -5,7 +5,6 @@ Adjacent blocks of heads that share keys run in step, so that the L2 cache keeps
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -22,11 +21,7 @@ from pallas_kernels.work.lists import walked_lists
 LONG = 256
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["items", "lists", "diagonal", "run_first", "run_last"],
-    meta_fields=["listed", "skips_columns"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QueryWork:
     """Work list of the forward kernel and the one for dq."""
@@ -36,8 +31,10 @@ class QueryWork:
     diagonal: Array  # int32 [1], the offset of the tiles that are masked per element
     run_first: Array | None  # int32 [B, Hq, R, n], the runs of `SegmentedDiagonals`; else None
     run_last: Array | None
-    listed: bool  # whether `lists` are key blocks; an offset is query block - key block
-    skips_columns: bool = False  # whether items have a `first_column_tile`
+    listed: bool = (
+        jax.tree.static()
+    )  # whether `lists` are key blocks; an offset is query block - key block
+    skips_columns: bool = jax.tree.static(default=False)  # whether items have a `first_column_tile`
 
 
 def query_work(

@@ -1,7 +1,6 @@
 """Traversal of the XLA backend's passes: blocks of the other side, and tiles of columns."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,7 @@ from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
 from pallas_kernels.xla.products import entry, of_rows, slice_from
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["entries", "first", "last", "diagonal"],
-    meta_fields=["listed", "of_queries", "num_others", "block_size"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """The blocks of the other side that own blocks meet, in order."""
@@ -26,10 +21,10 @@ class Walk:
     first: Array  # int32 [B, Hq, R, n], the consecutive ranges of entries of each own block
     last: Array
     diagonal: Array  # int32 [], the offset of the tiles that are masked per element
-    listed: bool  # whether entries are blocks
-    of_queries: bool  # whether own blocks are query blocks, else key blocks
-    num_others: int  # number of blocks of the other side
-    block_size: int
+    listed: bool = jax.tree.static()  # whether entries are blocks
+    of_queries: bool = jax.tree.static()  # whether own blocks are query blocks, else key blocks
+    num_others: int = jax.tree.static()  # number of blocks of the other side
+    block_size: int = jax.tree.static()
 
     @classmethod
     def of_rows(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
@@ -101,9 +96,7 @@ class Walk:
         return own - sign * offset, offset
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["rows", "columns"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class XlaWork:
     """Both walks of a call's tiles; None without tiles."""
