@@ -3,14 +3,16 @@
     python -m benchmarks.ring.model [--rows RING.json] [--nodes 4] [--devices 8]
 
 The input is measured times of kernels, rings of one host and selection (`ring.attention --out`),
-and given rates of links. Overlapping transfers and kernels take as long as the slower of the two,
-in the order in which `mtraining_jax.parallel` sends and computes. Without --rows the output has
-only the figures of the paper (arXiv 2510.18830), which the model reproduces.
+and the rate of links between nodes. Overlapping transfers and kernels take as long as the slower of
+the two, in the order in which `mtraining_jax.parallel` sends and computes. Without --rows the
+output has only the figures of the paper (arXiv 2510.18830), which the model reproduces.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.options import make_parser
@@ -36,55 +38,7 @@ class Step:
     outer: float
 
 
-def flat_forward(step: Step, nodes: int, devices: int) -> float:
-    """Flat ring: a hop hides behind a step, and the slowest link sets the pace."""
-    return _turn(nodes * devices, step.compute, step.outer if nodes > 1 else step.inner)
-
-
-def hierarchical_forward(step: Step, nodes: int, devices: int) -> float:
-    """Hierarchical ring: a hop between nodes hides behind all the steps inside the node."""
-    return _turn(nodes, _turn(devices, step.compute, step.inner), step.outer)
-
-
-def gather_forward(step: Step, nodes: int, devices: int) -> float:
-    """Gather ring: a node gathers its shards, the first time behind work on a rank's own shard."""
-    gather = (devices - 1) * step.inner
-    arrival = step.outer + gather
-    own, rest = max(step.compute, gather), (devices - 1) * step.compute
-    if nodes == 1:
-        return own + rest
-    whole = devices * step.compute
-    return own + max(rest, arrival) + (nodes - 2) * max(whole, arrival) + whole
-
-
-def flat_backward(step: Step, nodes: int, devices: int) -> float:
-    """Flat ring: gradients travel one step later and need a last hop to their owner."""
-    return _turn_back(nodes * devices, step.compute, step.outer if nodes > 1 else step.inner)
-
-
-def hierarchical_backward(step: Step, nodes: int, devices: int) -> float:
-    """Steps inside a node end with its gradients at their owners; then they go to the next node."""
-    return _turn_back(nodes, _turn_back(devices, step.compute, step.inner), step.outer)
-
-
-def gather_backward(step: Step, nodes: int, devices: int) -> float:
-    """A node's gradients are summed and scattered, then sent to the next node one step later."""
-    gather = (devices - 1) * step.inner
-    arrival = step.outer + gather
-    home = FP32_OVER_BF16 * gather + (FP32_OVER_BF16 * step.outer if nodes > 1 else 0)
-    own, rest = max(step.compute, gather), (devices - 1) * step.compute
-    if nodes == 1:
-        return own + rest + home
-    whole = devices * step.compute
-    between = (nodes - 2) * max(whole, arrival + home)
-    return own + max(rest, arrival) + between + max(whole, home) + home
-
-
-RINGS = {
-    "flat": (flat_forward, flat_backward),
-    "hierarchical": (hierarchical_forward, hierarchical_backward),
-    "gather": (gather_forward, gather_backward),
-}
+Turn = Callable[[int, float, float], float]
 
 
 def _turn(size: int, visit: float, hop: float) -> float:
@@ -101,7 +55,52 @@ def _turn_back(size: int, visit: float, hop: float) -> float:
     return max(visit, hop) + between + max(visit, gradients) + gradients
 
 
-def hop_ms(seq_len: int, ranks: int, kv_heads: int, dim: int, gb_per_s: float, latency: float):
+def _flat(turn: Turn, step: Step, nodes: int, devices: int) -> float:
+    """A hop hides behind a step, and the slowest link sets the pace."""
+    return turn(nodes * devices, step.compute, step.outer if nodes > 1 else step.inner)
+
+
+def _hierarchical(turn: Turn, step: Step, nodes: int, devices: int) -> float:
+    """A hop between nodes hides behind all the steps inside the node."""
+    return turn(nodes, turn(devices, step.compute, step.inner), step.outer)
+
+
+def _gather_forward(step: Step, nodes: int, devices: int) -> float:
+    """A node gathers its shards, the first time behind work on a rank's own shard."""
+    gather = (devices - 1) * step.inner
+    arrival = step.outer + gather
+    own, rest = max(step.compute, gather), (devices - 1) * step.compute
+    if nodes == 1:
+        return own + rest
+    whole = devices * step.compute
+    return own + max(rest, arrival) + (nodes - 2) * max(whole, arrival) + whole
+
+
+def _gather_backward(step: Step, nodes: int, devices: int) -> float:
+    """A node's gradients are summed and scattered, then sent to the next node one step later."""
+    gather = (devices - 1) * step.inner
+    arrival = step.outer + gather
+    home = FP32_OVER_BF16 * gather + (FP32_OVER_BF16 * step.outer if nodes > 1 else 0)
+    own, rest = max(step.compute, gather), (devices - 1) * step.compute
+    if nodes == 1:
+        return own + rest + home
+    whole = devices * step.compute
+    between = (nodes - 2) * max(whole, arrival + home)
+    return own + max(rest, arrival) + between + max(whole, home) + home
+
+
+RINGS = {  # forward and backward: (step, nodes, devices) -> ms
+    "flat": (functools.partial(_flat, _turn), functools.partial(_flat, _turn_back)),
+    "hierarchical": (
+        functools.partial(_hierarchical, _turn), functools.partial(_hierarchical, _turn_back),
+    ),
+    "gather": (_gather_forward, _gather_backward),
+}  # fmt: skip
+
+
+def hop_ms(
+    seq_len: int, ranks: int, kv_heads: int, dim: int, gb_per_s: float, latency: float
+) -> float:
     """Time to send the keys and values of a rank in bf16; latency in ms."""
     return latency + 2 * 2 * seq_len / ranks * kv_heads * dim / gb_per_s / 1e6
 
@@ -115,44 +114,33 @@ def paper_ms(ring: str) -> float:
     return 1.13 + 2.08 + RINGS[ring][0](Step(compute=0.51, inner=0.13, outer=0.98), 4, 8)
 
 
-def model(
-    rows: dict[str, Row], nodes: int, devices: int, args: argparse.Namespace
-) -> dict[str, list[float]]:
+def model(rows: dict[str, Row], args: argparse.Namespace) -> dict[str, list[float]]:
     """Models forward, backward and both with selection, in ms, by ring, from its measured rows.
 
     Kernels of a rank take the time of the rows without communication, in proportion to its work.
     Selection takes the measured time, although each rank has fewer keys. Everything else that a
     ring took on one host (transfers, partial results, launches) is added unchanged, because what a
-    GPU sends and receives does not depend on the number of GPUs. If the rate of the inner link is
-    given, it replaces that.
+    GPU sends and receives does not depend on the number of GPUs.
     """
-    ranks = nodes * devices
-    kernels = min(filter(_silent, rows.values()), key=_silent)
+    ranks = args.nodes * args.devices
+    kernels = min(rows.values(), key=_silent)
     found = {}
     for ring, row in rows.items():
-        given = args.inner_gb_s is not None
-        silent = row if given else kernels
-        shape = (row.problem.seq_len, ranks, row.problem.kv_heads, row.problem.dim)
-        inner = hop_ms(*shape, args.inner_gb_s, args.latency_ms) if given else 0.0
-        outer = hop_ms(*shape, args.outer_gb_s, args.latency_ms)
-        forward = _silent(silent) * silent.forward / silent.both
+        p = row.problem
+        outer = hop_ms(p.seq_len, ranks, p.kv_heads, p.dim, args.outer_gb_s, args.latency_ms)
+        forward = _silent(kernels) * kernels.forward / kernels.both
+        passes = (row.forward, forward), (row.backward, _silent(kernels) - forward)
         times = []
-        for time_of, measured, pure in zip(
-            RINGS[ring],
-            (row.forward, row.backward),
-            (forward, _silent(silent) - forward),
-            strict=True,
-        ):
-            beyond = 0.0 if given else max(measured - pure, 0.0)
-            visit = (pure * row.problem.gpus / ranks + beyond) / ranks
-            times.append(time_of(Step(visit, inner, outer), nodes, devices))
-        found[ring] = [*times, sum(times) + (row.choose or 0)]
+        for time_of, (measured, pure) in zip(RINGS[ring], passes, strict=True):
+            visit = (pure * p.gpus / ranks + max(measured - pure, 0.0)) / ranks
+            times.append(time_of(Step(visit, 0.0, outer), args.nodes, args.devices))
+        found[ring] = [*times, sum(times) + (row.select or 0)]
     return found
 
 
-def _silent(row: Row) -> float | None:
-    """Time of forward and backward without communication, in ms."""
-    return (row.silent or row.local) if row.problem.gpus > 1 else row.both
+def _silent(row: Row) -> float:
+    """Time of forward and backward without communication, in ms; 0 if not measured."""
+    return row.both if row.problem.gpus == 1 else row.silent or 0.0
 
 
 def read_rows(path: Path) -> dict[tuple[int, str, int], dict[str, Row]]:
@@ -161,19 +149,18 @@ def read_rows(path: Path) -> dict[tuple[int, str, int], dict[str, Row]]:
     The flat ring replaces a hierarchical one that was not measured. One GPU has no ring; its row
     serves for all of them.
     """
-    groups: dict[tuple[int, str, int], list[Row]] = {}
-    for row in map(Row.from_json, json.loads(path.read_text())):
+    groups: dict[tuple[int, str, int], dict[str, Row]] = {}
+    rows = map(Row.from_json, json.loads(path.read_text()))
+    for row in sorted(rows, key=lambda row: row.problem.nodes):
         p = row.problem
         if p.layout == "striped" and _silent(row):
-            groups.setdefault((p.seq_len, row.mask, p.gpus), []).append(row)
-    found: dict[tuple[int, str, int], dict[str, Row]] = {}
-    for key, rows in groups.items():
-        rows.sort(key=lambda row: row.problem.nodes)
-        by_ring = {row.problem.ring: row for row in rows}
-        if "flat" in by_ring:
-            by_ring.setdefault("hierarchical", by_ring["flat"])
+            groups.setdefault((p.seq_len, row.mask, p.gpus), {})[p.ring] = row
+    found = {}
+    for key, by_ring in groups.items():
         if key[2] == 1:
-            by_ring = dict.fromkeys(RINGS, rows[0])
+            by_ring = dict.fromkeys(RINGS, by_ring["flat"])
+        elif "flat" in by_ring:
+            by_ring.setdefault("hierarchical", by_ring["flat"])
         found[key] = {ring: by_ring[ring] for ring in RINGS if ring in by_ring}
     return found
 
@@ -184,11 +171,8 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--rows", type=Path, metavar="FILE.json", help="of the ring benchmark")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=8, help="per node")
-    parser.add_argument(
-        "--inner-gb-s", type=float, help="per GPU, one way; default: as on the host of the rows"
-    )
     parser.add_argument("--outer-gb-s", type=float, default=INFINIBAND, help="per GPU, one way")
-    parser.add_argument("--latency-ms", type=float, default=0.02, help="of a hop")
+    parser.add_argument("--latency-ms", type=float, default=0.02, help="of a hop between nodes")
     args = parser.parse_args(argv)
     lines = [
         "Paper (512K tokens, 4 x 8 A100), forward with index, from its own figures per step: "
@@ -196,24 +180,21 @@ def main(argv: list[str] | None = None) -> str:
         + "; it reports 34.10 flat and 19.53 hierarchical, and has no gather."
     ]
     if args.rows:
-        inside = "as measured" if args.inner_gb_s is None else f"{args.inner_gb_s:g} GB/s"
+        columns = ("S", "mask", "ring", "measured on", "fwd ms", "bwd ms", "all with selection ms")
         lines += [
             "",
-            f"Modeled, not measured: {args.nodes} x {args.devices} GPUs, {inside} inside a node, "
-            f"{args.outer_gb_s:g} GB/s between, {args.latency_ms:g} ms a hop; kernels and "
+            f"Modeled, not measured: {args.nodes} x {args.devices} GPUs, links as measured inside "
+            f"a node, {args.outer_gb_s:g} GB/s between, {args.latency_ms:g} ms a hop; kernels and "
             "selection as measured.",
             "",
-            *table_head(
-                ("S", "mask", "ring", "measured on", "fwd ms", "bwd ms", "all with index ms")
-            ),
+            *table_head(columns),
         ]
         for (seq_len, mask, _), rows in read_rows(args.rows).items():
-            for ring, times in model(rows, args.nodes, args.devices, args).items():
+            for ring, times in model(rows, args).items():
                 p = rows[ring].problem
                 mesh = f"{p.nodes} x {p.gpus // p.nodes} GPUs, {p.ring}"
-                lines.append(
-                    table_line([str(seq_len), mask, ring, mesh, *(f"{ms:.2f}" for ms in times)])
-                )
+                cells = (str(seq_len), mask, ring, mesh, *(f"{ms:.2f}" for ms in times))
+                lines.append(table_line(cells))
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.kernels.masks import BLOCK
@@ -19,8 +19,6 @@ from benchmarks.kernels.programs import PATTERN
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.parallel.ring import RingTopology, ring_attention, ring_plans
-from mtraining_jax.parallel.ring.columns import fetch_columns
 from mtraining_jax.patterns import Dense, select_index
 from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
 
@@ -58,18 +56,6 @@ class Problem:
         mesh = f"{self.nodes}x{self.gpus // self.nodes}"
         return f"{kind} S={self.seq_len} {self.layout} {self.ring} {mesh}"
 
-    def ring_layout(self) -> Layout:
-        """The layout for this ring."""
-        nodes = 1 if self.ring == "flat" else self.nodes
-        return Layout(self.layout, self.seq_len, self.gpus, BLOCK, nodes)
-
-    def topology(self) -> RingTopology:
-        """The order in which shards meet."""
-        sizes = (self.nodes, self.gpus // self.nodes)
-        return RingTopology(
-            self.ring_layout(), SEQUENCE_AXES, sizes, self.ring, backend=self.backend
-        )
-
 
 class RingPrograms:
     """Functions of one problem, and abstract arguments to trace them with.
@@ -79,47 +65,43 @@ class RingPrograms:
         devices: the first `problem.gpus` of them are used.
     """
 
-    def __init__(self, problem: Problem, devices: list[jax.Device]):
-        self.problem = problem
+    def __init__(self, problem: Problem, devices: list[jax.Device]) -> None:
+        self._backend = problem.backend
         self.mesh = make_mesh(
             1, problem.nodes, problem.gpus // problem.nodes, devices[: problem.gpus]
         )
-        self.layout = problem.ring_layout()
+        nodes = 1 if problem.ring == "flat" else problem.nodes
+        self._layout = Layout(problem.layout, problem.seq_len, problem.gpus, BLOCK, nodes)
         self._attention = make_attention(
-            self.mesh, self.layout, Dense(BLOCK), ring=problem.ring, backend=problem.backend
+            self.mesh, self._layout, Dense(BLOCK), ring=problem.ring, backend=problem.backend
         )
-        one = SingleDeviceSharding(self.mesh.devices.flat[0])
-        self.sharded = self._heads(problem.seq_len, NamedSharding(self.mesh, HEADS))
-        self.shard = self._heads(problem.seq_len // problem.gpus, one)  # of one rank
-        self.rank = jax.ShapeDtypeStruct((), jnp.int32, sharding=one)
-        self.index: Index = DenseIndex(BLOCK)  # on all devices, and on the first one
-        self.index_on_one: Index = DenseIndex(BLOCK)
+        sharding = NamedSharding(self.mesh, HEADS)
+        self.inputs = [  # q, k, v and dout
+            jax.ShapeDtypeStruct(
+                (1, problem.seq_len, heads, problem.dim), jnp.bfloat16, sharding=sharding
+            )
+            for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+        ]
+        self.index: Index = DenseIndex(BLOCK)
         if problem.sparse:
-            index = jax.eval_shape(self.select, *self.sharded[:2])
-            self.index, self.index_on_one = (
-                jax.tree.map(
-                    lambda x, to=to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), index
-                )
-                for to in (NamedSharding(self.mesh, P()), one)
+            self.index = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.everywhere),
+                jax.eval_shape(self.select, *self.inputs[:2]),
             )
 
-    def _heads(self, tokens: int, sharding: Sharding) -> list[jax.ShapeDtypeStruct]:
-        """q, k, v and dout."""
-        problem = self.problem
-        heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-        return [
-            jax.ShapeDtypeStruct((1, tokens, n, problem.dim), jnp.bfloat16, sharding=sharding)
-            for n in heads
-        ]
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Copies on all devices."""
+        return NamedSharding(self.mesh, P())
 
     def random_inputs(self, seed: int) -> list[Array]:
         """Normal q, k, v and dout, drawn on their devices."""
         draw = jax.jit(
             lambda key: [
                 jax.random.normal(k, x.shape, x.dtype)
-                for k, x in zip(jax.random.split(key, 4), self.sharded, strict=True)
+                for k, x in zip(jax.random.split(key, 4), self.inputs, strict=True)
             ],
-            out_shardings=[x.sharding for x in self.sharded],
+            out_shardings=[x.sharding for x in self.inputs],
         )
         return draw(jax.random.key(seed))
 
@@ -137,139 +119,61 @@ class RingPrograms:
         with without_collectives(dict(self.mesh.shape)):
             return self.both(q, k, v, dout, index)
 
-    def local(
-        self, q: Array, k: Array, v: Array, dout: Array, index: Any, rank: Array
-    ) -> tuple[Array, ...]:
-        """`both` of one rank on one device, from arrays of one shard, without communication."""
-        topology = self.problem.topology()
-
-        def attend(q, k, v):
-            return ring_attention(
-                q,
-                k,
-                v,
-                index,
-                layout=self.layout,
-                axis_names=topology.axis_names,
-                axis_sizes=topology.axis_sizes,
-                ring=topology.ring,
-                backend=topology.backend,
-            )
-
-        with without_collectives(dict(self.mesh.shape), rank):
-            out, vjp = jax.vjp(attend, q, k, v)
-            return out, *vjp(dout)
-
     def select(self, q: Array, k: Array) -> VerticalSlashIndex:
         """Selects an index over all ranks, as a training step does."""
 
         def on_rank(q: Array, k: Array) -> VerticalSlashIndex:
             return select_index(
-                q,
-                k,
-                PATTERN,
-                block_ids=self.layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
-                num_blocks=self.layout.num_blocks,
-                axis_names=SEQUENCE_AXES,
-                backend=self.problem.backend,
-            )
+                q, k, PATTERN, block_ids=self._layout.block_ids(lax.axis_index(SEQUENCE_AXES)),
+                num_blocks=self._layout.num_blocks, axis_names=SEQUENCE_AXES,
+                backend=self._backend,
+            )  # fmt: skip
 
         return jax.shard_map(
-            on_rank,
-            mesh=self.mesh,
-            in_specs=(HEADS, HEADS),
-            out_specs=P(DATA_AXIS),
+            on_rank, mesh=self.mesh, in_specs=(HEADS, HEADS), out_specs=P(DATA_AXIS),
             check_vma=False,
-        )(q, k)
-
-    def build(self, q: Array, k: Array, v: Array, index: Index, rank: Array) -> Any:
-        """Everything that the kernels of one rank read, except shards, at all steps.
-
-        That is, plans of both passes, and columns among the rank's own keys, without communication.
-        """
-        topology = self.problem.topology()
-        with without_collectives(dict(self.mesh.shape), rank):
-            plans = ring_plans(topology, index, q, k)
-            tokens = index.column_tokens(topology.every_row)
-        if tokens is None:
-            return plans, None
-        return plans, fetch_columns((k, v), self.layout.local_positions(tokens, rank), ())
+        )(q, k)  # fmt: skip
 
 
 @contextlib.contextmanager
-def without_collectives(axis_sizes: dict[str, int], rank: Array | None = None) -> Iterator[None]:
+def without_collectives(axis_sizes: dict[str, int]) -> Iterator[None]:
     """Programs traced within it replace every collective by local data of the same shape.
 
     A permute returns what was sent, a sum its own term, a gather copies of its own part, a
     scattered sum this rank's part of its own term. Shapes, kernels and work lists (which depend on
-    the index only) are those of the real program; results are not. Keys of columns on other ranks
-    are zeros.
+    the index only) are those of the real program; results are not.
 
     Args:
         axis_sizes: of the mesh. Collectives over other axes are unchanged.
-        rank: this rank, outside a `shard_map`; None inside one.
     """
 
-    def names_of(axis_name: Any) -> tuple[Any, ...]:
-        return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-
-    def in_mesh(axis_name: Any) -> bool:
-        return all(name in axis_sizes for name in names_of(axis_name))
-
-    def size(axis_name: Any) -> int:
-        return int(np.prod([axis_sizes[name] for name in names_of(axis_name)]))
-
-    def patched(name: str, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(name: str, stand_in: Callable[..., Array]) -> Callable[..., Any]:
         original = getattr(lax, name)
 
         @functools.wraps(original)
         def call(x: Any, axis_name: Any, *args: Any, **options: Any) -> Any:
-            if not in_mesh(axis_name):
+            names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+            if not axis_sizes.keys() >= set(names):
                 return original(x, axis_name, *args, **options)
+            size = int(np.prod([axis_sizes[name] for name in names]))
             # The barrier hides from the compiler that nothing changes.
             x = lax.optimization_barrier(x)
-            return jax.tree.map(lambda x: stand_in(x, axis_name, *args, **options), x)
+            return jax.tree.map(lambda x: stand_in(x, size, **options), x)
 
         return call
 
-    def same(x: Array, axis_name: Any, *_: Any, **__: Any) -> Array:
+    def same(x: Array, size: int, **_: Any) -> Array:
         return x
 
-    def gather(x: Array, axis_name: Any, *, axis: int = 0, tiled: bool = False, **_: Any) -> Array:
-        parts = [x] * size(axis_name)
-        return jnp.concatenate(parts, axis) if tiled else jnp.stack(parts, axis)
+    def gather(x: Array, size: int, *, axis: int = 0, tiled: bool = False) -> Array:
+        return (jnp.concatenate if tiled else jnp.stack)([x] * size, axis)
 
-    def scatter(
-        x: Array, axis_name: Any, *, scatter_dimension: int = 0, tiled: bool = False, **_: Any
-    ) -> Array:
-        count = size(axis_name)
-        part = lax.slice_in_dim(x, 0, x.shape[scatter_dimension] // count, axis=scatter_dimension)
+    def scatter(x: Array, size: int, *, scatter_dimension: int = 0, tiled: bool = False) -> Array:
+        part = lax.slice_in_dim(x, 0, x.shape[scatter_dimension] // size, axis=scatter_dimension)
         return part if tiled else lax.squeeze(part, (scatter_dimension,))
 
-    stand_ins = {
-        "ppermute": same,
-        "psum": same,
-        "pmax": same,
-        "pmin": same,
-        "pmean": same,
-        "all_gather": gather,
-        "psum_scatter": scatter,
-    }
+    stand_ins = {"all_gather": gather, "psum_scatter": scatter}
+    stand_ins |= dict.fromkeys(("ppermute", "psum", "pmax", "pmin", "pmean"), same)
     patches = {name: patched(name, stand_in) for name, stand_in in stand_ins.items()}
-    if rank is not None:
-        real_index = lax.axis_index
-
-        def axis_index(axis_name: Any) -> Array:
-            if not in_mesh(axis_name):
-                return real_index(axis_name)
-            below, result = 1, jnp.int32(0)
-            names = list(axis_sizes)
-            for name in reversed(names_of(axis_name)):
-                inner = int(np.prod([axis_sizes[n] for n in names[names.index(name) + 1 :]]))
-                result = result + rank // inner % axis_sizes[name] * below
-                below *= axis_sizes[name]
-            return result
-
-        patches["axis_index"] = axis_index
     with mock.patch.multiple(lax, **patches):
         yield

@@ -1,33 +1,30 @@
 """The ring benchmark: its plan, its stand-ins for communication, and runs on tiny problems."""
 
 import dataclasses
-import functools
 import json
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from benchmarks import options
 from benchmarks.kernels import masks
+from benchmarks.kernels import programs as kernel_programs
 from benchmarks.kernels.masks import BLOCK
 from benchmarks.ring import attention, cases, table
 from benchmarks.ring import programs as ring_programs
 from benchmarks.ring.cases import Row
 from benchmarks.ring.programs import Problem, RingPrograms
-from mtraining_jax.parallel.ring import ring_attention
-from pallas_kernels.index import DenseIndex
 
 TINY = ["--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1", "--seed", "3"]
 SMALL = dict(heads=2, kv_heads=1, dim=16, backend="xla")
 
 
-def options(*more):
+def parsed(*more):
     return attention._parse(["--gpus", "1", "4", "--seq-len", "524288", *more])
 
 
 def test_the_plan_has_every_ring_once_and_one_gpu_with_as_much_work():
-    names = {p.name for p in attention.plan(options("--layouts", "striped"), 4)}
+    names = {p.name for p in attention.plan(parsed("--layouts", "striped"), 4)}
     assert names == {
         f"{kind} S={s} striped {mesh}"
         for kind in ("sparse", "dense")
@@ -39,8 +36,8 @@ def test_the_plan_has_every_ring_once_and_one_gpu_with_as_much_work():
             (262144, "flat 1x1"),
         )
     }
-    assert not attention.plan(options("--masks", "D", "--longest-dense", "131072"), 4)
-    assert {p.gpus for p in attention.plan(options(), 2)} == set()  # 4 GPUs are not there
+    assert not attention.plan(parsed("--masks", "D", "--longest-dense", "131072"), 4)
+    assert {p.gpus for p in attention.plan(parsed(), 2)} == set()  # 4 GPUs are not there
 
 
 def test_programs_without_communication_have_none_and_run_the_same_kernels():
@@ -53,40 +50,19 @@ def test_programs_without_communication_have_none_and_run_the_same_kernels():
         text = str(jax.make_jaxpr(f)(*args))
         return {c for c in collectives if f" {c}[" in text or f"{c}_invariant[" in text}
 
-    everywhere = (*programs.sharded, programs.index)
-    on_one = (*programs.shard, programs.index_on_one, programs.rank)
-    assert primitives(programs.both, *everywhere) >= {"ppermute", "psum"}
+    inputs = (*programs.inputs, programs.index)
+    assert primitives(programs.both, *inputs) >= {"ppermute", "psum"}
     try:
         jax.clear_caches()  # what was traced with communication, and below without
-        assert not primitives(programs.silent, *everywhere)
-        assert not primitives(programs.local, *on_one)
+        assert not primitives(programs.silent, *inputs)
     finally:
         jax.clear_caches()
-
-
-def test_a_rank_alone_computes_its_share_where_nothing_needs_to_travel():
-    """With one rank, what has no communication gives the results themselves."""
-    problem = Problem(512, "striped", "flat", 1, 1, False, **SMALL)
-    programs = RingPrograms(problem, jax.devices())
-    inputs = programs.random_inputs(0)
-    index = DenseIndex(BLOCK)
-    found = jax.jit(programs.local)(*inputs, index, jnp.int32(0))
-    layout = problem.ring_layout()
-
-    def expected(q, k, v, dout):
-        attend = functools.partial(ring_attention, layout=layout, axis_names=(), backend="xla")
-        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, index), q, k, v)
-        return out, *vjp(dout)
-
-    wanted = jax.jit(expected)(*inputs)
-    for x, y in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2e-2, atol=2e-2)
 
 
 def test_scaling_compares_rates_with_one_gpu_that_has_as_much_work():
     def row(seq_len, gpus, both):
         problem = Problem(seq_len, "striped", "flat", gpus, 1, False)
-        return Row(problem, "D", 10, flops=float(seq_len) ** 2, forward=1.0, both=both)
+        return Row(problem, "D", flops=float(seq_len) ** 2, forward=1.0, both=both)
 
     assert table.one_gpu_length(524288, 4) == 262144
     assert table.one_gpu_length(524288, 8) == 186368  # 185364 rounded to 2048
@@ -99,36 +75,23 @@ def test_scaling_compares_rates_with_one_gpu_that_has_as_much_work():
 
 def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path, monkeypatch):
     # Blocks of half the size: unoptimised programs run in a quarter of the time.
-    for module in (masks, attention, cases, ring_programs, table):
+    monkeypatch.setattr(masks, "BLOCK", BLOCK // 2)
+    for module in (cases, kernel_programs, ring_programs):
         monkeypatch.setattr(module, "BLOCK", BLOCK // 2)
+    for module in (options, table):
+        monkeypatch.setattr(module, "UNIT", options.UNIT // 2)
     pattern = dataclasses.replace(ring_programs.PATTERN, block_size=BLOCK // 2)
     monkeypatch.setattr(ring_programs, "PATTERN", pattern)
     out = tmp_path / "ring.md"
-    text = attention.main(
-        [
-            "--seq-len",
-            "1024",
-            "--gpus",
-            "2",
-            "--rings",
-            "gather",
-            "--layouts",
-            "striped",
-            "--masks",
-            "A",
-            "--workers",
-            "0",
-            "--quick",
-            "--out",
-            str(out),
-            *TINY,
-        ]
-    )
+    text = attention.main([
+        "--seq-len", "1024", "--gpus", "2", "--rings", "gather", "--layouts", "striped",
+        "--masks", "A", "--workers", "0", "--out", str(out), *TINY,
+    ])  # fmt: skip
     assert out.read_text() == text and "## 2 GPUs as 1 x 2, striped, gather" in text
     cells = next(line for line in text.splitlines() if line.startswith("| 1024 | A")).split("|")
     assert float(cells[3]) > 0 and float(cells[5]) > 0  # forward, both
     (row,) = json.loads(out.with_suffix(".json").read_text())
-    for name in ("forward", "both", "step", "choose", "build", "silent", "local", "layer_balance"):
+    for name in ("forward", "both", "step", "select", "silent"):
         assert row[name] > 0, name
 
 
@@ -138,7 +101,7 @@ def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path, monkeypatch):
         (["--seq-len", "1000"], "--seq-len: 1000 is not a multiple of 2048"),
         (["--masks", "AX"], "--masks: AX has letters other than A, B and D"),
         (["--seq-len", "4096"], "--masks: B needs at least 8192 tokens"),
-        (["--repeats", "0"], "--repeats: 0 is not positive"),
+        (["--repeats", "0"], "--repeats: 0 is less than 1"),
     ],
 )
 def test_bad_options_are_named(more, message, capsys):

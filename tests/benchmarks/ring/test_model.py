@@ -57,8 +57,8 @@ def test_a_hop_takes_its_bytes_over_the_link():
 def rows(tmp_path):
     """A file of rows: a flat ring, a gathered one on two nodes, a zigzag, which has no model."""
     flat = Row(
-        Problem(524288, "striped", "flat", 4, 1, True), "B", 10, flops=1.0,
-        forward=30.0, both=120.0, silent=112.0, local=100.0, choose=1.0,
+        Problem(524288, "striped", "flat", 4, 1, True), "B", flops=1.0,
+        forward=30.0, both=120.0, silent=112.0, select=1.0,
     )  # fmt: skip
     problem = dataclasses.replace(flat.problem, ring="gather", nodes=2)
     gather = dataclasses.replace(flat, problem=problem, forward=28.0, both=112.0, silent=108.0)
@@ -95,14 +95,8 @@ def test_on_more_gpus_each_has_less_work_and_sends_as_much(rows):
     assert float(hierarchical[2]) == pytest.approx(27 / 8 + 3, abs=0.01)
 
 
-def test_with_a_given_link_inside_nodes_the_rings_own_kernels_count(rows):
-    found = cells(model.main([*rows, "--inner-gb-s", "1e12", "--outer-gb-s", "1e12"]))
-    expected = [112 / 8 + 1, 112 / 8 + 1, 108 / 8 + 1]
-    assert [float(x[4]) for x in found] == pytest.approx(expected)
-
-
 def test_one_gpu_stands_for_all_rings(tmp_path):
-    row = Row(Problem(8192, "striped", "flat", 1, 1, True), "A", 1, flops=1.0, forward=8, both=32)
+    row = Row(Problem(8192, "striped", "flat", 1, 1, True), "A", flops=1.0, forward=8, both=32)
     path = tmp_path / "ring.json"
     path.write_text(json.dumps([dataclasses.asdict(row)]))
     text = model.main(["--rows", str(path), "--latency-ms", "0", "--outer-gb-s", "1e12"])
