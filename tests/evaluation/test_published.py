@@ -1,17 +1,19 @@
 """Published data sets, from small files in their format: prompts, truncation, scores, errors."""
 
+import inspect
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.evaluation.tasks import GROUPS, make_tasks
-from mtraining_jax.evaluation.tasks.infinitebench.task import _PARTS as INFINITEBENCH
-from mtraining_jax.evaluation.tasks.longbench import rules as longbench_rules
-from mtraining_jax.evaluation.tasks.longbench.task import _PARTS as LONGBENCH
 from mtraining_jax.evaluation.tasks.metrics import edit_similarity, overlap_f1, words_f1
-from mtraining_jax.evaluation.tasks.rouge import rouge_l, rouge_l_sum
+from mtraining_jax.evaluation.tasks.published.infinitebench import InfiniteBench
+from mtraining_jax.evaluation.tasks.published.longbench import LongBench, classification
+from mtraining_jax.evaluation.tasks.published.rouge import rouge_l, rouge_l_sum
+from mtraining_jax.evaluation.tasks.published.task import PublishedTask
 from mtraining_jax.utils.errors import UserError
 
 BYTES = ByteTokenizer()
@@ -27,13 +29,16 @@ def infinitebench(folder, part, **fields):
     record = {"id": 0, "context": TEXT, "input": "What?", "answer": ["x"], "options": []}
     write(folder / f"{part}.jsonl", record | fields)
     (task,) = make_tasks([f"infinitebench_{part}"], {"infinitebench": str(folder)})
-    length = 2000 + INFINITEBENCH[part].new_tokens
+    length = 2000 + InfiniteBench.parts[part].max_new_tokens
     return task, task.sample(length, 0, 0, BYTES)
 
 
-def test_every_part_is_registered():
-    assert {f"infinitebench_{part}" for part in INFINITEBENCH} == set(GROUPS["infinitebench"])
-    assert {f"longbench_{part}" for part in LONGBENCH} == set(GROUPS["longbench"])
+@pytest.mark.parametrize("task", [InfiniteBench, LongBench])
+def test_every_part_has_a_template(task):
+    name = f"{task.family}.json"
+    path = Path(inspect.getfile(PublishedTask)).with_name(name)
+    assert json.loads(path.read_text()).keys() == task.parts.keys()
+    assert [f"{task.family}_{part}" for part in task.parts] == list(GROUPS[task.family])
 
 
 @pytest.mark.parametrize(
@@ -129,8 +134,8 @@ def test_a_part_of_longbench(tmp_path, part, fields, answers):
 
 def test_classes_with_a_name_that_is_part_of_the_right_one():
     classes = ["place", "other place", "food"]
-    assert longbench_rules.classification("other place", "other place", classes) == 1
-    assert longbench_rules.classification("other place", "place", classes) == 0.5
+    assert classification("other place", "other place", classes) == 1
+    assert classification("other place", "place", classes) == 0.5
 
 
 def test_longbench_v2(tmp_path):

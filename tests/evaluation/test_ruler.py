@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mtraining_jax.evaluation.tasks import GROUPS, make_tasks
-from mtraining_jax.evaluation.tasks.scoring import any_found, share_found
+from mtraining_jax.evaluation.tasks.metrics import any_found, fraction_found
 from mtraining_jax.utils.errors import UserError
 from tests.evaluation.contract import BYTES, TaskContract
 
@@ -174,12 +174,12 @@ def test_questions_from_files(name, option, data, tmp_path):
         one(name, **{option: str(other)})
     with pytest.raises(UserError, match=f'task "{name}" needs --task.{option}=VALUE: .* file, '):
         one(name)
-    with pytest.raises(UserError, match=f'{option}: "gone" cannot be read'):
+    with pytest.raises(UserError, match=f"{option}: gone cannot be read"):
         one(name, **{option: "gone"})
 
 
 def test_rules_of_scores():
-    assert share_found("A b\x00C\td", ("b", "C", "D", "e")) == 0.75
-    assert share_found("b\nc", ("b\nc", "B c")) == 0.5
+    assert fraction_found("A b\x00C\td", ("b", "C", "D", "e")) == 0.75
+    assert fraction_found("b\nc", ("b\nc", "B c")) == 0.5
     assert any_found(" The BBC. ", ("bbc", "itv")) == 1
     assert any_found("The BB C", ("bbc", "itv")) == 0

@@ -7,7 +7,8 @@ import pytest
 
 from mtraining_jax.evaluation.tasks import make_tasks
 from mtraining_jax.evaluation.tasks.recall import mqar
-from mtraining_jax.evaluation.tasks.tokens import continuation_ids, largest_size
+from mtraining_jax.evaluation.tasks.sized import largest_size
+from mtraining_jax.evaluation.tasks.task import continuation_ids
 from mtraining_jax.utils.errors import UserError
 from tests.evaluation.contract import BYTES, TaskContract
 
@@ -83,7 +84,7 @@ def test_a_haystack_of_essays(tmp_path):
         (["needel"], {}, 'unknown task "needel"; choose one of needle, passkey'),
         (["mqar"], {"paris": 3}, 'unknown option "paris" of the tasks mqar; use pairs'),
         (["mqar"], {"pairs": "many"}, 'option pairs = "many" of task "mqar": Input should be a'),
-        (["mqar"], {"pairs": 0}, 'task "mqar": pairs=0 must be at least 1'),
+        (["mqar"], {"pairs": 0}, 'task "mqar": pairs=0 must be an integer .at least 1.'),
         (["mqar"], {"vocab_size": 64}, "vocab_size=64 must be divisible by 4 and at least 128"),
         (["needle"], {"essays": "nowhere"}, 'essays: "nowhere" does not exist'),
     ],
@@ -109,7 +110,7 @@ def test_largest_size_takes_few_calls():
     assert count(size) == found <= 100_000 and found > 99_950
     assert len(calls) < 10
     assert largest_size(count, 5, 60) == (4, 75)
-    assert largest_size(count, 1, 10**6, most=50)[0] == 50
+    assert largest_size(count, 1, 10**6, largest=50)[0] == 50
 
 
 def test_the_ids_of_an_answer_do_not_depend_on_a_long_prompt():

@@ -1,116 +1,93 @@
 """Means of scores and losses, with their errors and counts."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Self
 
 import numpy as np
 
-Line = dict[str, Any]
+from mtraining_jax.evaluation.results import Line
+
+# Label of a model, and the attention at inference.
+Run = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean over samples."""
+class Mean(NamedTuple):
+    """A mean over samples, with the standard error from their spread (NaN for a single one)."""
 
     value: float
-    error: float  # standard error, from the spread of the samples; NaN for a single one
+    error: float
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Mean":
+    def of(cls, values: Sequence[float]) -> Self:
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
         return cls(float(np.mean(values)), spread / math.sqrt(len(values)), len(values))
 
 
 class Lines:
-    """The lines of a folder, indexed by model, attention, task and length.
+    """The lines of a folder, indexed by run, task and length.
 
     Attributes:
         models, attentions, tasks: in order of appearance; `tasks` only with a score.
-        lengths: ascending.
-        losses: lines of documents.
+        lengths: ascending, of lines with a score.
+        runs: all pairs of a model and an attention.
     """
 
     def __init__(self, lines: Iterable[Line]) -> None:
         lines = list(lines)
         self.scored = [line for line in lines if "score" in line]
-        self.losses = [line for line in lines if "loss_by_position" in line]
+        self._losses = [line for line in lines if "loss_by_position" in line]
         self.models = list(dict.fromkeys(line["model"] for line in lines))
         self.attentions = list(dict.fromkeys(line["attention"] for line in lines))
+        self.runs: list[Run] = list(itertools.product(self.models, self.attentions))
         self.tasks = list(dict.fromkeys(line["task"] for line in self.scored))
         self.lengths = sorted({line["length"] for line in self.scored})
+        self.document_lengths = sorted({line["length"] for line in self._losses})
         self._by_cell: dict[tuple, dict[int, Line]] = defaultdict(dict)
         for line in self.scored:
-            cell = line["model"], line["attention"], line["task"], line["length"]
+            cell = (line["model"], line["attention"]), line["task"], line["length"]
             self._by_cell[cell][line["number"]] = line
 
-    def cell(self, model: str, attention: str, task: str, length: int) -> dict[int, Line]:
+    def cell(self, run: Run, task: str, length: int) -> dict[int, Line]:
         """Returns the lines of a task and length by sample number; may be empty."""
-        return self._by_cell.get((model, attention, task, length), {})
+        return self._by_cell.get((run, task, length), {})
 
-    def score(self, model: str, attention: str, task: str, length: int) -> Mean | None:
-        lines = self.cell(model, attention, task, length)
+    def at_length(self, run: Run, length: int) -> list[Line]:
+        return [x for task in self.tasks for x in self.cell(run, task, length).values()]
+
+    def score(self, run: Run, task: str, length: int) -> Mean | None:
+        lines = self.cell(run, task, length)
         return Mean.of([line["score"] for line in lines.values()]) if lines else None
 
-    def mean_of_tasks(
-        self, model: str, attention: str, length: int, tasks: Sequence[str]
-    ) -> Mean | None:
+    def mean_of_tasks(self, run: Run, tasks: Sequence[str], length: int) -> Mean | None:
         """Returns the plain mean over tasks; None if one is missing.
 
         Its error assumes independent tasks, and its count is the number of tasks.
         """
-        scores = [self.score(model, attention, task, length) for task in tasks]
-        means = [mean for mean in scores if mean is not None]
-        if not means or len(means) < len(scores):
+        means = [self.score(run, task, length) for task in tasks]
+        found = [mean for mean in means if mean is not None]
+        if not found or len(found) < len(means):
             return None
-        error = math.sqrt(sum(mean.error**2 for mean in means)) / len(means)
-        return Mean(float(np.mean([mean.value for mean in means])), error, len(means))
+        error = math.sqrt(sum(mean.error**2 for mean in found)) / len(found)
+        return Mean(float(np.mean([mean.value for mean in found])), error, len(found))
 
-    def difference(
-        self, first: tuple[str, str], second: tuple[str, str], task: str, length: int
-    ) -> Mean | None:
-        """Returns the mean of the first score minus the second, each of a model and attention.
+    def difference(self, first: Run, second: Run, task: str, length: int) -> Mean | None:
+        """Returns the mean of the first run's score minus the second's.
 
         Both answered the same prompts, so the error is that of the paired differences: smaller
         than the two errors would suggest.
         """
-        lines, others = (self.cell(*each, task, length) for each in (first, second))
-        both = lines.keys() & others.keys()
-        if not both:
-            return None
-        return Mean.of([lines[n]["score"] - others[n]["score"] for n in sorted(both)])
+        lines, others = self.cell(first, task, length), self.cell(second, task, length)
+        both = sorted(lines.keys() & others.keys())
+        return Mean.of([lines[n]["score"] - others[n]["score"] for n in both]) if both else None
 
-    def densities(self, model: str, attention: str, length: int) -> list[float]:
-        return [
-            line["density"]
-            for line in self.scored
-            if (line["model"], line["attention"], line["length"]) == (model, attention, length)
-            and line["density"] is not None
-        ]
-
-    def seconds(self, model: str, attention: str, length: int) -> list[float]:
-        return [
-            line["seconds"]
-            for line in self.scored
-            if (line["model"], line["attention"], line["length"]) == (model, attention, length)
-        ]
-
-    def losses_of_documents(
-        self, model: str, attention: str, length: int
-    ) -> dict[int, list[float]]:
-        """Returns by document the mean loss per position bucket, and that of the last tokens.
-
-        Every document has the same weight.
-        """
+    def losses_of_documents(self, run: Run, length: int) -> dict[int, list[float]]:
+        """Returns by document the mean loss per position bucket, and that of the last tokens."""
         return {
             line["number"]: [*line["loss_by_position"], line["loss_of_last"]]
-            for line in self.losses
-            if (line["model"], line["attention"], line["length"]) == (model, attention, length)
+            for line in self._losses
+            if (line["model"], line["attention"], line["length"]) == (*run, length)
         }
-
-    @property
-    def document_lengths(self) -> list[int]:
-        return sorted({line["length"] for line in self.losses})

@@ -1,8 +1,6 @@
 """Writes the report on a folder of results: terminal tables, results.md, pictures."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -26,50 +24,34 @@ def write_report(folder: Path, console: Console) -> list[Path]:
         raise UserError(f"{folder} contains no evaluation results")
     about = settings.get("models", {})
     names = {label: about.get(label, {}).get("name", label) for label in lines.models}
-    invocations = read_invocations(folder)
+    # Each with date, devices and versions.
+    invocations = [
+        ("{date}, {devices}, {versions}".format(**facts), facts["command"])
+        for facts in read_invocations(folder)
+    ]
     made = list(tables(lines, names))
     for table in made:
         console.print(table.for_terminal())
+    pictures = []
     try:
-        pictures = draw_all(lines, names, folder, _caption(invocations))
+        pictures = draw_all(lines, names, folder, invocations[-1][0] if invocations else "")
     except ImportError:
         console.print(
             "no pictures, because matplotlib is missing: uv run --extra plot, or pip install "
             "matplotlib",
             markup=False,
         )
-        pictures = []
-    title = " and ".join(names.values())
-    parts = [
-        f"# Evaluation of {title}\n",
-        "\n".join(settings_text(settings)) + "\n",
-        *_on_cut_prompts(lines),
-        *(table.markdown() for table in made),
-        *(f"![{path.stem}]({path.name})\n" for path in pictures),
-        "## Commands\n",
-        "\n".join(map(_invocation, invocations)) + "\n",
-    ]
+    parts = [f"# Evaluation of {' and '.join(names.values())}\n"]
+    parts.append("\n".join(settings_text(settings)) + "\n")
+    if cut := [line["cut_tokens"] for line in lines.scored if line["cut_tokens"]]:
+        parts.append(
+            f"{len(cut)} of {len(lines.scored)} prompts were too long; up to {max(cut)} tokens "
+            "were removed from their middle, as their benchmark does.\n"
+        )
+    parts += [table.markdown() for table in made]
+    parts += [f"![{path.stem}]({path.name})\n" for path in pictures]
+    parts.append("## Commands\n")
+    parts.append("\n".join(f"- {facts}: `{command}`" for facts, command in invocations) + "\n")
     report = folder / REPORT_NAME
     report.write_text("\n".join(parts), encoding="utf-8")
     return [report, *pictures]
-
-
-def _on_cut_prompts(lines: Lines) -> list[str]:
-    cut = [line["cut_tokens"] for line in lines.scored if line["cut_tokens"]]
-    if not cut:
-        return []
-    return [
-        f"{len(cut)} of {len(lines.scored)} prompts were too long; up to {max(cut)} tokens were "
-        "removed from their middle, as their benchmark does.\n"
-    ]
-
-
-def _caption(invocations: Sequence[Mapping[str, Any]]) -> str:
-    if not invocations:
-        return ""
-    last = invocations[-1]
-    return f"{last['date']}, {last['devices']}, {last['versions']}"
-
-
-def _invocation(facts: Mapping[str, Any]) -> str:
-    return f"- {facts['date']}, {facts['devices']}, {facts['versions']}: `{facts['command']}`"

@@ -4,17 +4,16 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from mtraining_jax.data.files import find_files
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.evaluation.tasks.records import iterate_records
+from mtraining_jax.evaluation.tasks.records import iterate_records, read_text
 from mtraining_jax.evaluation.tasks.task import Document, Task
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.field_types import Text
+from mtraining_jax.utils.limits import Text
 
 _SUFFIXES = (".txt", ".jsonl")
 
@@ -35,12 +34,10 @@ class LongDocuments(Task):
     documents: str | None = None
     text_field: Text = "text"
 
-    def problems(self) -> Iterator[str]:
-        missing = list(super().problems())
-        yield from missing
-        if not missing:
-            for _ in self._texts():
-                pass
+    def check(self) -> None:
+        super().check()
+        for _ in self._texts():
+            pass
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
         """Returns how many documents are long enough, or all without a length."""
@@ -66,20 +63,17 @@ class LongDocuments(Task):
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yields documents with their location, one in memory at a time."""
         for path in find_files([self.documents or ""], _SUFFIXES, field="documents"):
-            if path.suffix == ".jsonl":
-                yield from self._lines(path)
-            else:
-                yield str(path), _read(path)
-
-    def _lines(self, path: Path) -> Iterator[tuple[str, str]]:
-        for where, record in iterate_records(path, "documents", (self.text_field,)):
-            text = record[self.text_field]
-            if not isinstance(text, str):
-                raise UserError(
-                    f'documents: {where}: the field "{self.text_field}" has type '
-                    f"{type(text).__name__}, but must be text"
-                )
-            yield where, text
+            if path.suffix != ".jsonl":
+                yield str(path), read_text(path, "documents")
+                continue
+            for where, record in iterate_records(path, "documents", (self.text_field,)):
+                text = record[self.text_field]
+                if not isinstance(text, str):
+                    raise UserError(
+                        f'documents: {where}: the field "{self.text_field}" has type '
+                        f"{type(text).__name__}, but must be text"
+                    )
+                yield where, text
 
 
 @functools.lru_cache(maxsize=32)
@@ -106,12 +100,3 @@ def _first_ids(text: str, length: int, tokenizer: Tokenizer) -> np.ndarray | Non
         if characters >= len(text):
             return None
         characters *= 2
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"documents: {path} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"documents: {path} is not UTF-8 text (byte {error.start})") from error

@@ -2,11 +2,11 @@
 
 import functools
 import re
-from pathlib import Path
 
 import numpy as np
 
 from mtraining_jax.data.files import find_files
+from mtraining_jax.evaluation.tasks.records import read_text
 from mtraining_jax.evaluation.tasks.words import words
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.random_bits import Stream
@@ -39,8 +39,8 @@ _PATTERNS = (
 )
 
 
-class Sentences:
-    """A text as a list of at least one sentence, repeated as often as needed."""
+class Haystack:
+    """At least one sentence, repeated as often as needed."""
 
     def __init__(self, sentences: list[str]):
         self._sentences = sentences
@@ -50,7 +50,7 @@ class Sentences:
         return self._sentences * repeats + self._sentences[:rest]
 
 
-class OwnSentences(Sentences):
+class GeneratedHaystack(Haystack):
     """Sentences generated from templates and word lists, always the same and never repeated."""
 
     def __init__(self) -> None:
@@ -63,43 +63,34 @@ class OwnSentences(Sentences):
         return self._sentences[:count]
 
     def _make(self, count: int) -> list[str]:
-        lists = [_PATTERNS, *(words(kind) for kind in ("nouns", "nouns", "adjectives"))]
-        lists += [words("adjectives"), words("verbs")]
-        limits = np.array([len(each) for each in lists] * count)
-        drawn = self._stream.below_each(limits).reshape(count, len(lists)).tolist()
-        pattern, *chosen = lists
+        nouns, adjectives, verbs = (words(kind) for kind in ("nouns", "adjectives", "verbs"))
+        lists = {"n": nouns, "m": nouns, "a": adjectives, "b": adjectives, "v": verbs}
+        limits = np.array([len(_PATTERNS), *map(len, lists.values())] * count)
+        drawn = self._stream.below_each(limits).reshape(count, -1).tolist()
         return [
-            pattern[row[0]].format(
-                **{key: each[i] for key, each, i in zip("nmabv", chosen, row[1:], strict=True)}
+            _PATTERNS[pattern].format(
+                **{key: lists[key][i] for key, i in zip(lists, chosen, strict=True)}
             )
-            for row in drawn
+            for pattern, *chosen in drawn
         ]
 
 
 @functools.lru_cache(maxsize=8)
-def essays(path: str | None) -> Sentences:
+def essays(path: str | None) -> Haystack:
     """Returns the sentences of a file, a folder of .txt files or a glob; None generates them.
 
     Raises:
         UserError: if there is no such file, or no text in it.
     """
     if path is None:
-        return OwnSentences()
-    text = " ".join(_read(file) for file in find_files([path], [".txt"], field="essays"))
+        return GeneratedHaystack()
+    files = find_files([path], [".txt"], field="essays")
+    text = " ".join(read_text(file, "essays") for file in files)
     # Collapse white space, as RULER does; a sentence ends at a stop before a space.
     sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
     if sentences == [""]:
         raise UserError(f'essays: "{path}" contains no text')
-    return Sentences(sentences)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"essays: {file} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"essays: {file} is not UTF-8 text ({error})") from error
+    return Haystack(sentences)
 
 
 def insert_at_depth(sentences: list[str], needle: str, depth: float) -> list[str]:

@@ -1,10 +1,10 @@
-"""Text similarity metrics of published data sets, from 0 to 1."""
+"""Rules for scoring generated answers, from 0 to 1."""
 
 import difflib
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢"
@@ -14,14 +14,32 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
 
-def english_words(text: str) -> list[str]:
-    """Returns lower-case words without punctuation and articles (normalization of SQuAD)."""
-    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
+def fraction_found(answer: str, references: Sequence[object]) -> float:
+    """Returns the fraction of the references that occur in the answer, ignoring case.
+
+    RULER's `string_match_all`, for all its tasks except question answering.
+    """
+    answer = _cleaned(answer)
+    return sum(str(each).lower() in answer for each in references) / len(references)
 
 
-def chinese_normalised(text: str) -> str:
-    """Returns lower-case text without punctuation and white space."""
-    return "".join(text.lower().translate(_ALL_PUNCTUATION).split())
+def any_found(answer: str, references: Sequence[object]) -> float:
+    """Returns 1 if any reference occurs in the answer, ignoring case.
+
+    RULER's `string_match_part`, for question answering.
+    """
+    answer = _cleaned(answer)
+    return float(any(str(each).lower() in answer for each in references))
+
+
+def _cleaned(answer: str) -> str:
+    """Lower-case text without control characters; RULER's `postprocess_pred`."""
+    return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+
+
+def best(measure: Callable[[str, str], float], answer: str, references: Iterable[str]) -> float:
+    """Returns the maximum over the references."""
+    return max((measure(answer, reference) for reference in references), default=0.0)
 
 
 def overlap_f1(answer: Sequence[str], reference: Sequence[str]) -> float:
@@ -31,30 +49,28 @@ def overlap_f1(answer: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def words_f1(answer: str, reference: str) -> float:
-    """F1 of English words."""
-    return overlap_f1(english_words(answer), english_words(reference))
+    """F1 of English words without punctuation and articles (normalization of SQuAD)."""
+
+    def words(text: str) -> list[str]:
+        return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
+
+    return overlap_f1(words(answer), words(reference))
 
 
 def characters_f1(answer: str, reference: str) -> float:
     """F1 of Chinese characters."""
-    return overlap_f1(chinese_normalised(answer), chinese_normalised(reference))
+    return overlap_f1(normalized_chinese(answer), normalized_chinese(reference))
 
 
-def best(measure: Callable[[str, str], float], answer: str, references: Sequence[str]) -> float:
-    """Returns the maximum over the references."""
-    return max((measure(answer, reference) for reference in references), default=0.0)
+def normalized_chinese(text: str) -> str:
+    """Returns lower-case text without punctuation and white space."""
+    return "".join(text.lower().translate(_ALL_PUNCTUATION).split())
 
 
-def share_of_numbers(answer: str, number: str) -> float:
+def fraction_of_numbers(answer: str, number: str) -> float:
     """Returns the fraction of the numbers in an answer that are right."""
     found = re.findall(r"\d+", answer)
     return found.count(number) / len(found) if found else 0.0
-
-
-def first_number(answer: str) -> str:
-    """Returns the first run of digits; empty if there is none."""
-    found = re.search("[0-9]+", answer)
-    return found.group() if found else ""
 
 
 def edit_similarity(answer: str, reference: str) -> float:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtraining_jax.evaluation.tasks.haystack import essays, insert_at_depth
-from mtraining_jax.evaluation.tasks.scoring import share_found
 from mtraining_jax.evaluation.tasks.sized import DepthTask, Draft
-from mtraining_jax.evaluation.tasks.task import Sample
 
 CITIES = tuple(
     "Amsterdam Athens Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest "
@@ -37,8 +35,8 @@ class Needle(DepthTask):
 
     essays: str | None = None
 
-    def problems(self):
-        yield from super().problems()
+    def check(self) -> None:
+        super().check()
         essays(self.essays)
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
@@ -58,6 +56,3 @@ class Needle(DepthTask):
             answer=f" {value}",
             depth=depth,
         )
-
-    def score(self, sample: Sample, answer_text: str) -> float:
-        return share_found(answer_text, sample.references)

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtraining_jax.evaluation.tasks.haystack import NOISE, insert_at_depth
-from mtraining_jax.evaluation.tasks.scoring import share_found
 from mtraining_jax.evaluation.tasks.sized import DepthTask, Draft
-from mtraining_jax.evaluation.tasks.task import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,3 @@ class Passkey(DepthTask):
             answer=f" {key}",
             depth=depth,
         )
-
-    def score(self, sample: Sample, answer_text: str) -> float:
-        return share_found(answer_text, sample.references)

@@ -100,5 +100,5 @@ class AssociativeRecall(Task):
         return float(np.mean(is_most_likely[list(sample.scored)]))
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Not supported, because the questions are part of what follows the prompt."""
+        # The questions are part of what follows the prompt.
         raise UserError(f'task "{self.name}" supports teacher forcing only, not --generate')

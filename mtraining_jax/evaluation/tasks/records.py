@@ -10,8 +10,18 @@ from mtraining_jax.data.files import shown_names
 from mtraining_jax.utils.errors import UserError
 
 
+def read_text(path: Path, option: str) -> str:
+    """Reads a UTF-8 file; `option` is the task's option, for messages."""
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option}: {path} is not UTF-8 text (byte {error.start})") from error
+
+
 def read_records(path: Path, option: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """Reads a full file of records with these fields, cached until the file changes.
+    """Reads all records of a file with these fields, cached until the file changes.
 
     A .json file is one list of objects; any other file has one object per line. Raises UserError
     if the file is missing, empty or malformed; `option` is the task's option, for messages.
@@ -37,34 +47,38 @@ def iterate_records(
     path: Path, option: str, fields: tuple[str, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the records of a file with their location; see `read_records`."""
-    for where, record in _parsed(path, option):
-        if not isinstance(record, dict):
-            raise UserError(f"{option}: {where} is {type(record).__name__}, not a JSON object")
-        for field in fields:
-            if field not in record:
-                raise UserError(
-                    f'{option}: {where} has no field "{field}"; it has {shown_names(record)}'
-                )
-        yield where, record
+    for where, text in _texts(path, option):
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{option}: {where} is not valid JSON ({error})") from error
+        entries = [(where, content)]
+        if path.suffix == ".json":
+            if not isinstance(content, list):
+                raise UserError(f"{option}: {path} is {type(content).__name__}, not a list")
+            entries = [(f"{path}, entry {i}", each) for i, each in enumerate(content, 1)]
+        for place, record in entries:
+            if not isinstance(record, dict):
+                raise UserError(f"{option}: {place} is {type(record).__name__}, not a JSON object")
+            for field in fields:
+                if field not in record:
+                    raise UserError(
+                        f'{option}: {place} has no field "{field}"; it has {shown_names(record)}'
+                    )
+            yield place, record
 
 
-def _parsed(path: Path, option: str) -> Iterator[tuple[str, Any]]:
-    where = str(path)
+def _texts(path: Path, option: str) -> Iterator[tuple[str, str]]:
+    """Yields the JSON texts of a file with their location."""
+    if path.suffix == ".json":
+        yield str(path), read_text(path, option)
+        return
     try:
         with path.open(encoding="utf-8") as file:
-            if path.suffix == ".json":
-                content = json.load(file)
-                if not isinstance(content, list):
-                    raise UserError(f"{option}: {path} is {type(content).__name__}, not a list")
-                yield from ((f"{path}, entry {i}", each) for i, each in enumerate(content, 1))
-                return
             for number, line in enumerate(file, 1):
-                where = f"{path}, line {number}"
                 if line.strip():
-                    yield where, json.loads(line)
+                    yield f"{path}, line {number}", line
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be read ({error.strerror})") from error
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{option}: {where} is not valid JSON ({error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option}: {path} is not UTF-8 text (byte {error.start})") from error

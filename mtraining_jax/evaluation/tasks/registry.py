@@ -7,35 +7,18 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from mtraining_jax.evaluation.tasks.published.infinitebench import InfiniteBench
+from mtraining_jax.evaluation.tasks.published.longbench import LongBench
+from mtraining_jax.evaluation.tasks.ruler.needles import VARIANTS
 from mtraining_jax.evaluation.tasks.task import Task
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.plugins import Registry, attribute_docs
+from mtraining_jax.utils.fields import attribute_docs
+from mtraining_jax.utils.plugins import Registry
 
 _HERE = "mtraining_jax.evaluation.tasks"
-_NEEDLES = tuple(
-    f"ruler_niah_{kind}"
-    for kind in (
-        *("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3"),
-        *("multivalue", "multiquery"),
-    )
-)
-_INFINITEBENCH = tuple(
-    f"infinitebench_{part}"
-    for part in (
-        *("passkey", "number_string", "kv_retrieval", "longdialogue_qa_eng", "longbook_sum_eng"),
-        *("longbook_choice_eng", "longbook_qa_eng", "longbook_qa_chn", "math_find", "math_calc"),
-        *("code_run", "code_debug"),
-    )
-)
-_LONGBENCH = tuple(
-    f"longbench_{part}"
-    for part in (
-        *("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh", "hotpotqa", "2wikimqa"),
-        *("musique", "dureader", "gov_report", "qmsum", "multi_news", "vcsum", "trec", "triviaqa"),
-        *("samsum", "lsht", "passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
-        *("lcc", "repobench-p"),
-    )
-)
+_NEEDLES = tuple(VARIANTS)
+_INFINITEBENCH = tuple(f"infinitebench_{part}" for part in InfiniteBench.parts)
+_LONGBENCH = tuple(f"longbench_{part}" for part in LongBench.parts)
 TASKS = Registry(
     "task",
     base=f"{_HERE}.task:Task",
@@ -49,9 +32,9 @@ TASKS = Registry(
         "ruler_fwe": f"{_HERE}.ruler.counting:FrequentWords",
         "ruler_qa_1": f"{_HERE}.ruler.questions:Squad",
         "ruler_qa_2": f"{_HERE}.ruler.questions:HotpotQA",
-        **dict.fromkeys(_INFINITEBENCH, f"{_HERE}.infinitebench.task:InfiniteBench"),
-        **dict.fromkeys(_LONGBENCH, f"{_HERE}.longbench.task:LongBench"),
-        "longbench_v2": f"{_HERE}.longbench.v2:LongBenchV2",
+        **dict.fromkeys(_INFINITEBENCH, f"{_HERE}.published.infinitebench:InfiniteBench"),
+        **dict.fromkeys(_LONGBENCH, f"{_HERE}.published.longbench:LongBench"),
+        "longbench_v2": f"{_HERE}.published.longbench:LongBenchV2",
         "documents": f"{_HERE}.documents:LongDocuments",
     },
 )
@@ -85,8 +68,7 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
             raise UserError(f'unknown option "{option}" of the tasks {", ".join(names)}; {has}')
     tasks = [_make(name, cls, options) for name, cls in classes.items()]
     for task in tasks:
-        for problem in task.problems():
-            raise UserError(problem)
+        task.check()
     return tasks
 
 

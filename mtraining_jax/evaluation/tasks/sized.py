@@ -2,13 +2,17 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mtraining_jax.data.tokenizer import Tokenizer
+from mtraining_jax.evaluation.tasks.metrics import fraction_found
 from mtraining_jax.evaluation.tasks.task import Sample, Task
-from mtraining_jax.evaluation.tasks.tokens import largest_size
 from mtraining_jax.utils.limits import PositiveInt, check_limits
+
+# Maximum number of times that a text is tokenized to find its size.
+_MAX_COUNTS = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +35,15 @@ class SizedTask(Task):
 
     Attributes:
         max_new_tokens: maximum number of answer tokens.
-        least_size, most_size: number of pieces of the smallest and largest haystack.
+        min_size, max_size: number of pieces of the smallest and largest haystack.
     """
 
     max_new_tokens: ClassVar[int]
-    least_size: ClassVar[int] = 1
-    most_size: ClassVar[int] = 2**30
+    min_size: ClassVar[int] = 1
+    max_size: ClassVar[int] = 2**30
 
     def __post_init__(self) -> None:
         check_limits(self)
-
-    def new_tokens(self, length: int) -> int:
-        return self.max_new_tokens
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
         """Builds the text of a sample with `size` pieces; the number -1 measures sizes."""
@@ -50,39 +51,25 @@ class SizedTask(Task):
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
         assert tokenizer is not None  # this task needs one
-        size, new_tokens = _size(self, length, tokenizer), self.new_tokens(length)
+        size = _size(self, length, tokenizer)
         while True:
             draft = self.build(size, length, number, seed)
             ids = tokenizer.encode(draft.prompt)
-            excess = len(ids) + new_tokens - length
-            if excess <= 0 or size <= self.least_size:
+            excess = len(ids) + self.max_new_tokens - length
+            if excess <= 0 or size <= self.min_size:
                 return self.text_sample(
                     tokenizer,
-                    draft.prompt,
-                    prompt_ids=ids,
                     length=length,
                     number=number,
-                    references=draft.references,
-                    max_new_tokens=new_tokens,
-                    answer=draft.answer,
-                    given=draft.given,
-                    depth=draft.depth,
+                    max_new_tokens=self.max_new_tokens,
+                    prompt_ids=ids,
+                    **vars(draft),
                 )
-            size = max(self.least_size, size - math.ceil(excess * size / len(ids)))
+            size = max(self.min_size, size - math.ceil(excess * size / len(ids)))
 
-
-@functools.lru_cache(maxsize=256)
-def _size(task: SizedTask, length: int, tokenizer: Tokenizer) -> int:
-    """Returns the size of the largest haystack that fits, independent of earlier samples."""
-
-    def tokens(size: int) -> int:
-        return len(tokenizer.encode(task.build(size, length, -1, 0).prompt))
-
-    new_tokens = task.new_tokens(length)
-    size, found = largest_size(tokens, task.least_size, length - new_tokens, task.most_size)
-    if size < task.least_size:
-        raise task.too_short(length, found + new_tokens)
-    return size
+    def score(self, sample: Sample, answer_text: str) -> float:
+        """Returns the fraction of the references that occur in the answer."""
+        return fraction_found(answer_text, sample.references)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +85,51 @@ class DepthTask(SizedTask):
 
     def depth(self, number: int) -> float:
         return number % self.depths / (self.depths - 1) if self.depths > 1 else 0.5
+
+
+@functools.lru_cache(maxsize=256)
+def _size(task: SizedTask, length: int, tokenizer: Tokenizer) -> int:
+    """Returns the size of the largest haystack that fits, independent of earlier samples."""
+
+    def tokens(size: int) -> int:
+        return len(tokenizer.encode(task.build(size, length, -1, 0).prompt))
+
+    size, found = largest_size(tokens, task.min_size, length - task.max_new_tokens, task.max_size)
+    if size < task.min_size:
+        raise task.too_short(length, found + task.max_new_tokens)
+    return size
+
+
+def largest_size(
+    count: Callable[[int], int], smallest: int, limit: int, largest: int = 2**30
+) -> tuple[int, int]:
+    """Finds the largest size of a text within a token limit, by the method of false position.
+
+    Counts grow almost in proportion to the size, so a few calls of `count` are enough, and only the
+    last few have large sizes. The search stops when less than one unit of average size is left, or
+    less than one part in 2000 of the limit, or after `_MAX_COUNTS` calls.
+
+    Returns:
+        The size and its count; or smallest - 1 and the count of the smallest size if that is
+        already too large.
+    """
+    low, low_count = smallest, count(smallest)
+    if low_count > limit:
+        return smallest - 1, low_count
+    high = largest + 1  # smallest size that is too large
+    size = low + 16
+    for _ in range(_MAX_COUNTS - 1):
+        size = max(low + 1, min(size, high - 1))
+        if size >= high:
+            break
+        tokens = count(size)
+        per_unit = max((tokens - low_count) / (size - low), 1e-9)
+        if tokens <= limit:
+            low, low_count = size, tokens
+        else:
+            high = size
+        if limit - low_count < max(per_unit, limit / 2000):
+            break
+        # A small text predicts little about a large one: grow at most 32 times per call.
+        size = min(low + int((limit - low_count) / per_unit), 32 * low + 64)
+    return low, low_count

@@ -1,21 +1,22 @@
 """The interface of a task: it makes samples from a seed, and scores answers.
 
 A task is a frozen dataclass with its options as fields. It is registered in `registry.py`, or
-user-defined and named as `package.module:Name`. This module does not import JAX.
+user-defined and named as `package.module:Name`. Imports no JAX.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.evaluation.tasks.tokens import continuation_ids
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.plugins import attribute_docs
+from mtraining_jax.utils.fields import attribute_docs
 from mtraining_jax.utils.random_bits import Stream
+
+# Last characters of a prompt that affect the tokens of a continuation.
+_TAIL = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,7 @@ class Sample:
         scored: ascending indices of the scored `answer_ids`; None for all. The others are given,
             such as the colon before a value.
         stop: texts that end an answer.
-        cut_tokens: tokens removed from the middle of a published prompt to make it fit; 0 for
-            generated prompts.
+        cut_tokens: tokens removed from the middle of a published prompt to make it fit.
     """
 
     task: str
@@ -60,7 +60,7 @@ class Sample:
         """Hexadecimal SHA-256 of the prompt, as UTF-8 or as little-endian int32 ids."""
         if isinstance(self.prompt, str):
             return hashlib.sha256(self.prompt.encode("utf-8")).hexdigest()
-        return hashlib.sha256(self.prompt_ids.astype("<i4").tobytes()).hexdigest()
+        return _hash_of_ids(self.prompt_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,11 @@ class Document:
     @property
     def prompt_hash(self) -> str:
         """Hexadecimal SHA-256 of the ids as little-endian int32."""
-        return hashlib.sha256(self.ids.astype("<i4").tobytes()).hexdigest()
+        return _hash_of_ids(self.ids)
+
+
+def _hash_of_ids(ids: np.ndarray) -> str:
+    return hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +111,15 @@ class Task:
         """
         return False
 
-    def problems(self) -> Iterator[str]:
-        """Yields a message for each problem that can be detected before anything runs.
+    def check(self) -> None:
+        """Raises UserError for a problem that can be detected before anything runs.
 
         It reads files for the first time, so that a later `sample` sees the same content.
         """
-        docs = attribute_docs(type(self))
         for option in self.needs:
             if not getattr(self, option):
-                what = docs[option].rstrip(".")
-                yield f'task "{self.name}" needs --task.{option}=VALUE: {what}'
+                what = attribute_docs(type(self))[option].rstrip(".")
+                raise UserError(f'task "{self.name}" needs --task.{option}=VALUE: {what}')
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int | None:
         """Returns the number of different samples (of a length, if given); None if unlimited."""
@@ -124,7 +127,7 @@ class Task:
 
     def sample(
         self, length: int, number: int, seed: int, tokenizer: Tokenizer | None
-    ) -> "Sample | Document":
+    ) -> Sample | Document:
         """Makes one sample.
 
         Args:
@@ -166,19 +169,17 @@ class Task:
         prompt: str,
         *,
         length: int,
-        number: int,
-        references: tuple[str, ...],
         max_new_tokens: int,
         prompt_ids: np.ndarray | None = None,
         answer: str | None = None,
         given: str = "",
-        depth: float | None = None,
-        stop: tuple[str, ...] = (),
-        cut_tokens: int = 0,
+        **fields: Any,
     ) -> Sample:
         """Builds a text sample, with the token ids of prompt and answer; see `Sample`.
 
-        `given` is text between prompt and answer in teacher forcing, not scored.
+        Args:
+            given: text between prompt and answer in teacher forcing, not scored.
+            **fields: other fields of the sample.
 
         Raises:
             UserError: if prompt and new tokens exceed the length, or the answer exceeds
@@ -188,7 +189,6 @@ class Task:
             prompt_ids = tokenizer.encode(prompt)
         if len(prompt_ids) + max_new_tokens > length:
             raise self.too_short(length, len(prompt_ids) + max_new_tokens)
-        answer_ids = scored = None
         if answer is not None:
             answer_ids = continuation_ids(tokenizer, prompt, given + answer)
             if len(answer_ids) > max_new_tokens:
@@ -198,20 +198,30 @@ class Task:
                 )
             if given:
                 asked = continuation_ids(tokenizer, prompt + given, answer)
-                scored = tuple(range(len(answer_ids) - len(asked), len(answer_ids)))
-                answer = given + answer
+                fields["scored"] = tuple(range(len(answer_ids) - len(asked), len(answer_ids)))
+            fields |= {"answer": given + answer, "answer_ids": answer_ids}
         return Sample(
             task=self.name,
             length=length,
-            number=number,
             prompt=prompt,
             prompt_ids=np.asarray(prompt_ids, np.int32),
-            references=references,
             max_new_tokens=max_new_tokens,
-            depth=depth,
-            answer=answer,
-            answer_ids=answer_ids,
-            scored=scored,
-            stop=stop,
-            cut_tokens=cut_tokens,
+            **fields,
         )
+
+
+def continuation_ids(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarray:
+    """Returns the token ids of an answer after a prompt, int32 [m].
+
+    It reads only the end of the prompt. Raises UserError if the tokenizer merges that with the
+    start of the answer, so that the answer has no separate tokens.
+    """
+    tail = prompt[-_TAIL:]
+    before = tokenizer.encode(tail)
+    both = tokenizer.encode(tail + answer)
+    if len(both) <= len(before) or not np.array_equal(both[: len(before)], before):
+        raise UserError(
+            f'the tokenizer {tokenizer.name} gives "{answer}" no separate token ids after '
+            f'"{tail[-16:]}"; score generated answers instead (--generate)'
+        )
+    return np.asarray(both[len(before) :], np.int32)

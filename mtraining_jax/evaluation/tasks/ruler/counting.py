@@ -1,16 +1,16 @@
 """RULER's word counting tasks (common_words_extraction.py, freq_words_extraction.py)."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
-from mtraining_jax.evaluation.tasks.sized import Draft
-from mtraining_jax.evaluation.tasks.words import words
+from mtraining_jax.evaluation.tasks.records import read_text
+from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
+from mtraining_jax.evaluation.tasks.words import letters_of, pairs_of_words, words
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.random_bits import Stream
 
@@ -31,7 +31,7 @@ _SHORT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonWords(RulerTask):
+class CommonWords(SizedTask):
     """Finds the ten words that occur ten times as often as the others in a numbered list.
 
     Attributes:
@@ -40,18 +40,18 @@ class CommonWords(RulerTask):
     """
 
     max_new_tokens: ClassVar[int] = 120
-    least_size: ClassVar[int] = _NUM_COMMON + 1
+    min_size: ClassVar[int] = _NUM_COMMON + 1
 
     words: str | None = None
 
     @property
-    def most_size(self) -> int:
+    def max_size(self) -> int:
         """The number of available words."""
         single, adjectives, nouns = _pools(self.words)
         return len(single) + len(adjectives) * len(nouns)
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def check(self) -> None:
+        super().check()
         _pools(self.words)
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
@@ -78,18 +78,18 @@ class CommonWords(RulerTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrequentWords(RulerTask):
+class FrequentWords(SizedTask):
     """Finds the three most frequent made-up words, with counts from a zeta distribution."""
 
     max_new_tokens: ClassVar[int] = 50
     # With fewer, the fourth most frequent word occurs no more often than the fifth.
-    least_size: ClassVar[int] = 80
+    min_size: ClassVar[int] = 80
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
         """Builds a draft; a piece is a word of the text, except for counts that round to 0."""
         stream = self.stream(length, number, seed)
         different = max((length - self.max_new_tokens) // 50, 5)
-        coded = ["".join(_letters(i)) for i in stream.sample(26**6, different)]
+        coded = [letters_of(i, 6) for i in stream.sample(26**6, different)]
         coded[0] = "..."  # the most frequent one is noise
         ranks = np.arange(1, different + 1)
         zeta_of_2 = np.pi**2 / 6
@@ -97,10 +97,6 @@ class FrequentWords(RulerTask):
         text = np.repeat(ranks - 1, counts)
         context = " ".join([coded[i] for i in text[stream.order(text.size)]])
         return Draft(prompt=_FREQUENT.format(context=context), references=tuple(coded[1:4]))
-
-
-def _letters(index: int) -> Iterator[str]:
-    return (chr(ord("a") + index // 26**i % 26) for i in range(6))
 
 
 def _numbered(items: list[str]) -> str:
@@ -112,9 +108,7 @@ def _different(path: str | None, size: int, stream: Stream) -> list[str]:
     single, adjectives, nouns = _pools(path)
     if size <= len(single):
         return [single[i] for i in stream.sample(len(single), size)]
-    drawn = stream.sample(len(adjectives) * len(nouns), size - len(single))
-    pairs = [f"{adjectives[i // len(nouns)]}-{nouns[i % len(nouns)]}" for i in drawn]
-    all_words = [*single, *pairs]
+    all_words = [*single, *pairs_of_words(stream, adjectives, nouns, size - len(single))]
     return [all_words[i] for i in stream.order(size)]
 
 
@@ -124,12 +118,7 @@ def _pools(path: str | None) -> tuple[Sequence[str], Sequence[str], Sequence[str
     if path is None:
         lists = [words(kind) for kind in ("nouns", "adjectives", "verbs")]
         return sorted({word for each in lists for word in each}), lists[1], lists[0]
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f'words: "{path}" cannot be read ({error.strerror})') from error
-    except UnicodeDecodeError as error:
-        raise UserError(f'words: "{path}" is not UTF-8 text ({error})') from error
+    text = read_text(Path(path), "words")
     single = sorted({line.strip() for line in text.splitlines() if line.strip()})
     # The example needs 40 words.
     if len(single) < 40:

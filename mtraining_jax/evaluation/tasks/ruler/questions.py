@@ -6,15 +6,15 @@
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
-from mtraining_jax.evaluation.tasks.scoring import any_found
-from mtraining_jax.evaluation.tasks.sized import Draft
+from mtraining_jax.evaluation.tasks.metrics import any_found
+from mtraining_jax.evaluation.tasks.records import read_text
+from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
 
@@ -24,8 +24,7 @@ _INSTRUCTION = (
 )
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One question with its accepted answers.
 
     Attributes:
@@ -39,24 +38,30 @@ class Question:
     near: tuple[int, ...] = ()
 
 
+# Questions and documents.
+Data = tuple[list[Question], list[str]]
+
+
 @dataclass(frozen=True, kw_only=True)
-class QuestionAnswering(RulerTask):
-    """Answers a question from one or several of many documents."""
+class QuestionAnswering(SizedTask):
+    """Answers a question from one or several of many documents.
+
+    Attributes:
+        format: name of the file's format, for messages.
+        parse: reads the content of a file.
+    """
 
     max_new_tokens: ClassVar[int] = 32
+    format: ClassVar[str]
+    parse: ClassVar[Callable[[Any], Data]]
 
-    @property
-    def path(self) -> str:
-        return getattr(self, self.needs[0])
+    def data(self) -> Data:
+        option = self.needs[0]
+        return _read(Path(getattr(self, option)), option, self.format, type(self).parse)
 
-    def data(self) -> tuple[list[Question], list[str]]:
-        raise NotImplementedError(f"{type(self).__name__}.data")
-
-    def problems(self) -> Iterator[str]:
-        missing = list(super().problems())
-        yield from missing
-        if not missing and not self.data()[0]:
-            yield f'{self.needs[0]}: "{self.path}" has no answerable question'
+    def check(self) -> None:
+        super().check()
+        self.data()
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
         return len(self.data()[0])
@@ -68,15 +73,15 @@ class QuestionAnswering(RulerTask):
         stream = self.stream(length, number, seed)
         if size < len(documents):
             shown = list(question.needed)
-            free = [i for i in question.near if i not in question.needed]
+            near = [i for i in question.near if i not in question.needed]
             wanted = max(0, size - len(shown))
-            if wanted > len(free):
-                taken = {*shown, *free}
+            if wanted > len(near):
+                taken = {*shown, *near}
                 others = [i for i in range(len(documents)) if i not in taken]
-                drawn = stream.sample(len(others), min(wanted - len(free), len(others)))
-                shown += free + [others[i] for i in drawn]
+                drawn = stream.sample(len(others), min(wanted - len(near), len(others)))
+                shown += near + [others[i] for i in drawn]
             else:
-                shown += [free[i] for i in stream.sample(len(free), wanted)]
+                shown += [near[i] for i in stream.sample(len(near), wanted)]
         else:
             shown = [i % len(documents) for i in range(size)]
         context = "\n\n".join(
@@ -95,6 +100,33 @@ class QuestionAnswering(RulerTask):
         return any_found(answer_text, sample.references)
 
 
+def _squad(content: Any) -> Data:
+    articles = [article["paragraphs"] for article in content["data"]]
+    documents = sorted({part["context"] for article in articles for part in article})
+    numbers = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for article in articles:
+        near = tuple(numbers[part["context"]] for part in article)
+        for part in article:
+            for question in part["qas"]:
+                if not question["is_impossible"]:
+                    answers = tuple(answer["text"] for answer in question["answers"])
+                    needed = (numbers[part["context"]],)
+                    questions.append(Question(question["question"], answers, needed, near))
+    return questions, documents
+
+
+def _hotpotqa(content: Any) -> Data:
+    texts = [[f"{title}\n{''.join(part)}" for title, part in e["context"]] for e in content]
+    documents = sorted({text for each in texts for text in each})
+    numbers = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for entry, own in zip(content, texts, strict=True):
+        needed = tuple(dict.fromkeys(numbers[text] for text in own))
+        questions.append(Question(entry["question"], (entry["answer"],), needed))
+    return questions, documents
+
+
 @dataclass(frozen=True, kw_only=True)
 class Squad(QuestionAnswering):
     """Answers a question from one of many Wikipedia paragraphs.
@@ -104,11 +136,10 @@ class Squad(QuestionAnswering):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("squad",)
+    format: ClassVar[str] = "SQuAD 2.0"
+    parse: ClassVar[Callable[[Any], Data]] = _squad
 
     squad: str | None = None
-
-    def data(self) -> tuple[list[Question], list[str]]:
-        return _squad(self.squad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,63 +151,23 @@ class HotpotQA(QuestionAnswering):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("hotpotqa",)
+    format: ClassVar[str] = "HotpotQA"
+    parse: ClassVar[Callable[[Any], Data]] = _hotpotqa
 
     hotpotqa: str | None = None
 
-    def data(self) -> tuple[list[Question], list[str]]:
-        return _hotpotqa(self.hotpotqa)
 
-
-@functools.lru_cache(maxsize=2)
-def _squad(path: str) -> tuple[list[Question], list[str]]:
-    articles = _json(path, "squad")
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, option: str, form: str, parse: Callable[[Any], Data]) -> Data:
     try:
-        articles = [article["paragraphs"] for article in articles["data"]]
-        documents = sorted({part["context"] for article in articles for part in article})
-        numbers = {document: i for i, document in enumerate(documents)}
-        questions = []
-        for article in articles:
-            near = tuple(numbers[part["context"]] for part in article)
-            for part in article:
-                for question in part["qas"]:
-                    if not question["is_impossible"]:
-                        answers = tuple(answer["text"] for answer in question["answers"])
-                        needed = (numbers[part["context"]],)
-                        questions.append(Question(question["question"], answers, needed, near))
-    except (KeyError, TypeError, IndexError) as error:
-        raise _malformed(path, "squad", "SQuAD 2.0", error) from error
+        content = json.loads(read_text(path, option))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{option}: {path} is not valid JSON ({error})") from error
+    try:
+        questions, documents = parse(content)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        what = f"a field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{option}: {path} is not in the format of {form}: {what}") from error
+    if not questions:
+        raise UserError(f"{option}: {path} has no answerable question")
     return questions, documents
-
-
-@functools.lru_cache(maxsize=2)
-def _hotpotqa(path: str) -> tuple[list[Question], list[str]]:
-    entries = _json(path, "hotpotqa")
-    try:
-        texts = [[f"{title}\n{''.join(part)}" for title, part in e["context"]] for e in entries]
-        documents = sorted({text for each in texts for text in each})
-        numbers = {document: i for i, document in enumerate(documents)}
-        questions = [
-            Question(
-                entry["question"],
-                (entry["answer"],),
-                tuple(dict.fromkeys(numbers[text] for text in own)),
-            )
-            for entry, own in zip(entries, texts, strict=True)
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise _malformed(path, "hotpotqa", "HotpotQA", error) from error
-    return questions, documents
-
-
-def _json(path: str, option: str) -> Any:
-    try:
-        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f'{option}: "{path}" cannot be read ({error.strerror})') from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'{option}: "{path}" is not valid JSON ({error})') from error
-
-
-def _malformed(path: str, option: str, form: str, error: Exception) -> UserError:
-    what = f"a field {error} is missing" if isinstance(error, KeyError) else str(error)
-    return UserError(f'{option}: "{path}" is not in the format of {form}: {what}')

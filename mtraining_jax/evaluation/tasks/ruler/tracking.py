@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtraining_jax.evaluation.tasks.haystack import NOISE
-from mtraining_jax.evaluation.tasks.ruler.base import RulerTask
-from mtraining_jax.evaluation.tasks.sized import Draft
+from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
+from mtraining_jax.evaluation.tasks.words import letters_of
 from mtraining_jax.utils.random_bits import Stream
 
 _TEMPLATE = (
@@ -21,11 +21,11 @@ _EXAMPLE_SIZE = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariableTracking(RulerTask):
+class VariableTracking(SizedTask):
     """Finds five variables with one value, four of them assigned from another variable."""
 
     max_new_tokens: ClassVar[int] = 30
-    least_size: ClassVar[int] = _HOPS + 1
+    min_size: ClassVar[int] = _HOPS + 1
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
         """Builds a draft; a piece is one repetition of the noise."""
@@ -36,7 +36,7 @@ class VariableTracking(RulerTask):
 
 def _question(size: int, letters: int, stream: Stream) -> tuple[str, list[str]]:
     """Returns the text of a question, and the variables that answer it."""
-    names = [_name(i, letters) for i in stream.sample(26**letters, _HOPS + 1)]
+    names = [letters_of(i, letters).upper() for i in stream.sample(26**letters, _HOPS + 1)]
     value = 10_000 + stream.below(89_999)
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {names[i + 1]} = VAR {names[i]} " for i in range(_HOPS)]
@@ -45,8 +45,3 @@ def _question(size: int, letters: int, stream: Stream) -> tuple[str, list[str]]:
         pieces.insert(place + shift, chain[shift])
     context = "\n".join(pieces)
     return _TEMPLATE.format(context=context, value=value, count=len(names)), names
-
-
-def _name(index: int, letters: int) -> str:
-    """Writes a number in base 26 with capital letters."""
-    return "".join(chr(ord("A") + index // 26**i % 26) for i in range(letters))

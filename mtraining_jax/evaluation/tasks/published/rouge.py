@@ -12,21 +12,23 @@ def rouge_l(answer: str, reference: str) -> float:
 
     Sentences end at a full stop. It compares sets of distinct words: the union of the longest
     common subsequences of all pairs of sentences, and the words of both texts.
-
-    Returns:
-        0 if either text has no sentence.
     """
-    answers, references = _sentences_by_stop(answer), _sentences_by_stop(reference)
+    # White space between two stops is a sentence of one empty word.
+    answers, references = (
+        [part.split() or [""] for part in text.split(".") if part] for text in (answer, reference)
+    )
     if not answers or not references:
         return 0.0
-    union: set[str] = set()
-    for wanted in references:
-        for said in answers:
-            union |= {wanted[i] for i in _common_places(wanted, said, earlier_in_first=False)}
-    sizes = [
-        len({word for sentence in side for word in sentence}) for side in (answers, references)
-    ]
-    precision, recall = len(union) / sizes[0], len(union) / sizes[1]
+    union = {
+        wanted[i]
+        for wanted in references
+        for said in answers
+        for i in _common_places(wanted, said, earlier_in_first=False)
+    }
+    said_words, wanted_words = (
+        {word for sentence in side for word in sentence} for side in (answers, references)
+    )
+    precision, recall = len(union) / len(said_words), len(union) / len(wanted_words)
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
@@ -36,9 +38,14 @@ def rouge_l_sum(answer: str, reference: str) -> float:
     Sentences are lines, and words are runs of lower-case letters and digits. A word in the union of
     the longest common subsequences counts as often as both texts have it.
     """
-    answers, references = _lines(answer), _lines(reference)
-    left = [Counter(word for line in side for word in line) for side in (answers, references)]
-    sizes = [counts.total() for counts in left]
+    answers, references = (
+        [re.findall("[a-z0-9]+", line.lower()) for line in text.split("\n") if line]
+        for text in (answer, reference)
+    )
+    left, wanted_left = (
+        Counter(word for line in side for word in line) for side in (answers, references)
+    )
+    sizes = left.total(), wanted_left.total()
     if not all(sizes):
         return 0.0
     hits = 0
@@ -48,22 +55,12 @@ def rouge_l_sum(answer: str, reference: str) -> float:
             for said in answers
             for place in _common_places(wanted, said, earlier_in_first=True)
         }
-        for place in sorted(places):
-            word = wanted[place]
-            if all(counts[word] > 0 for counts in left):
+        for word in (wanted[place] for place in places):
+            if left[word] > 0 and wanted_left[word] > 0:
                 hits += 1
-                for counts in left:
-                    counts[word] -= 1
+                left[word] -= 1
+                wanted_left[word] -= 1
     return 2 * hits / sum(sizes)
-
-
-def _sentences_by_stop(text: str) -> list[list[str]]:
-    # White space between two stops is a sentence of one empty word.
-    return [part.split() or [""] for part in text.split(".") if part]
-
-
-def _lines(text: str) -> list[list[str]]:
-    return [re.findall("[a-z0-9]+", line.lower()) for line in text.split("\n") if line]
 
 
 def _common_places(
@@ -71,10 +68,8 @@ def _common_places(
 ) -> list[int]:
     """Returns positions in the first text of a longest common subsequence with the second.
 
-    Args:
-        first, second: words.
-        earlier_in_first: tie-breaking: where a step back in either text keeps the length, whether
-            to step back in the first one.
+    `earlier_in_first` breaks ties: where a step back in either text keeps the length, whether to
+    step back in the first one.
     """
     ids = {word: i for i, word in enumerate({*first, *second})}
     a, b = (np.array([ids[word] for word in text], np.int64) for text in (first, second))
@@ -95,4 +90,4 @@ def _common_places(
             i -= 1
         else:
             j -= 1
-    return places[::-1]
+    return places

@@ -1,15 +1,31 @@
-"""Published data sets: the user provides the files, and long prompts are truncated."""
+"""Base class of tasks from published files; prompts that are too long are truncated."""
 
-from collections.abc import Iterator
+import functools
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.records import read_records
 from mtraining_jax.evaluation.tasks.task import Sample, Task
+
+Record = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """One part of a data set.
+
+    Attributes:
+        max_new_tokens: maximum number of answer tokens.
+        rule: scores an answer, given what the data set expects.
+    """
+
+    max_new_tokens: int
+    rule: Callable[..., float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +38,12 @@ class PublishedTask(Task):
     Attributes:
         family: prefix of the task names.
         fields: fields that every record must have.
+        parts: all parts by name.
     """
 
     family: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
+    parts: ClassVar[Mapping[str, Part]]
 
     @property
     def part(self) -> str:
@@ -37,39 +55,35 @@ class PublishedTask(Task):
         """The file of this part, in the user's folder."""
         return Path(getattr(self, self.needs[0])).expanduser() / f"{self.part}.jsonl"
 
-    @property
-    def new_tokens(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__}.new_tokens")
+    def template(self) -> str:
+        return _templates(self.family)[self.part]
 
-    def prompt(self, record: dict[str, Any]) -> str:
-        raise NotImplementedError(f"{type(self).__name__}.prompt")
+    def prompt(self, record: Record) -> str:
+        return self.template().format(**record)
 
-    def references(self, record: dict[str, Any]) -> tuple[str, ...]:
+    def references(self, record: Record) -> tuple[str, ...]:
         raise NotImplementedError(f"{type(self).__name__}.references")
 
-    def records(self) -> tuple[dict[str, Any], ...]:
-        """Returns all records; for errors see `read_records`."""
+    def records(self) -> tuple[Record, ...]:
         return read_records(self.path, self.needs[0], self.fields)
 
-    def problems(self) -> Iterator[str]:
-        missing = list(super().problems())
-        yield from missing
-        if not missing:
-            self.records()
+    def check(self) -> None:
+        super().check()
+        self.records()
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
         return len(self.records())
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
         assert tokenizer is not None  # this task needs one
-        record = self.records()[number]
+        record, max_new_tokens = self.records()[number], self.parts[self.part].max_new_tokens
         prompt = self.prompt(record)
         ids, cut = np.asarray(tokenizer.encode(prompt), np.int32), 0
-        room = length - self.new_tokens
+        room = length - max_new_tokens
         if ids.size > room:
             half = room // 2
             if half < 1:
-                raise self.too_short(length, self.new_tokens + 2)
+                raise self.too_short(length, max_new_tokens + 2)
             begin, end = ids[:half], ids[-half:]
             cut = ids.size - 2 * half
             ids = np.concatenate([begin, end])
@@ -81,6 +95,12 @@ class PublishedTask(Task):
             length=length,
             number=number,
             references=self.references(record),
-            max_new_tokens=self.new_tokens,
+            max_new_tokens=max_new_tokens,
             cut_tokens=cut,
         )
+
+
+@functools.cache
+def _templates(family: str) -> dict[str, str]:
+    path = Path(__file__).with_name(f"{family}.json")
+    return json.loads(path.read_text(encoding="utf-8"))

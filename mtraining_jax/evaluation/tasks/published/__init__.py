@@ -1,0 +1,9 @@
+"""Published data sets, whose files the user provides. The scoring rules are reimplemented.
+
+InfiniteBench (Zhang et al., 2024, "∞Bench: Extending Long Context Evaluation Beyond 100K").
+infinitebench.json has the templates for open models without a chat format
+(OpenBMB/InfiniteBench, src/prompt.py, yarn_mistral_templates; MIT license).
+
+LongBench (Bai et al., 2023) and LongBench v2 (Bai et al., 2024). longbench.json is
+LongBench/config/dataset2prompt.json of THUDM/LongBench (MIT license).
+"""

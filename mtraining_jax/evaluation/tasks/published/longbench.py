@@ -1,0 +1,182 @@
+"""LongBench's 21 data sets and LongBench v2, read from the published files.
+
+The scoring rules are those of LongBench's metrics.py and eval.py.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from mtraining_jax.evaluation.tasks.metrics import (
+    best,
+    edit_similarity,
+    fraction_of_numbers,
+    normalized_chinese,
+    overlap_f1,
+    words_f1,
+)
+from mtraining_jax.evaluation.tasks.published.rouge import rouge_l
+from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask, Record
+from mtraining_jax.evaluation.tasks.task import Sample
+from mtraining_jax.utils.errors import UserError
+
+try:  # only three of the data sets need it
+    import jieba  # pyright: ignore[reportMissingImports]
+except ImportError:
+    jieba = None
+
+
+def _chinese_words(text: str) -> list[str]:
+    assert jieba is not None  # `LongBench.check`
+    return jieba.lcut(text, cut_all=False)
+
+
+def chinese_words_f1(answer: str, reference: str) -> float:
+    """F1 of Chinese words, segmented by jieba."""
+    sides = [
+        [normalized_chinese(word) for word in _chinese_words(text)] for text in (answer, reference)
+    ]
+    return overlap_f1(*([word for word in side if word] for side in sides))
+
+
+def chinese_rouge_l(answer: str, reference: str) -> float:
+    """ROUGE-L of Chinese words, segmented by jieba."""
+    return rouge_l(" ".join(_chinese_words(answer)), " ".join(_chinese_words(reference)))
+
+
+def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
+    """Returns 1 over the number of classes that the answer names, if it names the right one.
+
+    Classes with a name that is part of the right one's name do not count. (The original
+    implementation skips the class after each one that it drops.)
+    """
+    named = [
+        each for each in classes if each in answer and (each == reference or each not in reference)
+    ]
+    return 1 / len(named) if reference in named else 0.0
+
+
+def paragraph_number(answer: str, reference: str) -> float:
+    """Returns the fraction of the answer's numbers that are the paragraph's number."""
+    (number, *_) = re.findall(r"(?:Paragraph |段落)(\d+)", reference)
+    return fraction_of_numbers(answer, number)
+
+
+def code_similarity(answer: str, reference: str) -> float:
+    """Edit similarity of the answer's first line that is neither a comment nor a fence."""
+    lines = answer.lstrip("\n").split("\n")
+    code = (line for line in lines if not any(mark in line for mark in ("`", "#", "//")))
+    return edit_similarity(next(code, ""), reference)
+
+
+# Few-shot prompts: only the first line of an answer counts, the next line starts another example.
+_FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBench(PublishedTask):
+    """Questions, summaries, few-shot examples and code over 5,000 to 15,000 words.
+
+    Attributes:
+        longbench: Folder with the files of LongBench, such as hotpotqa.jsonl.
+    """
+
+    family: ClassVar[str] = "longbench"
+    needs: ClassVar[tuple[str, ...]] = ("longbench",)
+    fields: ClassVar[tuple[str, ...]] = ("input", "context", "answers", "all_classes")
+    parts = {
+        "narrativeqa": Part(128, words_f1),
+        "qasper": Part(128, words_f1),
+        "multifieldqa_en": Part(64, words_f1),
+        "multifieldqa_zh": Part(64, chinese_words_f1),
+        "hotpotqa": Part(32, words_f1),
+        "2wikimqa": Part(32, words_f1),
+        "musique": Part(32, words_f1),
+        "dureader": Part(128, chinese_rouge_l),
+        "gov_report": Part(512, rouge_l),
+        "qmsum": Part(512, rouge_l),
+        "multi_news": Part(512, rouge_l),
+        "vcsum": Part(512, chinese_rouge_l),
+        "trec": Part(64, classification),
+        "triviaqa": Part(32, words_f1),
+        "samsum": Part(128, rouge_l),
+        "lsht": Part(64, classification),
+        "passage_count": Part(32, fraction_of_numbers),
+        "passage_retrieval_en": Part(32, paragraph_number),
+        "passage_retrieval_zh": Part(32, paragraph_number),
+        "lcc": Part(64, code_similarity),
+        "repobench-p": Part(64, code_similarity),
+    }
+
+    longbench: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        needs_jieba = self.parts[self.part].rule in (chinese_words_f1, chinese_rouge_l)
+        if needs_jieba and jieba is None:
+            raise UserError(f'task "{self.name}" needs jieba to segment Chinese: pip install jieba')
+
+    def references(self, record: Record) -> tuple[str, ...]:
+        return tuple(record["answers"])
+
+    def score(self, sample: Sample, answer_text: str) -> float:
+        """Scores an answer by the rule of this part, the maximum over the references."""
+        if self.part in _FIRST_LINE:
+            answer_text = answer_text.lstrip("\n").partition("\n")[0]
+        rule = self.parts[self.part].rule
+        if rule is classification:
+            classes = self.records()[sample.number]["all_classes"] or ()
+            rule = functools.partial(classification, classes=classes)
+        return best(rule, answer_text, map(str, sample.references))
+
+
+def right_letter(answer: str, letter: str) -> float:
+    """Returns 1 if the letter follows "The correct answer is", with or without parentheses."""
+    answer = answer.replace("*", "")
+    for pattern in (r"The correct answer is \(([A-D])\)", "The correct answer is ([A-D])"):
+        found = re.search(pattern, answer)
+        if found:
+            return float(found.group(1) == letter)
+    return 0.0
+
+
+# prompts/0shot.txt of THUDM/LongBench (MIT license).
+_V2_TEMPLATE = (
+    "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>"
+    "\n\nWhat is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n"
+    "(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}\n\n"
+    'Format your response as follows: "The correct answer is (insert answer here)".'
+)
+_V2_SHOWN = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBenchV2(PublishedTask):
+    """Multiple-choice questions with four options about texts of 8,000 to 2 million words.
+
+    Attributes:
+        longbench_v2: The file of LongBench v2, data.json.
+    """
+
+    family: ClassVar[str] = "longbench_v2"
+    needs: ClassVar[tuple[str, ...]] = ("longbench_v2",)
+    fields: ClassVar[tuple[str, ...]] = (*_V2_SHOWN, "answer")
+    parts = {"longbench_v2": Part(128, right_letter)}
+
+    longbench_v2: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.longbench_v2 or "").expanduser()
+
+    def prompt(self, record: Record) -> str:
+        return _V2_TEMPLATE.format(**{field: record[field].strip() for field in _V2_SHOWN})
+
+    def references(self, record: Record) -> tuple[str, ...]:
+        return (record["answer"],)
+
+    def score(self, sample: Sample, answer_text: str) -> float:
+        return right_letter(answer_text, str(sample.references[0]))
