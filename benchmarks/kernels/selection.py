@@ -1,6 +1,6 @@
 """Times the selection of an index, part by part, and prints a markdown table.
 
-    python -m benchmarks.kernels.selection --seq-len 131072 --patterns xattention,stride=8 prism
+    python -m benchmarks.kernels.selection --seq-len 131072 --patterns xattention,stride=8
 
 Patterns are those that list blocks for each row of blocks, and vertical_slash. `--backend
 triton_sm80` runs A100 code on a later GPU. Inputs are random, so all scores are flat: densities say
@@ -31,7 +31,7 @@ from pallas_kernels.index import BlockMaskIndex, Index
 
 PATTERNS = (
     "xattention,stride=16", "xattention,stride=8", "xattention,stride=4",
-    "sampled_rows,probe_queries_per_block=16", "sampled_rows,probe_queries_per_block=32", "prism",
+    "sampled_rows,probe_queries_per_block=16", "sampled_rows,probe_queries_per_block=32",
 )  # fmt: skip
 _COLUMNS = (
     "S", "pattern", "selection ms", "probe queries ms", "rule ms", "lists ms", "work lists ms",

@@ -71,15 +71,13 @@ BASELINES = (
 ROWS = tuple(
     f"{name},tau={tau:g}"
     for name in (
-        "exact_rows",
+        "sampled_rows,probe_queries_per_block=128",
         "xattention,stride=4",
         "xattention,stride=8",
         "xattention,stride=16",
         "sampled_rows,probe_queries_per_block=16",
         "sampled_rows,probe_queries_per_block=16,columns=128",
         "sampled_rows,probe_queries_per_block=32",
-        "mixed_rows,stride=16,probe_queries_per_block=16",
-        "prism",
     )
     for tau in (0.8, 0.9, 0.95, 0.97)
 )
@@ -94,10 +92,9 @@ FIELD = (
 QUICK = (
     "vertical_slash,top_p=0.9",
     "window,blocks=16",
-    "exact_rows,tau=0.95",
+    "sampled_rows,probe_queries_per_block=128,tau=0.95",
     "xattention,stride=8,tau=0.9",
     "xattention,stride=8,tau=0.95",
-    "mixed_rows,stride=16,probe_queries_per_block=16,tau=0.9",
 )
 # Options that vary along a curve.
 _VARYING = (

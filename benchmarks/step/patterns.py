@@ -38,7 +38,7 @@ from mtraining_jax.utils.jax_platform import set_platform
 # heads of published files.
 PATTERNS = (
     "dense", "sampled_rows,probe_queries_per_block=16", "sampled_rows,probe_queries_per_block=16,columns=128",
-    "mixed_rows", "xattention", "prism", "exact_rows", "vertical_slash",
+    "xattention", "vertical_slash",
     "vertical_slash,preset=paper", "fixed,budget_file=budgets", "minference,budget_file=budgets",
     "flex_prefill", "moba", "block_topk", "replay",
 )  # fmt: skip

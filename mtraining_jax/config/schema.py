@@ -150,7 +150,7 @@ class SparsityConfig:
     kind: _Pattern = "sampled_rows"
     """Sparse attention pattern; docs/patterns.md describes all of them.
 
-    sampled_rows, mixed_rows, xattention, prism and exact_rows select key blocks for each query
+    sampled_rows and xattention select key blocks for each query
     block in every forward pass. vertical_slash selects verticals and slashes for each head in every
     forward pass; fixed does the same with budgets from a file. dense computes all pairs. replay is
     for speed measurements with random weights, which attend almost uniformly: every head computes

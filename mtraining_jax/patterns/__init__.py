@@ -10,12 +10,9 @@ from mtraining_jax.patterns.adaspa import AdaSpa
 from mtraining_jax.patterns.base import ModelSizes, Pattern, Settings
 from mtraining_jax.patterns.block_topk import BlockTopK
 from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.patterns.exact_rows import ExactRows
 from mtraining_jax.patterns.fixed_budget import FixedBudget, FixedBudgets, load_budgets
 from mtraining_jax.patterns.flex_prefill import FlexPrefill
-from mtraining_jax.patterns.mixed_rows import MixedRows
 from mtraining_jax.patterns.moba import MoBA
-from mtraining_jax.patterns.prism import Prism
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.patterns.replay import Replay, make_replay
 from mtraining_jax.patterns.sampled_rows import SampledRows
@@ -46,15 +43,12 @@ __all__ = [
     "BlockTopK",
     "Selection",
     "Dense",
-    "ExactRows",
     "FixedBudget",
     "FixedBudgets",
     "FlexPrefill",
-    "MixedRows",
     "MoBA",
     "ModelSizes",
     "Pattern",
-    "Prism",
     "Replay",
     "SampledRows",
     "Settings",

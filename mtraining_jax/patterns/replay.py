@@ -73,9 +73,7 @@ class ReplaySettings(VerticalSlashSettings):
     selects = False
     density_name = _DENSITY_NAME
 
-    replay_of: Literal[
-        "vertical_slash", "xattention", "sampled_rows", "mixed_rows", "prism", "exact_rows"
-    ] = "vertical_slash"
+    replay_of: Literal["vertical_slash", "xattention", "sampled_rows"] = "vertical_slash"
     replay_density: Annotated[float, Gt(0), Le(0.3)] = 0.063
     replay_estimate: bool = True
     tau: PositiveFraction = 0.9

@@ -13,9 +13,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns import (
     BlockTopK,
     FlexPrefill,
-    MixedRows,
     MoBA,
-    Prism,
     SampledRows,
     XAttention,
 )
@@ -35,7 +33,6 @@ LENGTHS = [1, 128, 129, 600, 1700, 900]
 DENSE_BELOW = 1000
 PATTERNS = [
     SampledRows(tau=0.6, min_sparse_tokens=DENSE_BELOW), XAttention(tau=0.6, min_sparse_tokens=DENSE_BELOW),
-    MixedRows(tau=0.6, min_sparse_tokens=DENSE_BELOW), Prism(tau=0.6, min_sparse_tokens=DENSE_BELOW),
     Dense(), SampledRows(tau=0.6, columns=100, min_sparse_tokens=DENSE_BELOW), BlockTopK(top_blocks=4),
     MoBA(chunk_size=256, top_k=3),
     FlexPrefill(gamma=0.5, min_budget=256, min_sparse_tokens=DENSE_BELOW),

@@ -11,7 +11,7 @@ import pytest
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns import MixedRows, SampledRows, XAttention, select_index
+from mtraining_jax.patterns import SampledRows, XAttention, select_index
 from pallas_kernels.index import BlockMaskIndex
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import NAMES, assert_right, own_device
@@ -19,7 +19,7 @@ from tests.gpu_tools.ring_problem import SIZE
 
 RANKS = 8
 PATTERNS = [
-    XAttention(stride=8), XAttention(stride=16), SampledRows(), MixedRows(tau=0.8),
+    XAttention(stride=8), XAttention(stride=16), SampledRows(), SampledRows(tau=0.8),
     SampledRows(columns=128), SampledRows(random_block_prob=0.1, dense_suffix_tokens=200),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from mtraining_jax import sparse_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import ModelSizes, Pattern, Settings, select_index
-from mtraining_jax.utils.plugins import attribute_docs
+from mtraining_jax.utils.fields import attribute_docs
 from pallas_kernels.index import Index
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.patterns import inputs

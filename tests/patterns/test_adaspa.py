@@ -91,7 +91,7 @@ def test_without_levels_all_rows_keep_equally_many_and_recall_is_their_mass():
 
 def test_causal_attention_and_invalid_sizes_raise():
     q, k = inputs.random(0, 1, 64, 2, 1, DIM)
-    with pytest.raises(ValueError, match="AdaSpa needs causal=False and .* use ExactRows"):
+    with pytest.raises(ValueError, match="AdaSpa needs causal=False and .* use SampledRows"):
         sparse_attention(q, k, k, pattern=AdaSpa(block_size=16))
     with pytest.raises(ValueError, match="sparsity=0.2 must be a finite number .at least 0.333"):
         AdaSpa(sparsity=0.2)

@@ -9,11 +9,8 @@ from mtraining_jax.patterns import (
     PATTERNS,
     BlockTopK,
     Dense,
-    ExactRows,
     FlexPrefill,
-    MixedRows,
     MoBA,
-    Prism,
     SampledRows,
     VerticalSlash,
     XAttention,
@@ -53,7 +50,9 @@ class TestReplay(PatternContract):
 
 
 class TestReplayOfLists(PatternContract):
-    settings = ReplaySettings(replay_of="sampled_rows", replay_density=0.3, probe_queries_per_block=2, **SMALL)
+    settings = ReplaySettings(
+        replay_of="sampled_rows", replay_density=0.3, probe_queries_per_block=2, **SMALL
+    )
 
 
 class TestFixed(PatternContract):
@@ -95,16 +94,21 @@ class TestSampledRows(ChoiceContract):
 
 class TestSampledRowsWithColumns(PatternContract):
     settings = SampledRows(
-        tau=0.6, probe_queries_per_block=3, columns=12, sink_blocks=0, local_blocks=1, block_size=BLOCK
+        tau=0.6,
+        probe_queries_per_block=3,
+        columns=12,
+        sink_blocks=0,
+        local_blocks=1,
+        block_size=BLOCK,
     )
 
 
-class TestMixedRows(ChoiceContract):
-    settings = MixedRows(
+class TestSampledRowsWithoutTopP(ChoiceContract):
+    settings = SampledRows(
         tau=1.0,
         min_block_mass=0.03,
         random_block_prob=0.2,
-        stride=4,
+        dense_suffix_tokens=BLOCK + 1,
         probe_queries_per_block=2,
         block_size=BLOCK,
     )
@@ -119,14 +123,6 @@ class TestBlockTopK(ChoiceContract):
     settings = BlockTopK(top_blocks=5, block_size=BLOCK)
 
 
-class TestPrism(ChoiceContract):
-    settings = Prism(tau=0.5, block_size=BLOCK)
-
-
-class TestExactRows(ChoiceContract):
-    settings = ExactRows(tau=0.6, dense_suffix_tokens=BLOCK + 1, block_size=BLOCK)
-
-
 class TestOwn(PatternContract):
     settings = Strided(window=2, stride=3, block_size=BLOCK)
 
@@ -139,9 +135,6 @@ def test_every_registered_pattern_is_tested_here():
         BudgetFile,
         XAttention,
         SampledRows,
-        ExactRows,
-        MixedRows,
-        Prism,
         MInferenceFile,
         FlexPrefill,
         MoBA,

@@ -288,8 +288,8 @@ def test_score_time_is_bound_by_products_or_exponentials():
         choosing(kind="xattention", stride=4),
     )
     (exact, _), (replayed, _) = (
-        choosing(kind="exact_rows"),
-        choosing(kind="replay", replay_of="mixed_rows", stride=4, probe_queries_per_block=32),
+        choosing(kind="sampled_rows", probe_queries_per_block=128),
+        choosing(kind="replay", replay_of="xattention", stride=4),
     )
     softmax = 36 * 16 * 524288**2 / 2 / SCORES_PER_SECOND / 8
     assert strides - few == pytest.approx(forward / 8)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtraining_jax.patterns import BlockTopK, ExactRows, MixedRows, Prism, SampledRows, XAttention
+from mtraining_jax.patterns import BlockTopK, SampledRows, XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import attention_recall, density
@@ -17,10 +17,9 @@ STARTS = [0, 3, 8]
 OPTIONS = dict(tau=0.6, local_blocks=1, sink_blocks=1, min_sparse_tokens=20, block_size=BLOCK)
 PATTERNS = {
     "antidiagonals": XAttention(stride=4, dense_suffix_tokens=7, **OPTIONS | {"tau": 0.3}),
-    "exact": ExactRows(random_block_prob=0.3, **OPTIONS),
+    "exact": SampledRows(probe_queries_per_block=BLOCK, random_block_prob=0.3, **OPTIONS),
     "sampled": SampledRows(probe_queries_per_block=3, **OPTIONS),
-    "mixed": MixedRows(stride=4, probe_queries_per_block=3, dense_prefix_tokens=2 * BLOCK - 1, **OPTIONS),
-    "bands": Prism(**OPTIONS),
+    "prefix": XAttention(stride=4, dense_prefix_tokens=2 * BLOCK - 1, **OPTIONS),
     "columns": SampledRows(probe_queries_per_block=3, columns=5, **OPTIONS),
     "means": BlockTopK(top_blocks=3, block_size=BLOCK),
 }
@@ -68,7 +67,7 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own():
                 np.testing.assert_array_equal(bits[n].sum(-1)[:, :size], [counts, counts])
             else:
                 assert bits[n, :, :size, 0].all(), name  # the document's first block
-            if name == "mixed":
+            if name == "prefix":
                 assert bits[n, :, : min(size, 2)].sum() == 2 * [1, 3][size > 1]  # of both heads
             if name == "antidiagonals":  # the last 7 of 33, 70 and 16 tokens are in two blocks
                 last = bits[n, :, max(size - 2, 0) : size].sum((1, 2))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import ExactRows, MixedRows, Prism, SampledRows, XAttention
+from mtraining_jax.patterns import SampledRows, XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.row_scores import rows_at_once
 from tests.patterns import inputs, oracle
@@ -24,16 +24,12 @@ def antidiagonals(q, k, stride):
 
 def wanted(pattern, q, k):
     """Scores of one head: means over a block's rows of softmax masses of blocks."""
-    if isinstance(pattern, MixedRows):
-        one = XAttention(stride=4, block_size=BLOCK)
-        other = SampledRows(probe_queries_per_block=3, block_size=BLOCK)
-        return (wanted(one, q, k) + wanted(other, q, k)) / 2
     if isinstance(pattern, XAttention):
         weights = oracle.softmax(antidiagonals(q, k, pattern.stride))
     else:
         logits = np.where(np.tri(SEQ_LEN, dtype=bool), q @ k.T / DIM**0.5, -np.inf)
         weights = oracle.softmax(logits)
-        if isinstance(pattern, SampledRows):
+        if pattern.probe_queries_per_block < BLOCK:
             assert pattern.probe_queries_per_block == 3
             places = np.arange(NUM_BLOCKS)[:, None] * BLOCK + np.array([4, 9, 15])
             weights = weights[places.reshape(-1)]
@@ -46,9 +42,8 @@ def wanted(pattern, q, k):
     "pattern",
     [
         XAttention(stride=4, block_size=BLOCK),
-        ExactRows(block_size=BLOCK),
+        SampledRows(probe_queries_per_block=BLOCK, block_size=BLOCK),
         SampledRows(probe_queries_per_block=3, block_size=BLOCK),
-        MixedRows(stride=4, probe_queries_per_block=3, block_size=BLOCK),
     ],
 )
 def test_scores_match_the_definition(pattern):
@@ -81,40 +76,12 @@ def test_the_scores_of_a_row_are_independent_of_other_rows_on_its_rank():
     np.testing.assert_array_equal(scores(own, k, jnp.asarray(rows)), whole[:, :, rows])
 
 
-def prism(q, k):
-    """Prism's weights of one head, with rms over the row and over the keys up to it."""
-    q, k = (x.reshape(NUM_BLOCKS, BLOCK, DIM).mean(1) for x in (q, k))
-    half = DIM // 2
-    bands = np.arange(half) < half / 2, np.arange(half) >= half / 4
-
-    def rms(x):
-        return np.sqrt((x**2).mean())
-
-    found = []
-    for pairs in bands:
-        band, weights = np.tile(pairs, 2), np.zeros((NUM_BLOCKS, NUM_BLOCKS))
-        for i in range(NUM_BLOCKS):
-            seen, d = k[: i + 1], band.sum()
-            heat = np.sqrt(d / DIM) * rms(q[i, band]) * rms(seen[:, band])
-            heat /= rms(q[i]) * rms(seen)
-            logits = seen[:, band] @ q[i, band] / (heat * np.sqrt(d))
-            weights[i, : i + 1] = oracle.softmax(logits)
-        found.append(weights)
-    return found
-
-
-def test_the_two_bands_of_prism_match_the_definition():
-    q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, DIM)
-    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS)
-    bands = jax.jit(lambda q, k: Prism(block_size=BLOCK).bands(q, k, context))(q, k)
-    q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
-    for b, h in np.ndindex(2, 3):
-        for found, wanted in zip(bands, prism(q[b, :, h], k[b, :, 0]), strict=True):
-            np.testing.assert_allclose(found[b, h], wanted, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    "pattern", [XAttention(stride=4, block_size=BLOCK), ExactRows(block_size=BLOCK)]
+    "pattern",
+    [
+        XAttention(stride=4, block_size=BLOCK),
+        SampledRows(probe_queries_per_block=BLOCK, block_size=BLOCK),
+    ],
 )
 def test_padding_at_the_end_changes_no_score(pattern):
     q, k = inputs.random(0, 1, SEQ_LEN, 2, 1, DIM)
@@ -152,7 +119,11 @@ def test_the_samples_of_a_block_with_padding_are_real_queries():
 def test_invalid_settings_raise():
     with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
         XAttention(stride=5)
-    with pytest.raises(ValueError, match="probe_queries_per_block=129 must not exceed block_size=128"):
+    with pytest.raises(
+        ValueError, match="probe_queries_per_block=129 must not exceed block_size=128"
+    ):
         SampledRows(probe_queries_per_block=129)
-    with pytest.raises(ValueError, match="tau=0 must be a finite number .greater than 0 and at most 1"):
-        ExactRows(tau=0)
+    with pytest.raises(
+        ValueError, match="tau=0 must be a finite number .greater than 0 and at most 1"
+    ):
+        SampledRows(tau=0)

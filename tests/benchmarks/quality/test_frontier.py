@@ -164,15 +164,15 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
     }
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     for file, run, rows in (
-        (files[0], start, [row, row | {"pattern": "prism,tau=0.9", "rise": 0.25}]),
+        (files[0], start, [row, row | {"pattern": "xattention,tau=0.9", "rise": 0.25}]),
         (files[1], start | {"setting": "now"}, [row, {"failed": "", "pattern": "x"}]),
         (files[2], start | {"seq_len": 512}, [row]),
     ):
         file.write_text("".join(json.dumps(x) + "\n" for x in [{"run": run}, *rows]))
     frontier_report.main([*map(str, files[:2]), "--out", str(tmp_path / "both")])
     text = (tmp_path / "both.md").read_text()
-    assert "now." in text and "| prism tau=0.9 | 0.500 |" in text and text.count("| window") == 1
-    line = next(x for x in text.splitlines() if x.startswith("| prism"))
+    assert "now." in text and "| xattention tau=0.9 | 0.500 |" in text and text.count("| window") == 1
+    line = next(x for x in text.splitlines() if x.startswith("| xattention"))
     assert line.endswith("| 0.900 | 0.80 | 0.200 | 0.300 | 0.500 | 1.000 | 2.000 | 2.00 |")
     assert "| +0.2500 | – | – |" in line
     with pytest.raises(ValueError, match="seq_len is 512, and 256 before"):
