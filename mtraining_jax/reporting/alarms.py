@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mtraining_jax.config import Config
-from mtraining_jax.reporting.audit import worst_head
+from mtraining_jax.reporting.audit import PER_HEAD, worst_head
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.errors import UserError
 
@@ -35,63 +35,62 @@ class Alarms:
 
     def of(self, record: Record) -> list[str]:
         """Warnings raised by this audit, each with the worst head and the option to change."""
-        audit = self._config.audit
-        more = self._config.sparsity.settings.more_pairs()
-        found = [
+        audit, sparsity = self._config.audit, self._config.sparsity
+        more = less_local = sparsity.settings.more_pairs()
+        if sparsity.kind != "sampled_rows":
+            less_local = 'sparsity.kind = "sampled_rows" probes queries of the entire sequence'
+        sentences = [
             self._of_heads(
                 record,
                 "recall",
-                audit.alarm_recall,
-                np.less,
-                "has a recall of {value:.1%}, less than audit.alarm_recall = "
-                f"{audit.alarm_recall}",
+                lambda recall: recall < audit.alarm_recall,
+                f"has a recall of {{:.1%}}, less than audit.alarm_recall = {audit.alarm_recall}",
                 more,
             ),
             self._of_heads(
                 record,
                 "local_gradient_cosine",
-                audit.alarm_gradient,
-                np.less,
-                "has a cosine of {value:.3f} between its query gradients and those of dense "
-                f"attention, less than audit.alarm_gradient = {audit.alarm_gradient}",
+                lambda cosine: cosine < audit.alarm_gradient,
+                "has a cosine of {:.3f} between its query gradients and those of dense attention, "
+                f"less than audit.alarm_gradient = {audit.alarm_gradient}",
                 more,
             ),
             self._of_heads(
                 record,
                 "index_gap",
-                audit.alarm_gap,
-                np.greater,
-                "has a recall {value:.3f} higher for the last queries than for others, more than "
+                lambda gap: gap > audit.alarm_gap,
+                "has a recall {:.3f} higher for the last queries than for others, more than "
                 f"audit.alarm_gap = {audit.alarm_gap}",
-                'sparsity.kind = "sampled_rows" probes queries of the entire sequence'
-                if self._config.sparsity.kind != "sampled_rows"
-                else more,
+                less_local,
             ),
         ]
         cosine = record.get("global_gradient_cosine")
-        limit = audit.alarm_gradient
-        if cosine is not None and self._is_due("global", cosine < limit):
-            found.append(
+        if cosine is not None and self._is_due("global", cosine < audit.alarm_gradient):
+            sentences.append(
                 f"the parameter gradient has a cosine of {cosine:.3f} with that of dense "
                 f"attention on {self._config.gradient_tokens} tokens, less than "
-                f"audit.alarm_gradient = {limit}; {more}"
+                f"audit.alarm_gradient = {audit.alarm_gradient}; {more}"
             )
-        return [sentence for sentence in found if sentence is not None]
+        return [sentence for sentence in sentences if sentence is not None]
 
     def _of_heads(
-        self, record: Record, name: str, limit: float, beyond: Callable, what: str, advice: str
+        self,
+        record: Record,
+        name: str,
+        is_beyond: Callable[[np.ndarray], np.ndarray],
+        what: str,
+        advice: str,
     ) -> str | None:
-        if f"{name}_per_head" not in record:
+        if name + PER_HEAD not in record:
             return None
-        values = np.array(record[f"{name}_per_head"], np.float64)
-        number = int(beyond(values, limit).sum())
+        values = np.array(record[name + PER_HEAD], np.float64)
+        number = int(is_beyond(values).sum())
         due, worst = self._is_due(name, number > 0), worst_head(record, name)
         if not due or worst is None:
             return None
         layer, head = worst
         others = f" (as do {number - 1} of {values.size - 1} others)" if number > 1 else ""
-        what = what.format(value=values[layer, head])
-        return f"layer {layer} head {head} {what}{others}; {advice}"
+        return f"layer {layer} head {head} {what.format(values[worst])}{others}; {advice}"
 
     def _is_due(self, name: str, beyond: bool) -> bool:
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if beyond else 0

@@ -7,29 +7,15 @@ import numpy as np
 
 from mtraining_jax.reporting.record import Record
 
-
-def _large(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _small(x: np.ndarray) -> np.ndarray:
-    return -x
-
-
-def _far_from_one(x: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return np.abs(np.log(x))
-
-
 # Metrics per layer and head, with a function that ranks values from good to bad.
 FIGURES = {
-    "recall": _small,
-    "output_error": _large,
-    "local_gradient_cosine": _small,
-    "local_gradient_ratio": _far_from_one,
-    "index_gap": _large,
-    "starved_keys": _large,
-    "starved_mass": _large,
+    "recall": np.negative,
+    "output_error": np.positive,
+    "local_gradient_cosine": np.negative,
+    "local_gradient_ratio": lambda ratio: np.abs(np.log(ratio)),
+    "index_gap": np.positive,
+    "starved_keys": np.positive,
+    "starved_mass": np.positive,
 }
 
 # Suffix of metrics with a value per head: too many for curves.
@@ -52,16 +38,14 @@ def audit_record(figures: Mapping[str, np.ndarray], compared: Mapping[str, np.nd
     for name, values in figures.items():
         values = np.asarray(values, np.float64)
         known = np.isfinite(values)
-        bad = np.where(known, FIGURES[name](values), -np.inf)
-        of_layers = np.take_along_axis(values, bad.argmax(1)[:, None], 1)[:, 0]
+        bad = _badness(name, values)
+        worst = np.take_along_axis(values, bad.argmax(1)[:, None], 1)[:, 0]
         sums = np.where(known, values, 0).sum(1)
         with np.errstate(invalid="ignore", divide="ignore"):
-            per_layer = sums / known.sum(1)
-            mean = sums.sum() / known.sum()
-        record[name] = _number(mean)
-        record[f"{name}_per_layer"] = list(map(_number, per_layer))
-        record[f"{name}_worst"] = _number(of_layers[bad.max(1).argmax()])
-        record[f"{name}_worst_per_layer"] = list(map(_number, of_layers))
+            record[name] = _number(sums.sum() / known.sum())
+            record[f"{name}_per_layer"] = list(map(_number, sums / known.sum(1)))
+        record[f"{name}_worst"] = _number(worst[bad.max(1).argmax()])
+        record[f"{name}_worst_per_layer"] = list(map(_number, worst))
         record[name + PER_HEAD] = [[_number(x, 4) for x in row] for row in values]
     for name, value in compared.items():
         value = np.asarray(value, np.float64)
@@ -74,7 +58,7 @@ def worst_head(record: Record, name: str) -> tuple[int, int] | None:
     values = np.array(record[name + PER_HEAD], np.float64)
     if not np.isfinite(values).any():
         return None
-    layer, head = np.unravel_index(np.nanargmax(FIGURES[name](values)), values.shape)
+    layer, head = np.unravel_index(_badness(name, values).argmax(), values.shape)
     return int(layer), int(head)
 
 
@@ -97,6 +81,11 @@ def audit_text(record: Record) -> list[str]:
         if record.get(name) is not None:
             parts.append(f"{text} {record[name]:{form}}")
     return parts
+
+
+def _badness(name: str, values: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.where(np.isfinite(values), FIGURES[name](values), -np.inf)
 
 
 def _number(value: Any, digits: int = 0) -> float | None:

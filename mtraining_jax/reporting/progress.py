@@ -5,7 +5,6 @@ import datetime
 import errno
 import sys
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -15,10 +14,9 @@ from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
     Record,
     density_of,
-    held_out_text,
-    imbalance_text,
     note_on_density,
-    tuned_text,
+    number,
+    validation_text,
 )
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import redirect_to_devnull
@@ -33,7 +31,7 @@ class Display:
         # For the ETA, which excludes the slow first step.
         self._first: tuple[int, float] | None = None
         self._total = 0
-        self._held_out: str | None = None  # of the last evaluation
+        self._validation: str | None = None  # of the last evaluation
 
     def say(self, *lines: str) -> None:
         """Prints lines without markup; discards them once the terminal is closed."""
@@ -55,8 +53,7 @@ class Display:
 
     def start(self, step: int, total: int) -> None:
         """Shows the bar with `step` of `total` steps done."""
-        self._first = None
-        self._total = total
+        self._first, self._total = None, total
         if not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -74,17 +71,21 @@ class Display:
         """Advances the bar; prints the step's metrics if `line`."""
         if self._first is None:
             self._first = record["step"], time.monotonic()
+        self._validation = validation_text(record) or self._validation
         if self._bar is not None:
-            status = f"loss {_number(record['loss'], '.3f')}  {_speed(record)}"
+            status = f"loss {number(record['loss'], '.3f')}  {_speed(record)}"
             if (note := note_on_density(record)) is not None:
                 status += f"  {note}"
-            self._held_out = held_out_text(record) or self._held_out
-            if self._held_out is not None:
-                status += f"  validation loss {self._held_out}"
+            if self._validation is not None:
+                status += f"  validation loss {self._validation}"
             self._bar.update(self._task, completed=record["step"], status=status)
         if line:
-            left = None if self._bar is not None else self._time_left(record["step"])
-            self.say(step_line(record, self._total) + ("" if left is None else f"  ETA {left}"))
+            text, (first, begin) = step_line(record, self._total), self._first
+            done = record["step"] - first
+            if self._bar is None and done and record["step"] != self._total:
+                left = (time.monotonic() - begin) / done * (self._total - record["step"])
+                text += f"  ETA {datetime.timedelta(seconds=round(left))}"
+            self.say(text)
         for alarm in record.get("alarms", ()):
             self.say(f"audit: {alarm}")
 
@@ -97,40 +98,32 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _time_left(self, step: int) -> datetime.timedelta | None:
-        if self._first is None:
-            return None
-        first, begin = self._first
-        if step in (first, self._total):
-            return None
-        seconds = (time.monotonic() - begin) / (step - first) * (self._total - step)
-        return datetime.timedelta(seconds=round(seconds))
 
 
 def step_line(record: Record, total: int) -> str:
     """The log line of a step."""
     parts = [
         f"step {record['step']:>{len(str(total))}}/{total}",
-        f"loss {_number(record['loss'], '.4f')}",
-        f"grad norm {_number(record['grad_norm'], '.3f')}",
+        f"loss {number(record['loss'], '.4f')}",
+        f"grad norm {number(record['grad_norm'], '.3f')}",
         f"lr {record['lr']:.2e}",
-        density_text(record),
+        _density(record),
+        *audit_text(record),
     ]
-    parts += audit_text(record)
-    if (groups := imbalance_text(record)) is not None:
-        parts.append(f"imbalance {groups}")
-    if (tuned := tuned_text(record)) is not None:
-        parts.append(tuned)
-    if (held_out := held_out_text(record)) is not None:
-        parts.append(f"validation loss {held_out}")
+    if (imbalance := record.get("attention_imbalance")) is not None:
+        parts.append(f"imbalance {imbalance:.2f}")
+    elif (imbalance := record.get("attention_imbalance_predicted")) is not None:
+        parts.append(f"imbalance {imbalance:.2f} (predicted)")
+    if "tuned" in record:
+        fractions = record["tuned_by_group"]
+        text = f"{record['tuned']} {min(fractions):.3f} to {max(fractions):.3f}"
+        if record["infeasible"]:
+            text += f" (infeasible for {record['infeasible']:.0%} of replicas)"
+        parts.append(text)
+    if (validation := validation_text(record)) is not None:
+        parts.append(f"validation loss {validation}")
     if record["skipped_steps"]:
         parts.append(f"skipped {record['skipped_steps']}")
     parts += [_speed(record), f"{record['step_seconds']:.2f} s/step"]
@@ -146,16 +139,14 @@ def step_line(record: Record, total: int) -> str:
     return "  ".join(parts)
 
 
-def density_text(record: Record) -> str:
+def _density(record: Record) -> str:
     """The density, with a note if pairs were not selected."""
-    share = _number(density_of(record), ".1%")
-    note = note_on_density(record)
+    text, note = f"density {number(density_of(record), '.1%')}", note_on_density(record)
     if note is None:
-        return f"density {share}" + (" (dense step)" if record.get("dense_step") else "")
-    text = f"density {share} ({note}"
-    if record.get("estimated_density") is not None:
-        text += f"; selection, run for timing only, had {record['estimated_density']:.1%}"
-    return text + ")"
+        return text + (" (dense step)" if record.get("dense_step") else "")
+    if (estimated := record.get("estimated_density")) is not None:
+        note += f"; selection, run for timing only, had {estimated:.1%}"
+    return f"{text} ({note})"
 
 
 def _speed(record: Record) -> str:
@@ -165,7 +156,3 @@ def _speed(record: Record) -> str:
 def _rate(tflops: float) -> str:
     """Three significant digits: 412, 41.2, 4.12, 0.412."""
     return format(tflops, ".0f" if tflops >= 100 else ".3g")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)

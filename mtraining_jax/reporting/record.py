@@ -1,6 +1,5 @@
 """The record of a step: the metrics that are written, printed and summarized."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,51 +8,27 @@ import jax
 import numpy as np
 
 from mtraining_jax.config import Config
-from mtraining_jax.cost_model.flops import peak_flops, step_flops
+from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, step_flops
 
 Record = dict[str, Any]
 
 # Key of the density of a pattern that does not select pairs.
-_NOT_CHOSEN = "replayed_density"
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes in JAX's allocator, maximum over local devices: `in_use` now, `peak` since startup."""
-
-    in_use: int
-    peak: int
-
-    @classmethod
-    def now(
-        cls,
-        devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
-    ) -> "Memory | None":
-        """Queries local devices; None if they do not report it (CPUs)."""
-        stats = [device.memory_stats() for device in devices]
-        if not stats or not all(stats):
-            return None
-        return cls(
-            in_use=max(x["bytes_in_use"] for x in stats),
-            peak=max(x["peak_bytes_in_use"] for x in stats),
-        )
+_REPLAYED = "replayed_density"
 
 
 def step_record(
     metrics: dict[str, Any],
     seconds: float,
     config: Config,
-    *,
-    device_kind: str = "",
-    memory: Memory | None = None,
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
 ) -> Record:
     """JSON-serializable metrics of one step; non-finite values become None.
 
     Args:
         metrics: from the train step, on the host.
         seconds: wall-clock time of the step.
-        device_kind: JAX device kind, for the peak rate.
-        memory: memory of local devices, if known.
+        config: the run.
+        devices: local devices.
 
     Returns:
         - step, loss, grad_norm, lr, skipped_steps (so far), tokens (so far), tokens_per_second,
@@ -62,33 +37,38 @@ def step_record(
           flops_dense_equivalent, flops_model: FLOP of the step on all devices, see `flops`.
         - tflops_per_device_executed, tflops_per_device_dense_equivalent: 10^12 FLOP/s per device.
         - mfu: model FLOP/s over the bf16 peak; None for devices not listed in `flops`.
-        - memory_bytes_in_use, memory_bytes_peak: None if unknown.
+        - memory_bytes_in_use (now), memory_bytes_peak (since startup): in JAX's allocator, maximum
+          over local devices; None if they do not report it (CPUs).
         - density, density_per_layer: computed pairs over causal pairs of all sequences. Patterns
           that do not select pairs have instead sparsity (the pattern's name for its density),
           replayed_density and replayed_density_per_layer.
         - document_pairs, with documents: causal pairs within documents over all causal pairs.
         - Each statistic NAME of the pattern, mean over layers, and NAME_per_layer.
     """
-    tokens, devices = config.tokens_per_step, config.devices
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
     if "document_pairs" in layers:
         # A ratio of sums, since sequences with different documents have different weights.
         for name, pairs in (("density", "computed_pairs"), ("executed", "executed_pairs")):
             both = zip(layers.pop(pairs), layers["document_pairs"], strict=True)
-            layers[name] = [computed / there for computed, there in both]
+            layers[name] = [computed / causal for computed, causal in both]
+    density = layers.pop("density")
     flops = step_flops(
         config,
-        density=_mean(layers["density"]),
-        executed=_mean(layers["executed"]),
+        density=_mean(density),
+        executed=_mean(layers.pop("executed")),
         causal=_mean(layers.get("document_pairs", [1.0])),
     )
-    peak = peak_flops(device_kind)
+    step, tokens = int(metrics["step"]), config.tokens_per_step
+    device_seconds = seconds * config.devices
+    peak = PEAK_BF16_FLOPS.get(devices[0].device_kind)
+    memory = [device.memory_stats() for device in devices]
+    settings = config.sparsity.settings
     record = {
-        "step": int(metrics["step"]),
+        "step": step,
         "loss": float(metrics["loss"]),
         "grad_norm": float(metrics["grad_norm"]),
         "lr": float(metrics["lr"]),
-        "tokens": int(metrics["step"]) * tokens,
+        "tokens": step * tokens,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,
         "attention_flops_executed": flops.attention_executed,
@@ -96,29 +76,29 @@ def step_record(
         "flops_executed": flops.executed,
         "flops_dense_equivalent": flops.dense_equivalent,
         "flops_model": flops.model,
-        "tflops_per_device_executed": flops.executed / seconds / devices / 1e12,
-        "tflops_per_device_dense_equivalent": flops.dense_equivalent / seconds / devices / 1e12,
-        "mfu": None if peak is None else flops.model / seconds / devices / peak,
-        "memory_bytes_in_use": None if memory is None else memory.in_use,
-        "memory_bytes_peak": None if memory is None else memory.peak,
-        **_densities(layers["density"], config),
+        "tflops_per_device_executed": flops.executed / device_seconds / 1e12,
+        "tflops_per_device_dense_equivalent": flops.dense_equivalent / device_seconds / 1e12,
+        "mfu": None if peak is None else flops.model / device_seconds / peak,
+        "memory_bytes_in_use": max(x["bytes_in_use"] for x in memory) if all(memory) else None,
+        "memory_bytes_peak": max(x["peak_bytes_in_use"] for x in memory) if all(memory) else None,
+        **({} if settings.selects else {"sparsity": settings.density_name}),
+        **_by_layer("density" if settings.selects else _REPLAYED, density),
         "skipped_steps": int(metrics["skipped"]),
     }
-    if record["step"] in config.dense_steps:
+    if step in config.dense_steps:
         record["dense_step"] = True
     for name, values in layers.items():
-        if name not in ("density", "executed"):
-            statistic = _by_layer(name, values)
-            if taken := sorted(statistic.keys() & record.keys()):
-                raise ValueError(
-                    f"the pattern's statistic {name!r} must be renamed: the record of a step "
-                    f"already has {', '.join(taken)}"
-                )
-            record |= statistic
+        statistic = _by_layer(name, values)
+        if taken := sorted(statistic.keys() & record.keys()):
+            raise ValueError(
+                f"the pattern's statistic {name!r} must be renamed: the record of a step "
+                f"already has {', '.join(taken)}"
+            )
+        record |= statistic
     return {name: _finite(value) for name, value in record.items()}
 
 
-def held_out_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds: float) -> Record:
+def validation_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds: float) -> Record:
     """JSON-serializable metrics of an evaluation, merged into the step's record.
 
     Args:
@@ -138,35 +118,16 @@ def held_out_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds: 
     return {key: _finite(value) for key, value in record.items()} | {"eval_seconds": seconds}
 
 
-def held_out_text(record: Record) -> str | None:
+def validation_text(record: Record) -> str | None:
     """Validation losses of a record, e.g. `2.61, dense 2.58`, if any."""
     names = {"eval_loss": "", "eval_loss_dense": "dense "}
-    found = [f"{text}{_text(record[name])}" for name, text in names.items() if name in record]
-    return ", ".join(found) or None
-
-
-def imbalance_text(record: Record) -> str | None:
-    """Attention work of the slowest replica over the mean, e.g. `1.31`, if replicas differ."""
-    if (measured := record.get("attention_imbalance")) is not None:
-        return f"{measured:.2f}"
-    predicted = record.get("attention_imbalance_predicted")
-    return None if predicted is None else f"{predicted:.2f} (predicted)"
-
-
-def tuned_text(record: Record) -> str | None:
-    """Range of tuned mass fractions, e.g. `tau 0.861 to 0.934`, if tuned."""
-    if "tuned" not in record:
-        return None
-    shares = record["tuned_by_group"]
-    text = f"{record['tuned']} {min(shares):.3f} to {max(shares):.3f}"
-    if record["infeasible"]:
-        text += f" (infeasible for {record['infeasible']:.0%} of replicas)"
-    return text
+    parts = [text + number(record[name], ".4f") for name, text in names.items() if name in record]
+    return ", ".join(parts) or None
 
 
 def density_of(record: Record) -> float | None:
     """Computed pairs over causal pairs, selected or replayed; None if not finite."""
-    return record[_NOT_CHOSEN] if _NOT_CHOSEN in record else record["density"]
+    return record[_REPLAYED] if _REPLAYED in record else record["density"]
 
 
 def note_on_density(record: Record) -> str | None:
@@ -174,11 +135,9 @@ def note_on_density(record: Record) -> str | None:
     return record.get("sparsity")
 
 
-def _densities(density: list[float], config: Config) -> Record:
-    settings = config.sparsity.settings
-    if settings.selects:
-        return _by_layer("density", density)
-    return {"sparsity": settings.density_name, **_by_layer(_NOT_CHOSEN, density)}
+def number(value: float | None, form: str) -> str:
+    """A number of a record as text."""
+    return "not finite" if value is None else format(value, form)
 
 
 def _by_layer(name: str, values: list[float]) -> Record:
@@ -187,10 +146,6 @@ def _by_layer(name: str, values: list[float]) -> Record:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def _text(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _finite(value: Any) -> Any:

@@ -16,29 +16,35 @@ from mtraining_jax.utils.text import counted
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
     """Summarizes a run of at least one step in a few lines."""
     newest = history.last[-1]
-    lines = [
-        "",
-        f"done: {history.count} steps in {history.seconds:.0f} s",
-        f"  speed      {_speed(history)}",
-    ]
+    rows = {"speed": _speed(history)}
     if 0 < history.dense < history.count:
-        lines.append(f"  dense      {_dense_speed(history)}")
+        rows["dense"] = _dense_speed(history)
     if history.losses:
         last = list(history.losses)[-max(1, history.finite_losses // 4) :]
         of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
-        lines.append(f"  loss       {history.first_loss:.3f} -> {np.mean(last):.3f}{of_last}")
-    if history.held_out:
-        lines.append(f"  validation {' -> '.join(history.held_out)}")
-    lines.append(f"  attention  {_density(history)}")
-    if (groups := _groups(history)) is not None:
-        lines.append(f"  replicas   {groups}")
+        rows["loss"] = f"{history.first_loss:.3f} -> {np.mean(last):.3f}{of_last}"
+    if history.validation:
+        rows["validation"] = " -> ".join(history.validation)
+    rows["attention"] = _density(history)
+    for suffix, how in (("_predicted", "predicted densities"), ("", "densities of each step")):
+        attention = history.mean(f"attention_imbalance{suffix}")
+        step = history.mean(f"step_imbalance{suffix}")
+        if attention is not None and step is not None:
+            rows["replicas"] = (
+                f"slowest over mean: attention {attention:.2f}, step {step:.2f} (modeled, {how})"
+            )
     if "tuned" in newest:
-        lines.append(f"  tuned      {_tuned(history)}")
+        low, high = history.fractions
+        rows["tuned"] = (
+            f"{newest['tuned']} {low:.3f} to {high:.3f}, mean {history.mean('tuned'):.3f};"
+            f" infeasible for {history.mean('infeasible'):.1%} of replicas and steps"
+        )
     if newest["skipped_steps"]:
-        lines.append(f"  skipped    {newest['skipped_steps']} steps with non-finite values")
-    lines.append(f"  wrote      {wrote[0] if wrote else 'nothing'}")
-    lines += [f"             {where}" for where in wrote[1:]]
-    return [*lines, "next:", *_next_steps(config, config.run.steps)]
+        rows["skipped"] = f"{newest['skipped_steps']} steps with non-finite values"
+    rows["wrote"] = f"\n{' ' * 13}".join(wrote) or "nothing"
+    lines = [f"  {name:<10} {text}" for name, text in rows.items()]
+    done = f"done: {history.count} steps in {history.seconds:.0f} s"
+    return ["", done, *lines, "next:", *_next_steps(config, config.run.steps)]
 
 
 def already_complete(config: Config, step: int) -> list[str]:
@@ -96,41 +102,39 @@ def _command(options: str) -> str:
     return f"{prefix} {shlex.join(kept)} {options}"
 
 
-def steady_steps(history: History) -> list[Record]:
-    """Records for speed statistics: excludes two warm-up steps, traced steps, and dense steps."""
-    rest = _after_warm_up(history)
-    return [x for x in rest if not x.get("dense_step")] or rest or [history.last[-1]]
-
-
 def _after_warm_up(history: History) -> list[Record]:
+    """Records for speed statistics: without two warm-up steps and traced steps."""
     first = max(0, 2 - (history.count - len(history.last)))
     return [record for record in list(history.last)[first:] if not record.get("profiled")]
 
 
 def _speed(history: History) -> str:
-    steady = steady_steps(history)
+    rest = _after_warm_up(history)
+    steady = [x for x in rest if not x.get("dense_step")] or rest or [history.last[-1]]
+    last = steady[-1]
 
     def median(name: str) -> float:
         return float(np.median([record[name] for record in steady]))
 
-    which = "the last " if history.count > len(history.last) else ""
     kind = ""
     if history.dense:
-        kind = "dense " if steady[-1].get("dense_step") else "sparse "
+        kind = "dense " if last.get("dense_step") else "sparse "
+    which = "the last " if history.count > len(history.last) else ""
     steps = f"median of {which}{len(steady)} {kind}steps after warm-up"
-    if len(steady) == 1:
+    if history.count <= 2:
+        steps = "last step"
+    elif len(steady) == 1:
         steps = f"one {kind}step after warm-up"
     text = (
-        f"{median('step_seconds'):.3f} s/step ({steps if history.count > 2 else 'last step'}), "
-        f"{median('tokens_per_second'):,.0f}"
+        f"{median('step_seconds'):.3f} s/step ({steps}), {median('tokens_per_second'):,.0f}"
         f" tokens/s, {median('tflops_per_device_executed'):.3g} TFLOP/s per device executed,"
         f" {median('tflops_per_device_dense_equivalent'):.3g} dense-equivalent"
     )
-    if steady[-1]["mfu"] is not None:
+    if last["mfu"] is not None:
         text += f", MFU {median('mfu'):.1%}"
-    if steady[-1]["memory_bytes_peak"] is not None:
-        text += f", peak memory {steady[-1]['memory_bytes_peak'] / 2**30:.1f} GiB"
-    note = note_on_density(steady[-1])
+    if last["memory_bytes_peak"] is not None:
+        text += f", peak memory {last['memory_bytes_peak'] / 2**30:.1f} GiB"
+    note = note_on_density(last)
     return text if note is None else f"{text}; {note}"
 
 
@@ -142,32 +146,12 @@ def _dense_speed(history: History) -> str:
     return f"{text}: {np.median(dense):.3f} s/step{of}" if dense else text
 
 
-def _tuned(history: History) -> str:
-    """Mass fractions of all replicas and steps."""
-    smallest, largest = history.shares
-    return (
-        f"{history.last[-1]['tuned']} {smallest:.3f} to {largest:.3f}, mean "
-        f"{history.mean('tuned'):.3f}; infeasible for {history.mean('infeasible'):.1%} of replicas "
-        "and steps"
-    )
-
-
-def _groups(history: History) -> str | None:
-    """Load balance between data-parallel replicas, if they differ."""
-    for suffix, how in (("", "densities of each step"), ("_predicted", "predicted densities")):
-        attention = history.mean(f"attention_imbalance{suffix}")
-        step = history.mean(f"step_imbalance{suffix}")
-        if attention is not None and step is not None:
-            return f"slowest over mean: attention {attention:.2f}, step {step:.2f} (modeled, {how})"
-    return None
-
-
 def _density(history: History) -> str:
     if history.dense == history.count:
         return f"all of the causal pairs computed, in {counted(history.dense, 'dense step')}"
     density = history.mean("density")
-    found = "an unknown fraction" if density is None else f"{density:.1%}"
-    text = f"{found} of the causal pairs computed"
+    text = "an unknown fraction" if density is None else f"{density:.1%}"
+    text += " of the causal pairs computed"
     if history.dense:
         text += f" in the {counted(history.count - history.dense, 'sparse step')}"
     if (note := note_on_density(history.last[-1])) is not None:

@@ -11,7 +11,7 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns import ModelSizes, Pattern
-from mtraining_jax.training.tuning.group_work import measures_by_length
+from mtraining_jax.training.tuning.replica_load import measures_by_length
 from mtraining_jax.utils.errors import UserError
 
 

@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
-from mtraining_jax.data.loader import Loader, build_loader, local_rows_and_columns
+from mtraining_jax.data.loader import Loader, local_rows_and_columns
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
 from mtraining_jax.training.documents import (
@@ -17,7 +17,7 @@ from mtraining_jax.training.documents import (
     reads_lengths,
     restarting_positions,
 )
-from mtraining_jax.training.tuning.group_work import balance_of
+from mtraining_jax.training.tuning.replica_load import balance_of
 
 
 class DeviceBatches:
@@ -35,7 +35,7 @@ class DeviceBatches:
         self._shape = (config.data.batch_size, config.data.seq_len)
         rows, columns = local_rows_and_columns(self._sharding, *self._shape)
         permutation = layout.permutation()
-        self.loader: Loader = build_loader(
+        self.loader = Loader(
             config.data,
             permutation=permutation,
             vocab_size=config.model.vocab_size,
@@ -74,7 +74,7 @@ class DeviceBatches:
         table = jax.make_array_from_callback(
             (self._shape[0], *documents.shape[1:]),
             self._of_documents,
-            lambda index: self.loader.block_of_rows(documents, index or ()),
+            lambda index: self.loader.shard(documents, index or ()),
         )
         positions = self._restart(self._positions, table)
         batch |= {"positions": positions, "documents": table}
@@ -96,5 +96,5 @@ class DeviceBatches:
 
     def _spread(self, local: np.ndarray) -> Array:
         return jax.make_array_from_callback(
-            self._shape, self._sharding, lambda index: self.loader.block(local, index or ())
+            self._shape, self._sharding, lambda index: self.loader.shard(local, index or ())
         )

@@ -48,8 +48,19 @@ def check_memory(
     devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     _check_room(needed, devices, what, " in addition to parameters and optimizer state")
-    for device, left, _ in _telling(devices):
-        _check_piece(sizes.temp_size_in_bytes, device, left, what, take)
+    block = sizes.temp_size_in_bytes
+    for device, left, _ in _memory_of(devices):
+        try:
+            take(block, device)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(
+                f"{what} needs {_gib(block)} in one block on each device, but {device} has no free "
+                f"block of that size ({_gib(left)} free in total); another program may be using "
+                "the device, or XLA_PYTHON_CLIENT_PREALLOCATE=false has fragmented its memory (by "
+                "default JAX allocates one large block at startup)"
+            ) from error
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
@@ -57,15 +68,18 @@ def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
 
     Otherwise the operating system may kill the process without a message.
     """
-    shards = (
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(state)
+    what = "the training state (parameters and Adam moments)"
+    _check_room(shard_bytes(state), list(devices), what, "")
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of one device's shards of a pytree of arrays or `jax.ShapeDtypeStruct`."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
-    _check_room(sum(shards), devices, "the training state (parameters and Adam moments)", "")
 
 
-def _check_room(needed: int, devices: Iterable[Any], what: str, extra: str) -> None:
-    devices = list(devices)
+def _check_room(needed: int, devices: list[Any], what: str, extra: str) -> None:
     on_host = sum(device.platform == "cpu" for device in devices)
     if on_host * needed > host_memory():
         raise UserError(
@@ -73,7 +87,7 @@ def _check_room(needed: int, devices: Iterable[Any], what: str, extra: str) -> N
             f"machine has {_gib(host_memory())} in total; run the same command with --dry-run to "
             "see what reduces it"
         )
-    for device, left, limit in _telling(devices):
+    for device, left, limit in _memory_of(devices):
         if needed > left:
             raise UserError(
                 f"{what} needs {_gib(needed)} on each device{extra}, but {device} has only "
@@ -82,23 +96,7 @@ def _check_room(needed: int, devices: Iterable[Any], what: str, extra: str) -> N
             )
 
 
-def _check_piece(
-    needed: int, device: Any, left: int, what: str, take: Callable[[int, Any], None]
-) -> None:
-    try:
-        take(needed, device)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(
-            f"{what} needs {_gib(needed)} in one block on each device, but {device} has no free "
-            f"block of that size ({_gib(left)} free in total); another program may be using the "
-            "device, or XLA_PYTHON_CLIENT_PREALLOCATE=false has fragmented its memory (by default "
-            "JAX allocates one large block at startup)"
-        ) from error
-
-
-def _telling(devices: Iterable[Any]) -> Iterator[tuple[Any, int, int]]:
+def _memory_of(devices: list[Any]) -> Iterator[tuple[Any, int, int]]:
     """Yields devices that report their memory, with their free and total bytes."""
     for device in devices:
         stats = device.memory_stats() or {}

@@ -44,15 +44,14 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
 def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozenset[str]:
     """Returns the names that contain one of the patterns; without patterns, all names."""
     names = sorted(names)
-    for pattern in patterns:
-        if not any(pattern in name for name in names):
+    matches = {pattern: {name for name in names if pattern in name} for pattern in patterns}
+    for pattern, matching in matches.items():
+        if not matching:
             raise UserError(
                 f"optimizer.trainable: pattern {pattern!r} matches no parameter; "
                 f"the parameters are {', '.join(names)}"
             )
-    if not patterns:
-        return frozenset(names)
-    return frozenset(name for name in names if any(pattern in name for pattern in patterns))
+    return frozenset().union(*matches.values()) if patterns else frozenset(names)
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -64,7 +63,9 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
     def decay(updates: Any, parameters: Any) -> Parameters:
         return {
-            name: update if _is_vector(name) else update + config.weight_decay * parameters[name]
+            name: update
+            if name.endswith(("norm.weight", ".bias"))
+            else update + config.weight_decay * parameters[name]
             for name, update in updates.items()
         }
 
@@ -72,10 +73,6 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.stateless(decay) if config.weight_decay else optax.identity(),
     )
-
-
-def _is_vector(name: str) -> bool:
-    return name.endswith(("norm.weight", ".bias"))
 
 
 def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array]:

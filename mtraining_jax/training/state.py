@@ -1,6 +1,7 @@
 """The training state: all arrays of a checkpoint."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -87,34 +88,26 @@ class StateBuilder:
             {name: x for name, x in parameters.items() if name not in self.trainable},
         )
 
-    def shardings(self) -> TrainState:
-        """Returns a `TrainState` of `NamedSharding`."""
-        everywhere = NamedSharding(self._mesh, P())
-        trained, _ = self.split(self._shapes)
-        opt_state = jax.eval_shape(self.optimizer.init, trained)
-
-        def of_leaf(path: tuple[Any, ...], _: Any) -> NamedSharding:
-            name = getattr(path[-1], "key", "")  # the moments are dicts by name
-            return self._shardings.get(name, everywhere)
-
-        fields: dict[str, Any] = {
-            "step": everywhere,
-            "parameters": dict(self._shardings),
-            "opt_state": jax.tree_util.tree_map_with_path(of_leaf, opt_state),
-            "skipped": everywhere,
-            "skipped_in_row": everywhere,
-            "rng": everywhere,
-        }
-        return TrainState(**fields)
+    def count_parameters(self) -> tuple[int, int]:
+        """Returns the number of all parameters and of the trained ones."""
+        sizes = {name: math.prod(x.shape) for name, x in self._shapes.items()}
+        return sum(sizes.values()), sum(sizes[name] for name in self.trainable)
 
     def abstract(self) -> TrainState:
         """Returns a `TrainState` of `jax.ShapeDtypeStruct` with shardings."""
+        everywhere = NamedSharding(self._mesh, P())
+
+        def of_leaf(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
+            # Parameters and their moments are dicts by name; all else is replicated.
+            sharding = self._shardings.get(getattr(path[-1], "key", ""), everywhere)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         shapes = jax.eval_shape(self._around, self._shapes)
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            shapes,
-            self.shardings(),
-        )
+        return jax.tree_util.tree_map_with_path(of_leaf, shapes)
+
+    def shardings(self) -> TrainState:
+        """Returns a `TrainState` of `NamedSharding`."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract())
 
     def fresh(self) -> TrainState:
         """Builds the state before the first step; its values do not depend on the mesh.
@@ -123,18 +116,14 @@ class StateBuilder:
             UserError: if model.init_from cannot be read or does not match the model.
         """
         config = self._config
-        if config.model.init_from is None:
-            _, drawn = init_model(
-                self.spec, seed=config.run.seed, mesh=self._mesh, fsdp=config.parallel.fsdp
-            )
+        model, fsdp = config.model, config.parallel.fsdp
+        if model.init_from is None:
+            _, drawn = init_model(self.spec, seed=config.run.seed, mesh=self._mesh, fsdp=fsdp)
         else:
             shardings = self.unflatten(self._shardings)
-            drawn = load_hf(
-                config.model.init_from, self.spec, shardings, override=config.model.override
-            )
-        return jax.jit(self._around, out_shardings=self.shardings(), donate_argnums=0)(
-            self.flatten(drawn)
-        )
+            drawn = load_hf(model.init_from, self.spec, shardings, override=model.override)
+        around = jax.jit(self._around, out_shardings=self.shardings(), donate_argnums=0)
+        return around(self.flatten(drawn))
 
     def _around(self, parameters: Parameters) -> TrainState:
         zero = jnp.zeros((), jnp.int32)

@@ -18,7 +18,7 @@ from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.patterns import Dense, Pattern
-from mtraining_jax.reporting.record import Record, held_out_record
+from mtraining_jax.reporting.record import Record, validation_record
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.documents import attention_within
@@ -110,7 +110,7 @@ class Evaluator:
             # In fp64, so that the order of batches does not matter.
             loss, count = (np.sum(x, axis=0, dtype=np.float64) for x in zip(*batches, strict=True))
             sums[name] = loss, count
-        return held_out_record(sums, time.perf_counter() - begin)
+        return validation_record(sums, time.perf_counter() - begin)
 
     def close(self) -> None:
         """Stops prefetching."""

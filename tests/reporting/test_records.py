@@ -5,6 +5,7 @@ import pty
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import KEPT, History
 from mtraining_jax.reporting.progress import Display, step_line
-from mtraining_jax.reporting.record import Memory, step_record
+from mtraining_jax.reporting.record import step_record
 from mtraining_jax.reporting.summary import summary
 from mtraining_jax.reporting.writers import open_writers, tensorboard
 from mtraining_jax.utils.errors import UserError
@@ -27,7 +28,7 @@ def config(tmp_path):
     return config
 
 
-def record(config, step, loss=2.0, seconds=0.5, layers=(), **device):
+def record(config, step, loss=2.0, seconds=0.5, layers=(), devices=()):
     layers = {"density": np.array([0.25, 0.5]), "executed": np.array([0.5, 0.75]), **dict(layers)}
     metrics = {
         "step": step,
@@ -37,7 +38,7 @@ def record(config, step, loss=2.0, seconds=0.5, layers=(), **device):
         "skipped": 1,
         "layers": layers,
     }
-    return step_record(metrics, seconds, config, **device)
+    return step_record(metrics, seconds, config, devices or jax.devices())
 
 
 def test_a_record_in_numbers(config):
@@ -82,23 +83,18 @@ def test_flop_with_documents_count_pairs_within_documents(config):
 
 
 def test_a_gpu_has_a_peak_rate_and_memory(config):
-    memory = Memory.now(
-        [
-            types.SimpleNamespace(
-                memory_stats=lambda i=i: {
-                    "bytes_in_use": i << 30,
-                    "peak_bytes_in_use": (9 - i) << 30,
-                }
-            )
-            for i in (1, 3, 2)
-        ]
-    )
-    assert memory == Memory(in_use=3 << 30, peak=8 << 30)
-    found = record(config, 1, device_kind="NVIDIA H200", memory=memory)
+    devices = [
+        types.SimpleNamespace(
+            device_kind="NVIDIA H200",
+            memory_stats=lambda i=i: {"bytes_in_use": i << 30, "peak_bytes_in_use": (9 - i) << 30},
+        )
+        for i in (1, 3, 2)
+    ]
+    found = record(config, 1, devices=devices)
+    assert (found["memory_bytes_in_use"], found["memory_bytes_peak"]) == (3 << 30, 8 << 30)
     assert found["mfu"] == pytest.approx(found["flops_model"] / 0.5 / 4 / 989.4e12)
     found["mfu"] = 0.4321
     assert "MFU 43.2%  memory 3.0 GiB, peak 8.0" in step_line(found, 10)
-    assert Memory.now([types.SimpleNamespace(memory_stats=lambda: None)]) is None
 
 
 def test_all_output_of_a_replay_is_marked(config, capsys):
@@ -113,7 +109,7 @@ def test_all_output_of_a_replay_is_marked(config, capsys):
         in step_line(found, 10)
     )
     assert "(replayed density, not chosen)" in step_line(record(config, 1), 10)
-    lines = summary(config, History.of([found]), [])
+    lines = summary(config, History([found]), [])
     lines = [line for line in lines if "%" in line or "tokens/s" in line]
     assert len(lines) == 2
     assert all(line.endswith("; replayed density, not chosen") for line in lines)
@@ -129,11 +125,11 @@ def test_the_summary_excludes_warm_up_and_traced_steps(config):
     records = [record(config, i, seconds=s) for i, s in enumerate(times, 1)]
     for traced in records[5:]:
         traced["profiled"] = True
-    (speed,) = [line for line in summary(config, History.of(records), []) if "speed" in line]
+    (speed,) = [line for line in summary(config, History(records), []) if "speed" in line]
     assert "2.000 s/step (median of 3 steps after warm-up), 128 tokens/s" in speed
-    (speed,) = [line for line in summary(config, History.of(records[:1]), []) if "speed" in line]
+    (speed,) = [line for line in summary(config, History(records[:1]), []) if "speed" in line]
     assert "9.000 s/step (last step)" in speed
-    (speed,) = [line for line in summary(config, History.of(records[:3]), []) if "speed" in line]
+    (speed,) = [line for line in summary(config, History(records[:3]), []) if "speed" in line]
     assert "2.000 s/step (one step after warm-up)" in speed
 
 
@@ -148,11 +144,11 @@ def test_dense_steps_of_a_sparse_run_are_reported_separately(config):
     dense = records[2]
     assert dense["attention_flops_executed"] == dense["attention_flops_dense_equivalent"]
     assert "density 100.0% (dense step)" in step_line(dense, 6)
-    text = "\n".join(summary(config, History.of(records), []))
+    text = "\n".join(summary(config, History(records), []))
     assert "speed      2.000 s/step (median of 2 sparse steps after warm-up)" in text
     assert "dense      2 of the 6 steps: 8.000 s/step (median of 2)" in text
     assert "attention  37.5% of the causal pairs computed in the 4 sparse steps" in text
-    only = "\n".join(summary(config, History.of([dense]), []))
+    only = "\n".join(summary(config, History([dense]), []))
     assert "speed      8.000 s/step (last step)" in only and "dense      " not in only
     assert "attention  all of the causal pairs computed, in 1 dense step" in only
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
-from mtraining_jax.training.checkpoint import Checkpoints, newest_step
+from mtraining_jax.training.checkpoint import Checkpoints, newest_step, read_state
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed, tiny_config
 
@@ -29,7 +29,9 @@ def assert_equal(one, other):
 def test_fresh_state_does_not_depend_on_the_mesh(tmp_path):
     config = tiny_config(tmp_path)
     one = builder_of(config).fresh()
-    sharded = changed(config, parallel={"replicas": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True})
+    sharded = changed(
+        config, parallel={"replicas": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True}
+    )
     assert_equal(one, builder_of(sharded).fresh())
     other = builder_of(changed(config, run={"seed": 1})).fresh()
     name = "layers.mlp.up_proj.weight"
@@ -68,10 +70,7 @@ def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):
     assert newest_step(folder) == 3
     other = changed(config, parallel={"nodes": 4, "devices_per_node": 2, "fsdp": True})
     abstract = builder_of(other).abstract()
-    checkpoints = Checkpoints(folder, keep=2, async_save=True)
-    assert checkpoints.newest() == 3
-    restored, place = checkpoints.restore(3, abstract, other)
-    checkpoints.close()
+    restored, place = read_state(folder, 3, abstract, other)
     assert place == {"place": 3}
     assert_equal(restored, state)
     shardings = jax.tree.map(lambda x: x.sharding, restored)

@@ -100,7 +100,10 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
         "min_verticals": 128,
     }
     config = untied(
-        folder, data={"batch_size": 4}, sparsity=everything, audit={"interval": 1, "num_queries": 16}
+        folder,
+        data={"batch_size": 4},
+        sparsity=everything,
+        audit={"interval": 1, "num_queries": 16},
     )
     sparse, _ = Parts(config).train(3)
     np.testing.assert_array_equal(sparse[0]["layers"]["density"], [1, 1])

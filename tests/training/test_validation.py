@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mtraining_jax.reporting.record import held_out_record, held_out_text
+from mtraining_jax.reporting.record import validation_record, validation_text
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.loop import run
@@ -118,13 +118,13 @@ def test_too_little_validation_data_is_refused(held_out):
 
 def test_a_record_of_an_evaluation():
     sums = {"eval_loss": (np.array([2.0, 6.0, 0.0]), np.array([1, 2, 0]))}
-    found = held_out_record(sums, 1.5)
+    found = validation_record(sums, 1.5)
     assert found == {
         "eval_loss": 8 / 3,
         "eval_loss_by_position": [2.0, 3.0, None],
         "eval_seconds": 1.5,
     }
-    assert held_out_text(found) == "2.6667"
-    assert held_out_text({"eval_loss_dense": 1.0}) == "dense 1.0000"
-    assert held_out_text(found | {"eval_loss_dense": None}) == "2.6667, dense not finite"
-    assert held_out_text({"loss": 1.0}) is None
+    assert validation_text(found) == "2.6667"
+    assert validation_text({"eval_loss_dense": 1.0}) == "dense 1.0000"
+    assert validation_text(found | {"eval_loss_dense": None}) == "2.6667, dense not finite"
+    assert validation_text({"loss": 1.0}) is None

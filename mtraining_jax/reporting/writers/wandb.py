@@ -8,17 +8,9 @@ from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.errors import UserError
 
-# File with the W&B id of the run. A run that starts from scratch gets a new run folder and id.
-ID_NAME = "wandb_id.txt"
-
 
 class WandbWriter:
-    """Logs records to the project `mtraining-jax`; resumed runs continue their W&B run.
-
-    Args:
-        config: the run.
-        last_step: the step that the run resumes from, 0 if it starts from scratch.
-    """
+    """Logs records to the project `mtraining-jax`; resumed runs continue their W&B run."""
 
     def __init__(self, config: Config, last_step: int) -> None:
         try:
@@ -34,7 +26,7 @@ class WandbWriter:
             dir=str(config.run.folder),
             config=config_to_dict(config),
             resume="allow",
-            id=_run_id(config.run.folder / ID_NAME, resumed=last_step > 0),
+            id=_run_id(config.run.folder / "wandb_id.txt", resumed=last_step > 0),
         )
         self.where = f"Weights & Biases ({self._run.url or 'offline'})"
 

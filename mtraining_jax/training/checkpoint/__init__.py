@@ -1,6 +1,6 @@
 """Checkpoints of the full training state: saved in the background, restored on any mesh."""
 
+from mtraining_jax.training.checkpoint.reading import read_parameters, read_record, read_state
 from mtraining_jax.training.checkpoint.store import Checkpoints, newest_step
-from mtraining_jax.training.checkpoint.weights import read_parameters, read_record
 
-__all__ = ["Checkpoints", "newest_step", "read_parameters", "read_record"]
+__all__ = ["Checkpoints", "newest_step", "read_parameters", "read_record", "read_state"]

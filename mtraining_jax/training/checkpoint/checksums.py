@@ -12,15 +12,16 @@ def checksums(arrays: dict[str, Any]) -> dict[str, int]:
 
     They depend on elements and their positions, not on the sharding.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
-    numbers = jax.device_get(_all_checksums([leaf for _, leaf in leaves]))
-    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
-    return {name: int(number) for name, number in zip(names, numbers, strict=True)}
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_all_checksums(arrays)))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): int(number)
+        for path, number in leaves
+    }
 
 
 @jax.jit
-def _all_checksums(arrays: list[Array]) -> list[Array]:
-    return [_checksum(x) for x in arrays]
+def _all_checksums(arrays: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(_checksum, arrays)
 
 
 def _checksum(x: Array) -> Array:

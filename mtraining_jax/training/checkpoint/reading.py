@@ -1,72 +1,91 @@
-"""Messages for failed reads.
+"""Reads checkpoints: the full state onto any mesh, or only the parameters.
 
-A message says "damaged" only with evidence of damage, and no message asks to delete a file.
+The folder of the checkpoints is not changed, so its run may still be active. That is why nothing
+here uses `ocp.CheckpointManager`, which deletes what an active run is writing.
 """
 
-import json
-from collections.abc import Iterator
+import dataclasses
 from pathlib import Path
+from typing import Any
 
-from mtraining_jax.utils.errors import UserError
+import orbax.checkpoint as ocp
+from jax import Array
 
-# Evidence that a file has changed: names of TensorStore errors (the last one: data that cannot be
-# decompressed) and exceptions of parsers. Any other failure may come from the network, a disk or a
-# library, while the files are intact.
-_OF_THE_FILE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION")
-_PARSERS = (json.JSONDecodeError, UnicodeDecodeError)
-# From TensorStore, and from Orbax for a folder without one of its items.
-_NOT_THERE = ("NOT_FOUND", "was not found in the checkpoint")
-_NO_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Cannot allocate memory")
-# Move, not delete: a backup, a repaired disk or another reader may still make use of it.
-_WAY_OUT = (
-    "move it out of this folder to resume from the previous checkpoint, or start from scratch with "
-    "checkpoint.resume=false"
-)
+from mtraining_jax.config import Config
+from mtraining_jax.training.checkpoint.checksums import checksums
+from mtraining_jax.training.checkpoint.errors import damaged, unreadable
+from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
+from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
+from mtraining_jax.training.state import TrainState
 
 
-def unreadable(path: Path, error: Exception) -> UserError:
-    """Builds the message for a checkpoint that could not be read."""
-    causes = list(causes_of(error))
-    for cause in causes:
-        if isinstance(cause, MemoryError) or any(name in str(cause) for name in _NO_MEMORY):
-            return UserError(
-                f"not enough memory to read the checkpoint {path} ({first_line(cause)})"
-            )
-    # Exceptions that Orbax wraps around the first cause name its own objects, not the file.
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    for cause in causes:
-        if isinstance(cause, _PARSERS) or any(name in str(cause) for name in _OF_THE_FILE):
-            return damaged(path, first_line(root))
-    missing = (FileNotFoundError, NotADirectoryError)
-    if any(isinstance(x, missing) or any(y in str(x) for y in _NOT_THERE) for x in causes):
-        return UserError(
-            f"a file is missing from the checkpoint {path} ({first_line(root)}): it is damaged, or "
-            f"its file system is only partly available; {_WAY_OUT}"
-        )
-    return UserError(
-        f"the checkpoint {path} could not be read ({first_line(root)}); its files may be intact, "
-        "so run the same command again to retry"
-    )
+def read_record(folder: Path, step: int) -> dict[str, Any]:
+    """Reads the record of a checkpoint: `config`, `loader`, `shapes` and `checksums`.
+
+    Raises:
+        UserError: if the checkpoint is unreadable or damaged.
+    """
+    record = _read(folder, step, record=ocp.args.JsonRestore()).record
+    parts = {"config", "loader", "shapes", "checksums"}
+    if not isinstance(record, dict) or not parts <= record.keys():
+        raise damaged(folder / str(step), "its record is incomplete")
+    return record
 
 
-def damaged(path: Path, reason: str) -> UserError:
-    """Builds the message for a checkpoint with files that have changed."""
-    return UserError(f"the checkpoint {path} is damaged ({reason}); {_WAY_OUT}")
+def read_state(
+    folder: Path, step: int, abstract: TrainState, config: Config
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads the state and the position of the data loader.
+
+    Args:
+        folder: folder of the checkpoints.
+        step: step of the checkpoint.
+        abstract: shapes and shardings to restore; the mesh may differ from that of the save.
+        config: configuration of this run.
+
+    Raises:
+        UserError: if the checkpoint is unreadable or damaged, or has another model or other
+            trained parameters.
+    """
+    record = read_record(folder, step)
+    check_same_model(folder / str(step), record["config"], config)
+    check_shapes(folder / str(step), record["shapes"], abstract.parameters)
+    wanted = {field.name: getattr(abstract, field.name) for field in dataclasses.fields(abstract)}
+    arrays = _read_arrays(folder, step, ocp.args.StandardRestore(wanted), record)
+    return TrainState(**arrays), record["loader"]
 
 
-def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields the exception, its causes and its contexts."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
+def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[str, Array]:
+    """Reads the fp32 parameters of a checkpoint by name, without optimizer state.
+
+    Args:
+        folder, step: as in `read_state`.
+        abstract: `jax.ShapeDtypeStruct` with target shardings, by name.
+
+    Raises:
+        UserError: if the checkpoint is unreadable or damaged, or has other parameters.
+    """
+    record = read_record(folder, step)
+    check_shapes(folder / str(step), record["shapes"], abstract)
+    wanted = {"parameters": abstract}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    restore = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    return _read_arrays(folder, step, restore, record)["parameters"]
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the truncated first line of an error's message, or its type name."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+def _read_arrays(folder: Path, step: int, restore: Any, record: dict[str, Any]) -> dict[str, Any]:
+    arrays = _read(folder, step, arrays=restore).arrays
+    for name, number in checksums(arrays).items():
+        if record["checksums"].get(name) != number:
+            raise damaged(folder / str(step), f"the checksum of {name} does not match")
+    return arrays
+
+
+def _read(folder: Path, step: int, **items: Any) -> Any:
+    path = folder / str(step)
+    print_errors_once()
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            return reader.restore(path.absolute(), args=ocp.args.Composite(**items))
+    except Exception as error:  # Orbax raises many types, for parsing and I/O
+        raise unreadable(path, error) from error

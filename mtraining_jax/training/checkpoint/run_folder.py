@@ -35,10 +35,7 @@ def check_writable(config: Config) -> None:
 
 
 def resume_step(config: Config) -> int | None:
-    """Returns the step of the checkpoint to resume from; None to start from scratch.
-
-    It may be `run.steps` or later; then the run is already complete.
-    """
+    """Returns the step of the checkpoint to resume from; None to start from scratch."""
     if config.checkpoint.resume is False:
         return None
     step = newest_step(checkpoint_folder(config))

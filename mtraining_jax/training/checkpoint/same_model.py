@@ -1,11 +1,11 @@
 """Checks that a checkpoint matches the model of a run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.config.fields import all_fields, toml_value
-from mtraining_jax.training.state import TrainState
 from mtraining_jax.utils.errors import UserError
 
 # Fields of the model that may change without changing its parameters.
@@ -15,27 +15,15 @@ _FREE_MODEL_FIELDS = (
 )  # fmt: skip
 
 
-def check_same_model(
-    path: Path,
-    saved: dict[str, Any],
-    shapes: dict[str, list[int]],
-    abstract: TrainState,
-    config: Config,
-) -> None:
+def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
     """Stops a run that would resume from the checkpoint of another model.
 
-    Args:
-        path: path of the checkpoint.
-        saved: its configuration. It lacks fields that were added later; they had their defaults.
-        shapes: shapes of its parameters by name.
-        abstract: shapes of the run's state.
-        config: the run's configuration.
+    `saved` is the configuration in the checkpoint at `path`. It lacks fields that were added later;
+    they had their defaults.
     """
     current = config_to_dict(config)
-    for section, field in [
-        *(("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS),
-        ("optimizer", "trainable"),
-    ]:
+    fields = [("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS]
+    for section, field in [*fields, ("optimizer", "trainable")]:
         was = _with_defaults(f"{section}.{field}", saved.get(section, {}))
         now = current[section][field]
         if was != now:
@@ -46,12 +34,16 @@ def check_same_model(
                 f"has {now}; set it to {was}, or start from scratch with another run.name or with "
                 "checkpoint.resume=false"
             )
-    needed = {name: list(x.shape) for name, x in abstract.parameters.items()}
-    for name in sorted(needed.keys() | shapes.keys()):
-        if needed.get(name) != shapes.get(name):
+
+
+def check_shapes(path: Path, saved: Mapping[str, list[int]], needed: Mapping[str, Any]) -> None:
+    """Compares the shapes of a checkpoint's parameters with those that are needed."""
+    shapes = {name: list(x.shape) for name, x in needed.items()}
+    for name in sorted(shapes.keys() | saved.keys()):
+        if shapes.get(name) != saved.get(name):
             raise UserError(
                 f"{path} is a checkpoint of another model: its parameter {name} has shape "
-                f"{shapes.get(name)}, but this run needs {needed.get(name)}"
+                f"{saved.get(name)}, but {shapes.get(name)} is needed"
             )
 
 

@@ -14,10 +14,10 @@ from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.reporting.record import Memory, Record, step_record
+from mtraining_jax.reporting.record import Record, step_record
 from mtraining_jax.reporting.writers import Writer
 from mtraining_jax.training.loop.watchdog import HangWatchdog
-from mtraining_jax.training.tuning.group_work import GroupWork
+from mtraining_jax.training.tuning.replica_load import ReplicaLoad
 from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.utils.errors import UserError
 
@@ -26,7 +26,7 @@ class FinishedSteps:
     """Waits for each step in a separate thread, and reports it as soon as it is finished.
 
     Dispatching a step may block until the devices have almost finished it, so the training loop
-    itself would report the previous step too late. `groups` is None if replicas have equal work.
+    itself would report the previous step too late. `load` is None if replicas have equal work.
     """
 
     def __init__(
@@ -37,11 +37,10 @@ class FinishedSteps:
         display: Display,
         alarms: Alarms,
         watchdog: HangWatchdog,
-        groups: GroupWork | None = None,
-        tuner: Tuner | None = None,
+        load: ReplicaLoad | None,
+        tuner: Tuner | None,
     ) -> None:
-        self._config, self._devices, self._groups = config, devices, groups
-        self._tuner = tuner
+        self._config, self._devices, self._load, self._tuner = config, devices, load, tuner
         self._writers, self._display = writers, display
         self._alarms, self._watchdog = alarms, watchdog
         self._thread = ThreadPoolExecutor(1, "finished steps")
@@ -62,7 +61,7 @@ class FinishedSteps:
         metrics: dict[str, Any],
         compared: Mapping[str, np.ndarray] | None,
         profiled: bool,
-        evaluate: Callable[[Callable[[], None]], Record] | None = None,
+        evaluate: Callable[[Callable[[], None]], Record] | None,
     ) -> None:
         """Adds a dispatched step; returns when the previous one is reported.
 
@@ -101,8 +100,8 @@ class FinishedSteps:
     def close(self) -> None:
         """Waits for the devices; a step that is still running is not reported."""
         self._closed = True
-        self._thread.shutdown(wait=True)
-        self._pictures.shutdown(wait=True)
+        self._thread.shutdown()
+        self._pictures.shutdown()
 
     def _report(
         self,
@@ -116,25 +115,19 @@ class FinishedSteps:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(metrics)
-        of_groups = {} if self._groups is None else self._groups.finish(metrics)
+        of_replicas = {} if self._load is None else self._load.finish(metrics)
         if self._tuner is not None:
-            of_groups |= self._tuner.finish(metrics)
-        record = step_record(
-            metrics,
-            seconds,
-            self._config,
-            device_kind=self._devices[0].device_kind,
-            memory=Memory.now(self._devices),
-        )
-        record |= of_groups
+            of_replicas |= self._tuner.finish(metrics)
+        record = step_record(metrics, seconds, self._config, self._devices) | of_replicas
         if profiled:
             record["profiled"] = True  # tracing slows the step down
         audited = "audit" in metrics or compared is not None
         if audited:
             record |= audit_record(metrics.get("audit", {}), compared or {})
             record["alarms"] = self._alarms.of(record)
+        step, run = record["step"], self._config.run
         if evaluate is not None and not self._closed:
-            with self._watchdog.watch(f"the evaluation after step {record['step']}") as restart:
+            with self._watchdog.watch(f"the evaluation after step {step}") as restart:
                 record |= evaluate(restart)
         if self._closed:
             return record
@@ -144,13 +137,10 @@ class FinishedSteps:
             except OSError as error:
                 self._closed = True
                 raise UserError(
-                    f"{writer.where} is not writable ({error.strerror or error}) at step "
-                    f"{record['step']}; run the same command again to resume from the newest "
-                    "checkpoint"
+                    f"{writer.where} is not writable ({error.strerror or error}) at step {step}; "
+                    "run the same command again to resume from the newest checkpoint"
                 ) from error
-        step, run = record["step"], self._config.run
-        measured = evaluate is not None or audited
-        line = measured or step % run.log_interval == 0 or step in (1, run.steps)
+        line = bool(evaluate) or audited or step % run.log_interval == 0 or step in (1, run.steps)
         self._display.step(record, line)
         if "masks" in metrics and self._writers:
             self._wait_for_picture()
@@ -166,9 +156,9 @@ class FinishedSteps:
         for layer, head in chosen:
             index = jax.tree.map(lambda x, layer=layer: x[layer], masks)
             recall = record["recall_per_head"][layer][head]
-            title = f"layer {layer}, head {head}" + (
-                "" if recall is None else f"\nstep {record['step']}, recall {recall:.1%}"
-            )
+            title = f"layer {layer}, head {head}"
+            if recall is not None:
+                title += f"\nstep {record['step']}, recall {recall:.1%}"
             panels.append(Panel(index, 0, heads.index(head), title))
         try:
             path.parent.mkdir(exist_ok=True)
@@ -184,10 +174,9 @@ class FinishedSteps:
         if in_row <= allowed:
             return
         self._closed = True
-        what = "gradient norm" if record["loss"] is not None else "loss"
-        value = metrics["grad_norm"] if record["loss"] is not None else metrics["loss"]
+        name, what = ("loss",) * 2 if record["loss"] is None else ("grad_norm", "gradient norm")
         raise UserError(
-            f"the {what} is {float(value)} at step {record['step']}: {in_row} consecutive steps "
-            f"were not finite, more than optimizer.max_skipped_steps = {allowed}; try a lower "
-            "optimizer.lr, a longer optimizer.warmup_steps or other data"
+            f"the {what} is {float(metrics[name])} at step {record['step']}: {in_row} consecutive "
+            f"steps were not finite, more than optimizer.max_skipped_steps = {allowed}; try a "
+            "lower optimizer.lr, a longer optimizer.warmup_steps or other data"
         )

@@ -19,6 +19,13 @@ from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
+_DESCRIPTIONS = {
+    "train_step": "a training step",
+    "audited_step": "a training step with an audit",
+    "dense_step": "a training step with dense attention",
+    "compare_gradients": "the comparison of sparse and dense gradients",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
@@ -31,23 +38,23 @@ class Programs:
         compare_gradients: from `make_gradient_comparison`.
     """
 
-    train_step: Callable[..., Any] | None
-    audited_step: Callable[..., Any] | None
-    dense_step: Callable[..., Any] | None
-    compare_gradients: Callable[..., Any] | None
+    train_step: Callable[..., Any] | None = None
+    audited_step: Callable[..., Any] | None = None
+    dense_step: Callable[..., Any] | None = None
+    compare_gradients: Callable[..., Any] | None = None
 
 
 def make_programs(
     config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout, pattern: Pattern, done: int
 ) -> Programs:
     """Builds the programs that the steps after `done` need, jitted but not compiled."""
-    dense = config.dense_steps.count(done)
+    num_dense = config.dense_steps.count(done)
     dense_step = None
-    if dense:
+    if num_dense:
         attention = build_attention(config, mesh, layout, Dense(pattern.block_size))
         dense_step = make_train_step(config, builder, attention, mesh)
-    if dense == config.run.steps - done:  # only sparse steps are audited
-        return Programs(None, None, dense_step, None)
+    if num_dense == config.run.steps - done:  # only sparse steps are audited
+        return Programs(dense_step=dense_step)
     inputs = layer_inputs(pattern)
     attention = build_attention(config, mesh, layout, pattern)
     audit = make_step_audit(config, mesh, layout, pattern)
@@ -72,19 +79,14 @@ def compile_programs(
     Raises:
         UserError: if a program needs more memory than a device has.
     """
-    compiled = []
-    for function, what in (
-        (programs.train_step, "a training step"),
-        (programs.audited_step, "a training step with an audit"),
-        (programs.dense_step, "a training step with dense attention"),
-        (programs.compare_gradients, "the comparison of sparse and dense gradients"),
-    ):
+    compiled = {}
+    for name, what in _DESCRIPTIONS.items():
+        function = getattr(programs, name)
         if function is None:
-            compiled.append(None)
             continue
         display.say(f"compiling {what.replace('a training', 'the training')} ...")
         begin = time.perf_counter()
-        compiled.append(function.lower(*arguments).compile())
+        compiled[name] = function.lower(*arguments).compile()
         display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-        check_memory(compiled[-1], devices, what)
-    return Programs(*compiled)
+        check_memory(compiled[name], devices, what)
+    return Programs(**compiled)

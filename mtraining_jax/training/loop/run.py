@@ -79,12 +79,13 @@ def _run(
         return []
     use_compile_cache(config)
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
-    with Trainer(config, resume_from, display, signals) as trainer:
+    with contextlib.ExitStack() as parts:
+        trainer = Trainer(config, resume_from, display, signals, parts)
         try:
             history = trainer.train()
             trainer.export()
         except KeyboardInterrupt as error:
-            raise UserError(trainer.interrupted()) from error
+            raise UserError(trainer.with_way_to_resume("interrupted")) from error
     display.say(*summary(config, history, trainer.wrote()))
     if not history.finite:
         raise UserError(

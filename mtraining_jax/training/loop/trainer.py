@@ -2,12 +2,9 @@
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import jax
 import numpy as np
@@ -15,25 +12,25 @@ from jax.experimental import multihost_utils
 
 from mtraining_jax.attention.picture import check_pictures
 from mtraining_jax.config import Config
-from mtraining_jax.data.advice import slow_start
+from mtraining_jax.data.tokenizing import pretokenize_hint
 from mtraining_jax.reporting.alarms import Alarms
-from mtraining_jax.reporting.banner import ParameterCount, banner
+from mtraining_jax.reporting.banner import banner
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
+from mtraining_jax.training.checkpoint import Checkpoints, read_state, run_folder
 from mtraining_jax.training.checkpoint.export import export_state
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop.finished_steps import FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
-from mtraining_jax.training.loop.saving import Saving
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.processes import distributed
 from mtraining_jax.training.processes.agreement import check_same_data
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.tuning.group_work import GroupWork
+from mtraining_jax.training.tuning.replica_load import ReplicaLoad, replicas_differ
 from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.signals import EXIT_STUCK, Stopped, StopSignals, exit_immediately
@@ -45,8 +42,12 @@ _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
 class Trainer:
     """One run, from its first step or from a checkpoint to its last step.
 
-    Use it in a `with` block, which ends when everything is written. `signals` are the stop signals
-    of the command; None for a call from Python.
+    Args:
+        config: the run.
+        resume_from: step of the checkpoint to resume from; None starts from scratch.
+        display: console of the run.
+        signals: stop signals of the command; None for a call from Python.
+        opened: closes what the run opens, when everything is written.
 
     Raises:
         UserError: if devices, data, model or checkpoint do not match the configuration.
@@ -57,34 +58,28 @@ class Trainer:
         config: Config,
         resume_from: int | None,
         display: Display,
-        signals: StopSignals | None = None,
+        signals: StopSignals | None,
+        opened: contextlib.ExitStack,
     ) -> None:
         self._config, self._display, self._signals = config, display, signals
         self._start = self._step = resume_from or 0
         self._newest_checkpoint: Callable[[], int | None] = lambda: resume_from
         self._exported: Path | None = None
-        # If a step below fails, what is already open is closed in reverse order.
-        with contextlib.ExitStack() as opened:
-            self._open_parts(resume_from, opened)
-            self._opened = opened.pop_all()
-
-    def _open_parts(self, resume_from: int | None, opened: contextlib.ExitStack) -> None:
-        config, display = self._config, self._display
         if config.audit.masks:
             check_pictures("audit.masks")
-        mesh, layout = build_mesh(config), build_layout(config)
-        pattern = build_pattern(config)
+        mesh, layout, pattern = build_mesh(config), build_layout(config), build_pattern(config)
         # Ends the process only for the command; the caller of `train` may need it. It is closed
         # last, when nothing waits for devices or for other processes.
         self._watchdog = HangWatchdog(
-            config.run.step_timeout_seconds, display.say, self._leave if self._signals else None
+            config.run.step_timeout_seconds, display.say, self._leave if signals else None
         )
         opened.callback(self._watchdog.close)
-        if (advice := slow_start(config.data)) is not None:
+        if (advice := pretokenize_hint(config.data)) is not None:
             display.say(advice)
         self._batches = DeviceBatches(config, mesh, layout)
         opened.callback(self._batches.close)
-        check_same_data(self._batches.loader.identity, "data")
+        loader = self._batches.loader
+        check_same_data(loader.identity, "data")
         self._builder = builder = StateBuilder(config, mesh)
         self._programs = make_programs(config, builder, mesh, layout, pattern, self._step)
         self._devices = mesh.local_devices
@@ -96,26 +91,24 @@ class Trainer:
             config.profile, config.run.folder / "profile", distributed.is_first()
         )
         opened.callback(self._profile.end)
-        data = self._batches.loader.description
         validation = self._evaluator and self._evaluator.description
-        display.say(*banner(config, _count_parameters(builder), mesh, data, validation))
-        self._saving = Saving(config)
-        self._newest_checkpoint = self._saving.newest
+        display.say(
+            *banner(config, builder.count_parameters(), mesh, loader.description, validation)
+        )
+        folder, keep = run_folder.checkpoint_folder(config), config.checkpoint.keep
+        self._checkpoints = Checkpoints(folder, keep=keep, async_save=config.checkpoint.async_save)
+        self._newest_checkpoint = self._checkpoints.newest
         opened.callback(self._close_checkpoints)
-        self._groups = GroupWork.of(config, self._batches.loader)
-        self._tuner = Tuner.of(config, self._batches.loader, mesh, self._groups)
+        self._load = ReplicaLoad(config, loader) if replicas_differ(config) else None
+        self._tuner = None
+        if config.sparsity.tune != "none":
+            self._tuner = Tuner(config, loader, mesh, self._load)
         self._alarms = Alarms(config)
         check_state_memory(builder.abstract(), self._devices)
         if resume_from is None:
             self._state = builder.fresh()
         else:
-            with self._watchdog.watch(f"reading the checkpoint of step {resume_from}"):
-                self._state, place = self._saving.restore(resume_from, builder.abstract())
-            self._batches.go_to(place)
-            if self._tuner is not None:
-                self._tuner.go_to(resume_from, place.get(_TUNING))
-            self._alarms.go_to(place.get(_ALARMS))
-            display.say(f"resuming from the checkpoint of step {resume_from}")
+            self._restore(folder, resume_from)
         start = config.profile.start
         if start is not None and start <= self._step:
             display.say(
@@ -132,22 +125,19 @@ class Trainer:
             display,
             self._alarms,
             self._watchdog,
-            self._groups,
+            self._load,
             self._tuner,
         )
         opened.callback(self._finished.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Finishes all pending writes."""
-        self._opened.__exit__(kind, error, trace)
+    def _restore(self, folder: Path, step: int) -> None:
+        with self._watchdog.watch(f"reading the checkpoint of step {step}"):
+            self._state, place = read_state(folder, step, self._builder.abstract(), self._config)
+        self._batches.go_to(place)
+        if self._tuner is not None:
+            self._tuner.go_to(step, place.get(_TUNING))
+        self._alarms.go_to(place.get(_ALARMS))
+        self._display.say(f"resuming from the checkpoint of step {step}")
 
     def train(self) -> History:
         """Takes all remaining steps, saves the last state, and returns the history of these steps.
@@ -156,7 +146,7 @@ class Trainer:
             UserError: if too many consecutive steps are not finite.
             Stopped: after a stop signal; the state is saved.
         """
-        total = self._config.run.steps
+        config, total = self._config, self._config.run.steps
         batch = self._next_batch()
         programs = compile_programs(
             self._programs, (self._state, batch), self._devices, self._display
@@ -168,28 +158,27 @@ class Trainer:
         self._finished.restart_clock()
         if self._signals is not None:
             self._signals.stop_after_a_step()
+        saves = bool(config.checkpoint.interval) or config.checkpoint.last_step
         while True:
             self._step += 1
             self._take_step(programs, batch)
             stopping = self._asked_to_stop() and self._step < total
-            if self._saving.is_due(self._step) or (stopping and self._saving.ever):
+            if self._save_is_due() or (stopping and saves):
                 self._save()
-            if self._step == total:
+            if self._step == total or stopping:
                 break
-            if stopping:
-                self._finished.wait()
-                self._display.stop()
-                raise Stopped(self._with_way_to_resume("stop signal received"))
             batch = self._next_batch()
         history = self._finished.wait()
         self._display.stop()
+        if stopping:
+            raise Stopped(self.with_way_to_resume("stop signal received"))
         return history
 
     def _next_batch(self) -> dict[str, jax.Array]:
         with self._watchdog.watch(f"reading the batch of step {self._step + 1}"):
             batch = next(self._batches)
-        if self._groups is not None:
-            self._groups.begin()
+        if self._load is not None:
+            self._load.begin()
         return batch if self._tuner is None else self._tuner.add_to(batch)
 
     def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
@@ -213,21 +202,28 @@ class Trainer:
                 train_step = programs.audited_step
         assert train_step is not None  # `make_programs` builds what the remaining steps need
         self._watchdog.begin(self._step)
-        with self._profile.step(self._step):
+        with jax.profiler.StepTraceAnnotation("train_step", step_num=self._step):
             self._state, metrics = train_step(self._state, batch)
+        evaluate = None
         if self._evaluator is not None and self._evaluator.is_due(self._step):
             evaluate = functools.partial(self._evaluator.measure, self._state)
-            self._finished.add(metrics, compared, self._profile.open, evaluate)
+        self._finished.add(metrics, compared, self._profile.open, evaluate)
+        ends = self._profile.ends(self._step)
+        if evaluate or ends:
             self._finished.wait()  # the next step donates the state
+            if ends:
+                self._profile.end()
+                steps = f"{self._config.profile.start} to {self._step}"
+                folder = _short(self._profile.folder)
+                self._display.say(f"trace of steps {steps} written to {folder}")
             self._finished.restart_clock()
-        else:
-            self._finished.add(metrics, compared, self._profile.open)
-        if self._profile.ends(self._step):
-            self._finished.wait()
-            self._profile.end()
-            steps = f"{self._config.profile.start} to {self._step}"
-            self._display.say(f"trace of steps {steps} written to {_short(self._profile.folder)}")
-            self._finished.restart_clock()
+
+    def _save_is_due(self) -> bool:
+        """Whether the state after this step is saved."""
+        checkpoint = self._config.checkpoint
+        if self._step == self._config.run.steps and checkpoint.last_step:
+            return True
+        return bool(checkpoint.interval) and self._step % checkpoint.interval == 0
 
     def _save(self) -> None:
         # Saving waits for the devices anyway; keep it out of the step time.
@@ -236,12 +232,12 @@ class Trainer:
         if self._tuner is not None:
             place[_TUNING] = self._tuner.state()
         with self._watchdog.watch(f"saving the checkpoint of step {self._step}"):
-            self._saving.save(self._step, self._state, place)
+            self._checkpoints.save(self._step, self._state, place, self._config)
         self._finished.restart_clock()
 
     def _close_checkpoints(self) -> None:
         with self._watchdog.watch("writing the last checkpoint"):
-            self._saving.close()
+            self._checkpoints.close()
 
     def export(self) -> None:
         """Exports the state for Hugging Face transformers, if the configuration asks for it."""
@@ -250,12 +246,12 @@ class Trainer:
 
     def wrote(self) -> list[str]:
         """Lists the files and folders that this process has written."""
-        saved = self._saving.path(self._step) if self._saving.is_due(self._step) else None
-        return [
-            *(writer.where for writer in self._writers),
-            *([] if saved is None else [_short(saved)]),
-            *([] if self._exported is None else [str(self._exported)]),
-        ]
+        written = [writer.where for writer in self._writers]
+        if self._save_is_due():
+            written.append(_short(self._checkpoints.folder / str(self._step)))
+        if self._exported is not None:
+            written.append(str(self._exported))
+        return written
 
     def _asked_to_stop(self) -> bool:
         """Whether to stop after this step; the same answer on all processes."""
@@ -265,11 +261,8 @@ class Trainer:
             return multihost_utils.reached_preemption_sync_point(self._step - self._start)
         return self._signals is not None and self._signals.requested
 
-    def interrupted(self) -> str:
-        """Returns the message after the user interrupts the run."""
-        return self._with_way_to_resume("interrupted")
-
-    def _with_way_to_resume(self, what: str) -> str:
+    def with_way_to_resume(self, what: str) -> str:
+        """Returns a message that the run ends, with its step and how to resume."""
         return f"{what} at step {self._step}; {self._way_to_resume()}"
 
     def _leave(self, sentence: str) -> None:
@@ -277,22 +270,15 @@ class Trainer:
 
     def _way_to_resume(self) -> str:
         newest = self._newest_checkpoint()
-        return (
-            "no checkpoint was saved yet (checkpoint.interval), so the same command will start "
-            "from scratch"
-            if newest is None
-            else f"run the same command again to resume from the checkpoint of step {newest}"
-        )
-
-
-def _count_parameters(builder: StateBuilder) -> ParameterCount:
-    sizes = {name: math.prod(x.shape) for name, x in builder.abstract().parameters.items()}
-    return ParameterCount(sum(sizes.values()), sum(sizes[name] for name in builder.trainable))
+        if newest is None:
+            return (
+                "no checkpoint was saved yet (checkpoint.interval), so the same command will start "
+                "from scratch"
+            )
+        return f"run the same command again to resume from the checkpoint of step {newest}"
 
 
 def _short(path: Path) -> str:
     """Returns a path relative to the current folder, if it lies there."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    cwd = Path.cwd()
+    return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)

@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterator
 
 from mtraining_jax.utils.errors import UserError
 
-# Warn about a step after this many times the longest earlier step, but at least these seconds.
-_TIMES, _SECONDS = 10.0, 60.0
-# Seconds for the first step, which loads kernels and connects devices, and for other work.
-_FIRST = 300.0
 _TICK = 10.0  # longest sleep of the thread, seconds
 
 
 def _slow(longest: float | None) -> float:
-    return _FIRST if longest is None else max(_SECONDS, _TIMES * longest)
+    """Seconds before a warning; the first step also loads kernels and connects devices."""
+    return 300.0 if longest is None else max(60.0, 10.0 * longest)
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,11 +83,8 @@ class HangWatchdog:
     def watch(self, name: str) -> Iterator[Callable[[], None]]:
         """Watches the block like a step; blocks may overlap with steps and each other.
 
-        Args:
-            name: what the block does, for messages: "the evaluation after step 4".
-
-        Yields:
-            A function that restarts the time of the block, after a part of its work.
+        `name` says what it does: "the evaluation after step 4". Yields a function that restarts the
+        time of the block, after a part of its work.
         """
         task = _Task(name, self._clock())
 
@@ -154,8 +148,7 @@ class HangWatchdog:
             "(run.step_timeout_seconds)"
         )
 
-    def _abort(self, task: _Task, taken: float) -> None:
-        del taken
+    def _abort(self, task: _Task, _: float) -> None:
         (self._leave or self._report)(
             f"{task.name} did not end within {self._limit:.0f} s (run.step_timeout_seconds); most "
             "likely a device or process failed and the others wait for it; see the output above "

@@ -17,10 +17,10 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint._src import asyncio_utils
 
 from mtraining_jax.config import config_from_dict, config_to_dict
-from mtraining_jax.training.checkpoint import Checkpoints, newest_step
+from mtraining_jax.training.checkpoint import Checkpoints, newest_step, read_state
+from mtraining_jax.training.checkpoint.errors import unreadable
 from mtraining_jax.training.checkpoint.orbax_errors import WaitingEventLoop, print_errors_once
-from mtraining_jax.training.checkpoint.reading import unreadable
-from mtraining_jax.training.checkpoint.same_model import check_same_model
+from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.state import TrainState
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import changed
@@ -60,10 +60,8 @@ def test_damage_is_one_message_with_the_first_cause(config, tmp_path, monkeypatc
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     make_loop, hook = asyncio.new_event_loop, sys.unraisablehook
-    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
     with pytest.raises(UserError) as error:
-        checkpoints.restore(1, state_of(20, abstract), config)
-    checkpoints.close()
+        read_state(tmp_path, 1, state_of(20, abstract), config)
     assert str(error.value).startswith(f"the checkpoint {tmp_path / '1'} is damaged (OUT_OF_RANGE")
     assert "\n" not in str(error.value) and "bound method" not in str(error.value)
     assert asyncio.new_event_loop is make_loop and sys.unraisablehook is hook
@@ -176,15 +174,21 @@ def test_other_users_of_the_same_libraries_are_not_affected(caplog):
 
 
 def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):
-    saved, state = config_to_dict(config), state_of(1)
-    shapes = {"p0": [64, 64]}
+    saved = config_to_dict(config)
     del saved["model"]["rms_norm_eps"], saved["model"]["rope_scaling"], saved["optimizer"]
-    check_same_model(Path("runs/7"), saved, shapes, state, config)
+    check_same_model(Path("runs/7"), saved, config)
     other = changed(config, model={"rms_norm_eps": 1e-5})
     with pytest.raises(UserError, match=r"has model\.rms_norm_eps = 1e-06, but this run has 1e-05"):
-        check_same_model(Path("runs/7"), saved, shapes, state, other)
+        check_same_model(Path("runs/7"), saved, other)
 
     scaled = config_to_dict(config)
     scaled["model"]["rope_scaling"] = {"factor": 4.0}
     stretched = config_from_dict(scaled, "a test")
-    check_same_model(Path("runs/7"), scaled, shapes, state, stretched)
+    check_same_model(Path("runs/7"), scaled, stretched)
+
+
+def test_other_shapes_are_refused():
+    parameters = state_of(1).parameters
+    check_shapes(Path("runs/7"), {"p0": [64, 64]}, parameters)
+    with pytest.raises(UserError, match=r"its parameter p1 has shape \[8\], but None is needed"):
+        check_shapes(Path("runs/7"), {"p0": [64, 64], "p1": [8]}, parameters)

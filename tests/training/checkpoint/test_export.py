@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.training.build import build_mesh
-from mtraining_jax.training.checkpoint import Checkpoints
+from mtraining_jax.training.checkpoint import read_state
 from mtraining_jax.training.checkpoint.export import _eos, _tokenizer_files
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.loop import run
@@ -24,11 +24,7 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 def saved_parameters(config, step):
     """The fp32 parameters in a checkpoint of the run."""
     builder = StateBuilder(config, build_mesh(config))
-    checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
-    try:
-        state, _ = checkpoints.restore(step, builder.abstract(), config)
-    finally:
-        checkpoints.close()
+    state, _ = read_state(checkpoint_folder(config), step, builder.abstract(), config)
     return state.parameters
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mtraining_jax.cost_model.density import BEYOND, EXPONENT, reach
+from mtraining_jax.cost_model.density import EXPONENT, reach
 from mtraining_jax.data.densities import length_classes
 from mtraining_jax.utils.errors import UserError
 
@@ -24,53 +24,40 @@ _START_VARIANCE = 0.05
 _KEEP_LEVEL, _KEEP_SLOPE = 0.8, 0.98
 
 
-def share_at(base: float, further: np.ndarray) -> np.ndarray:
-    """Returns the fractions at distance `further` in `reach` from a base; 0 returns the base."""
-    return base + (BEYOND - base) * -np.expm1(-further)
-
-
-class GroupDocuments:
+class ReplicaDocuments:
     """The documents of one data-parallel replica in a step.
 
     Documents with fewer tokens than `min_sparse_tokens`, including padding, use dense attention.
 
     Attributes:
         lengths: int64 [d], real tokens.
-        whole: bool [d], documents with dense attention.
-        of_class: int64 [d], length class.
+        sparse_weight: weight of sparse documents in the density of the replica; at most 1.
     """
 
     def __init__(self, rows: Sequence[np.ndarray], block_size: int, min_sparse_tokens: int) -> None:
         self.lengths = np.concatenate(rows).astype(np.int64)
         padded = -(-self.lengths // block_size) * block_size
-        self.whole = padded < min_sparse_tokens
-        self.of_class = length_classes(self.lengths, block_size)
+        self._dense = padded < min_sparse_tokens
+        self._class_ids = length_classes(self.lengths, block_size)
         pairs = padded * (padded + 1.0) / 2
-        row = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+        row = np.repeat(np.arange(len(rows)), [len(of_row) for of_row in rows])
         # The density of a replica is the mean over its sequences, whatever their pair counts.
-        self._weights = pairs / np.bincount(row, pairs)[row] / len(rows)
+        weights = pairs / np.bincount(row, pairs)[row] / len(rows)
+        self._sparse_weights = np.where(self._dense, 0.0, weights)
+        self.sparse_weight = float(self._sparse_weights.sum())
 
-    def densities(self, of_class: np.ndarray, factor: float = 1.0) -> np.ndarray:
+    def densities(self, by_class: np.ndarray, factor: float = 1.0) -> np.ndarray:
         """Float64 [d]; sparse documents have their class density [K] at p0 times `factor`."""
-        return np.where(self.whole, 1.0, np.minimum(of_class[self.of_class] * factor, 1.0))
+        return np.where(self._dense, 1.0, np.minimum(by_class[self._class_ids] * factor, 1.0))
 
-    @property
-    def chosen_weight(self) -> float:
-        """The weight of sparse documents in the density of the replica; at most 1."""
-        return float(self._weights[~self.whole].sum())
-
-    def chosen_density(self, of_class: np.ndarray) -> float:
-        """The weighted density of the sparse documents at p0."""
-        return float((self._weights * of_class[self.of_class])[~self.whole].sum())
-
-    def class_weights(self, of_class: np.ndarray) -> np.ndarray:
-        """Float64 [K], the contribution of each class to `chosen_density`."""
-        weights = np.where(self.whole, 0.0, self._weights * of_class[self.of_class])
-        return np.bincount(self.of_class, weights, minlength=of_class.size)
+    def class_weights(self, by_class: np.ndarray) -> np.ndarray:
+        """Float64 [K], the part of each class in the density at p0, of sparse documents only."""
+        weights = self._sparse_weights * by_class[self._class_ids]
+        return np.bincount(self._class_ids, weights, minlength=by_class.size)
 
 
 @dataclasses.dataclass(frozen=True)
-class ShareResponse:
+class DensityResponse:
     """The current estimate of densities; immutable.
 
     Attributes:
@@ -98,28 +85,15 @@ class ShareResponse:
         """Densities at p0 by class, float64 [K], given the assumed ones."""
         return np.minimum(assumed * np.exp(self.level), 1.0)
 
-    def factor(self, shares: np.ndarray, base: float) -> np.ndarray:
-        """Growth of the computed pairs over all layers, with fractions [..., L] instead of p0."""
-        return self._growth(shares, base).mean(-1)
-
-    def _growth(self, shares: np.ndarray, base: float) -> np.ndarray:
-        return np.exp((reach(shares) - reach(base)) * self.exponents)
-
-    def chosen(self, documents: Sequence[GroupDocuments], measured: np.ndarray) -> np.ndarray:
-        """Density [M, L] of the sparse documents, given that of all documents [M, L].
-
-        NaN where a replica has no sparse documents.
-        """
-        weight = np.array([own.chosen_weight for own in documents])[:, None]
-        known = weight > 1e-6
-        of_them = (measured - (1 - weight)) / np.where(known, weight, 1.0)
-        return np.where(known & (of_them > 0), of_them, np.nan)
+    def growth(self, fractions: np.ndarray, base: float) -> np.ndarray:
+        """Growth of the computed pairs of each layer, with fractions [..., L] instead of p0."""
+        return np.exp((reach(fractions) - reach(base)) * self.exponents)
 
     def after(
         self,
-        documents: Sequence[GroupDocuments],
+        documents: Sequence[ReplicaDocuments],
         assumed: np.ndarray,
-        shares: np.ndarray,
+        fractions: np.ndarray,
         base: float,
         measured: np.ndarray,
     ) -> Self:
@@ -128,37 +102,34 @@ class ShareResponse:
         Args:
             documents: documents of each replica.
             assumed: float64 [K], densities at p0 by class.
-            shares: float64 [M, L], the mass fractions of the step.
+            fractions: float64 [M, L], the mass fractions of the step.
             base: p0.
             measured: floats [M, L], densities of replicas, means over their sequences.
         """
-        chosen = self.chosen(documents, np.asarray(measured, np.float64))
-        seen = np.isfinite(chosen).all(1)
+        sparse = sparse_densities(documents, measured)
+        seen = np.isfinite(sparse).all(1)
         if not seen.any():
             return self
-        own = [documents[m] for m in np.flatnonzero(seen).tolist()]
-        shares, chosen = shares[seen], chosen[seen]
-        known = self.densities(assumed)
-        weight = np.array([x.chosen_weight for x in own])
-        expected = np.array([x.chosen_density(known) for x in own]) / weight
+        weights = np.array([own.class_weights(self.densities(assumed)) for own in documents])[seen]
+        sparse_weight = np.array([own.sparse_weight for own in documents])[seen]
+        expected = weights.sum(1) / sparse_weight
+        fractions, sparse = fractions[seen], sparse[seen]
         # Differences between replicas, because layers and steps differ for other reasons.
-        moved = reach(shares)
+        moved = reach(fractions)
         moved = moved - moved.mean(0)
-        logs = np.log(chosen) - np.log(expected)[:, None]
-        moved_logs = logs - logs.mean(0)
+        logs = np.log(sparse) - np.log(expected)[:, None]
+        logs = logs - logs.mean(0)
         variance = (moved**2).mean(0)
-        varies = variance > 0
-        kept = np.where(varies, _KEEP_SLOPE, 1.0)
+        kept = np.where(variance > 0, _KEEP_SLOPE, 1.0)
         # Times over all layers follow the mean of their densities.
-        at_base = (chosen / self._growth(shares, base)).mean(1)
+        at_base = (sparse / self.growth(fractions, base)).mean(1)
         error = np.log(at_base) - np.log(expected)
-        weights = np.array([x.class_weights(known) for x in own])
         total = weights.sum(0)
         by_class = (weights * error[:, None]).sum(0) / np.where(total > 0, total, 1.0)
         return dataclasses.replace(
             self,
             level=self.level + (1 - _KEEP_LEVEL) * by_class,
-            covariance=kept * self.covariance + (1 - kept) * (moved * moved_logs).mean(0),
+            covariance=kept * self.covariance + (1 - kept) * (moved * logs).mean(0),
             variance=kept * self.variance + (1 - kept) * variance,
         )
 
@@ -169,13 +140,24 @@ class ShareResponse:
     def of_state(self, state: dict[str, Any]) -> Self:
         """Restores the result of `state`; raises a UserError if sizes differ from these."""
         try:
-            found = {name: np.array(state[name], np.float64) for name in self.state()}
+            restored = {name: np.array(state[name], np.float64) for name in self.state()}
         except (KeyError, TypeError, ValueError) as error:
             raise UserError("the checkpoint has no valid state of sparsity.tune") from error
-        for name, value in found.items():
+        for name, value in restored.items():
             if value.shape != getattr(self, name).shape:
                 raise UserError(
                     f"the checkpoint's state of sparsity.tune has {value.size} values of {name}, "
                     f"but this run needs {getattr(self, name).size}"
                 )
-        return type(self)(**found)
+        return type(self)(**restored)
+
+
+def sparse_densities(documents: Sequence[ReplicaDocuments], measured: np.ndarray) -> np.ndarray:
+    """Density [M, L] of the sparse documents, given that of all documents [M, L].
+
+    NaN where a replica has no sparse documents.
+    """
+    weight = np.array([own.sparse_weight for own in documents])[:, None]
+    known = weight > 1e-6
+    densities = (measured - (1 - weight)) / np.where(known, weight, 1.0)
+    return np.where(known & (densities > 0), densities, np.nan)

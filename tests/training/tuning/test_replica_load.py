@@ -9,7 +9,7 @@ from mtraining_jax.config import load_config
 from mtraining_jax.cost_model.density import density_of_lists
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.loop import run
-from mtraining_jax.training.tuning.group_work import assumed_densities
+from mtraining_jax.training.tuning.replica_load import assumed_densities
 from tests.training.common import VOCAB, changed, losses, tiny_config
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")

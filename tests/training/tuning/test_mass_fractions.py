@@ -5,8 +5,8 @@ import pytest
 
 from mtraining_jax.cost_model.kernel_times import AttentionSize, documents_ms
 from mtraining_jax.data.densities import length_classes
-from mtraining_jax.training.tuning.share_response import GroupDocuments, ShareResponse
-from mtraining_jax.training.tuning.tuned_shares import Bounds, tuned_shares
+from mtraining_jax.training.tuning.density_response import DensityResponse, ReplicaDocuments
+from mtraining_jax.training.tuning.mass_fractions import Bounds, tune_fractions
 from mtraining_jax.utils.errors import UserError
 
 BLOCK, SEQ, LAYERS, CLASSES, DENSE_BELOW = 128, 65536, 3, 10, 4096
@@ -67,24 +67,26 @@ def groups_of(rng):
 
 
 def documents_of(rows):
-    return [GroupDocuments(own, BLOCK, DENSE_BELOW) for own in rows]
+    return [ReplicaDocuments(own, BLOCK, DENSE_BELOW) for own in rows]
 
 
 def test_replicas_converge_to_the_anchor_or_a_bound():
     # The assumed densities are wrong by up to a factor of two, and so are the exponents.
     rng, world = np.random.default_rng(0), World()
-    response, off = ShareResponse.start(CLASSES, LAYERS), []
+    response, off = DensityResponse.start(CLASSES, LAYERS), []
     base = np.full(LAYERS, BOUNDS.base)
     for _ in range(60):
         rows = groups_of(rng)
         documents = documents_of(rows)
-        tuned = tuned_shares(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
-        true = np.array([world.ms(*x) for x in zip(rows, tuned.shares, strict=True)])
+        tuned = tune_fractions(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
+        true = np.array([world.ms(*x) for x in zip(rows, tuned.fractions, strict=True)])
         target = np.mean([world.ms(own, base) for own in rows])
-        at_bound = np.isclose(tuned.shares, BOUNDS.low) | np.isclose(tuned.shares, BOUNDS.high)
+        at_bound = np.isclose(tuned.fractions, BOUNDS.low) | np.isclose(
+            tuned.fractions, BOUNDS.high
+        )
         off.append((true / target - 1)[~at_bound.all(1)])
-        measured = np.array([world.measured(*x) for x in zip(rows, tuned.shares, strict=True)])
-        response = response.after(documents, ASSUMED, tuned.shares, BOUNDS.base, measured)
+        measured = np.array([world.measured(*x) for x in zip(rows, tuned.fractions, strict=True)])
+        response = response.after(documents, ASSUMED, tuned.fractions, BOUNDS.base, measured)
     first, last = (np.abs(np.concatenate(part)) for part in (off[:5], off[40:]))
     assert last.size > 20 and first.max() > 0.1
     assert np.sqrt((last**2).mean()) < 0.015 and np.quantile(last, 0.9) < 0.02
@@ -95,10 +97,10 @@ def test_replicas_converge_to_the_anchor_or_a_bound():
 def test_a_replica_takes_the_fraction_that_reaches_the_anchor(anchor):
     rng = np.random.default_rng(1)
     documents = documents_of(groups_of(rng))
-    response = ShareResponse(
+    response = DensityResponse(
         np.linspace(0, -1, CLASSES), np.array([0.5, 1.0, 2.0]), np.ones(LAYERS)
     )
-    found = tuned_shares(documents, response, ASSUMED, BOUNDS, anchor, SIZE)
+    found = tune_fractions(documents, response, ASSUMED, BOUNDS, anchor, SIZE)
     known = response.densities(ASSUMED)
 
     def ms(own, share):
@@ -114,7 +116,7 @@ def test_a_replica_takes_the_fraction_that_reaches_the_anchor(anchor):
         wanted = np.clip(target, lowest, highest)
         np.testing.assert_allclose(found.tuned_ms[m], wanted, rtol=1e-6)
         assert found.infeasible[m] == (lowest > target)
-        shares = found.shares[m]
+        shares = found.fractions[m]
         if wanted in (lowest, highest):
             assert (shares == (BOUNDS.low if wanted == lowest else BOUNDS.high)).all()
         elif np.isclose(target, untuned[m]):
@@ -127,24 +129,24 @@ def test_a_replica_takes_the_fraction_that_reaches_the_anchor(anchor):
 def test_a_replica_of_dense_documents_teaches_nothing_and_keeps_a_bound():
     rows = [[np.array([600, 3000])], [np.array([60000])]]
     documents = documents_of(rows)
-    response = ShareResponse.start(CLASSES, LAYERS)
-    tuned = tuned_shares(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
-    assert (tuned.shares[0] == BOUNDS.high).all() and not tuned.infeasible[0]
+    response = DensityResponse.start(CLASSES, LAYERS)
+    tuned = tune_fractions(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
+    assert (tuned.fractions[0] == BOUNDS.high).all() and not tuned.infeasible[0]
     assert tuned.tuned_ms[0] == tuned.untuned_ms[0]
     measured = np.array([[1.0] * LAYERS, [0.04] * LAYERS])
-    after = response.after(documents, ASSUMED, tuned.shares, BOUNDS.base, measured)
+    after = response.after(documents, ASSUMED, tuned.fractions, BOUNDS.base, measured)
     assert after.level[8] < 0 and not after.level[:8].any()
     np.testing.assert_array_equal(after.variance, response.variance)
     # The same for a step that was not finite.
-    assert response.after(documents, ASSUMED, tuned.shares, 0.9, measured * np.nan) is response
+    assert response.after(documents, ASSUMED, tuned.fractions, 0.9, measured * np.nan) is response
 
 
 def test_saved_state_is_restored_and_other_sizes_are_refused():
-    response = ShareResponse(np.arange(3) / 7, np.arange(2) / 3, np.ones(2))
-    back = ShareResponse.start(3, 2).of_state(response.state())
+    response = DensityResponse(np.arange(3) / 7, np.arange(2) / 3, np.ones(2))
+    back = DensityResponse.start(3, 2).of_state(response.state())
     for name in ("level", "covariance", "variance"):
         np.testing.assert_array_equal(getattr(back, name), getattr(response, name))
     with pytest.raises(UserError, match="has 3 values of level, but this run needs 4"):
-        ShareResponse.start(4, 2).of_state(response.state())
+        DensityResponse.start(4, 2).of_state(response.state())
     with pytest.raises(UserError, match="no valid state of sparsity.tune"):
         response.of_state({"level": None})

@@ -1,4 +1,4 @@
-"""Measures and balances the work of data-parallel replicas (mesh axis 'data')."""
+"""Predicts, balances and reports the attention work of data-parallel replicas."""
 
 import functools
 from collections.abc import MutableMapping
@@ -9,7 +9,7 @@ import numpy as np
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import step_flops
 from mtraining_jax.cost_model.kernel_times import KERNEL_RATES, AttentionSize, matmul_rate, pack_ms
-from mtraining_jax.data.balance import Balance, Weigh, imbalance, weight
+from mtraining_jax.data.balance import Balance, imbalance, sequence_cost
 from mtraining_jax.data.densities import Densities, length_classes, num_classes
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.reporting.record import Record
@@ -31,16 +31,26 @@ def attention_size(config: Config) -> AttentionSize:
 
 
 def assumed_densities(config: Config) -> np.ndarray:
-    """Returns the expected density by length class, before any measurement: float64 [K].
+    """Returns the expected density by length class before any measurement, float64 [K].
 
     Documents shorter than `min_sparse_tokens` use dense attention and have density 1.
     """
     settings, block = config.sparsity.settings, config.sparsity.block_size
-    blocks = 2 ** np.arange(num_classes(config.data.seq_len // block))  # of the shortest
-    middle = np.minimum(3 * blocks * block // 2, config.data.seq_len)
-    found = np.array([settings.expected_density(tokens)[0] for tokens in middle.tolist()])
-    longest = (2 * blocks - 1) * block
-    return np.where(longest < getattr(settings, "min_sparse_tokens", 0), 1.0, found)
+    shortest = 2 ** np.arange(num_classes(config.data.seq_len // block)) * block
+    middle = np.minimum(3 * shortest // 2, config.data.seq_len)
+    expected = np.array([settings.expected_density(tokens)[0] for tokens in middle.tolist()])
+    longest = 2 * shortest - block
+    return np.where(longest < getattr(settings, "min_sparse_tokens", 0), 1.0, expected)
+
+
+def replicas_differ(config: Config) -> bool:
+    """Whether replicas have different work."""
+    return config.data.has_documents and config.parallel.replicas > 1
+
+
+def measures_by_length(config: Config) -> bool:
+    """Whether each step counts computed pairs by document length."""
+    return config.data.balance != "none" and replicas_differ(config)
 
 
 def balance_of(config: Config) -> Balance | None:
@@ -48,34 +58,18 @@ def balance_of(config: Config) -> Balance | None:
     data = config.data
     if data.balance == "none":
         return None
+    by_density = data.balance == "density" and replicas_differ(config)
     return Balance(
         name=data.balance,
-        groups=config.parallel.replicas,
+        replicas=config.parallel.replicas,
         parts=config.optimizer.accumulation_steps,
         block_size=config.sparsity.block_size,
-        weigh=_weigh(config),
-        densities=Densities(assumed_densities(config)) if _by_density(config) else None,
+        cost=functools.partial(pack_ms, size=attention_size(config)),
+        densities=Densities(assumed_densities(config)) if by_density else None,
     )
 
 
-def measures_by_length(config: Config) -> bool:
-    """Whether each step counts computed pairs by document length."""
-    return config.data.balance != "none" and _groups_differ(config)
-
-
-def _groups_differ(config: Config) -> bool:
-    return config.data.has_documents and config.parallel.replicas > 1
-
-
-def _by_density(config: Config) -> bool:
-    return config.data.balance == "density" and _groups_differ(config)
-
-
-def _weigh(config: Config) -> Weigh:
-    return functools.partial(pack_ms, size=attention_size(config))
-
-
-class GroupWork:
+class ReplicaLoad:
     """Reports for each step how balanced the replicas were.
 
     Times are predictions of `cost_model.kernel_times` for H200s, on any hardware: replicas
@@ -84,23 +78,19 @@ class GroupWork:
 
     def __init__(self, config: Config, loader: Loader) -> None:
         self._config, self._loader = config, loader
-        self._weigh, self._assumed = _weigh(config), assumed_densities(config)
-        self._under_way: dict[int, list[np.ndarray]] = {}
+        self._weigh = functools.partial(pack_ms, size=attention_size(config))
+        self._assumed = assumed_densities(config)
+        self._lengths: dict[int, list[np.ndarray]] = {}  # of unfinished steps, by sequence
         products = step_flops(config, density=0.0, executed=0.0).matrices
         rate = matmul_rate(config.model.hidden_size, config.ranks)
         self._rest_ms = 1e3 * products / (config.devices * rate)
-
-    @staticmethod
-    def of(config: Config, loader: Loader) -> "GroupWork | None":
-        """Builds it for a run; None if all replicas have equal work."""
-        return GroupWork(config, loader) if _groups_differ(config) else None
 
     def begin(self) -> None:
         """Records the batch that the loader returned last."""
         packs, sequences = self._loader.packs, self._loader.sequences
         assert packs is not None and sequences is not None  # there are documents and a batch
         lengths = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-        self._under_way[self._loader.handed_out] = lengths
+        self._lengths[self._loader.step] = lengths
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
         """Passes the measurements of a step to the loader, and returns its imbalances.
@@ -112,7 +102,7 @@ class GroupWork:
         Includes attention_ms_by_group if rates for the model's head width are known.
         """
         step = int(metrics["step"])
-        lengths = self._under_way.pop(step)
+        lengths = self._lengths.pop(step)
         known = self._loader.densities_before(step)
         if step in self._config.dense_steps:
             known = np.ones_like(self._assumed)
@@ -122,38 +112,34 @@ class GroupWork:
         if pairs is not None:
             measured = self._densities(pairs, lengths)
             self._loader.measured(step, measured)
-            found = np.isfinite(measured)
-            times = self._times(lengths, np.where(found, measured, 0.0))
+            times = self._times(lengths, np.nan_to_num(measured))
             record |= self.imbalances(times, "")
-            record["density_by_length"] = [
-                float(x) if seen else None for x, seen in zip(measured, found, strict=True)
-            ]
+            record["density_by_length"] = [x if np.isfinite(x) else None for x in measured.tolist()]
         if self._config.model.head_dim in KERNEL_RATES:
             record["attention_ms_by_group"] = times.tolist()
         return record
 
     def _densities(self, pairs: np.ndarray, lengths: list[np.ndarray]) -> np.ndarray:
-        """Measured density by class; NaN without documents."""
+        """Returns the measured density by class; NaN without documents."""
         data, block = self._config.data, self._config.sparsity.block_size
         every = np.concatenate(lengths)
         padded = -(-every // block) * block
-        of_class = length_classes(every, block)
-        causal = np.bincount(of_class, padded * (padded + 1.0) / 2, minlength=pairs.size)
+        class_ids = length_classes(every, block)
+        causal = np.bincount(class_ids, padded * (padded + 1.0) / 2, minlength=pairs.size)
         computed = pairs * data.batch_size * causal_pairs(data.seq_len)
-        found = np.divide(computed, causal, out=np.full(pairs.size, np.nan), where=causal > 0)
-        return np.minimum(found, 1.0)  # pair counts are rounded
+        densities = np.divide(computed, causal, out=np.full(pairs.size, np.nan), where=causal > 0)
+        return np.minimum(densities, 1.0)  # pair counts are rounded
 
     def _times(self, lengths: list[np.ndarray], densities: np.ndarray) -> np.ndarray:
-        """Attention milliseconds of each replica in a step, float64 [M]."""
+        """Returns the attention milliseconds of each replica in a step, float64 [M]."""
         block = self._config.sparsity.block_size
-        each = np.array([weight(own, densities, self._weigh, block) for own in lengths])
+        each = np.array([sequence_cost(of_row, densities, self._weigh, block) for of_row in lengths])
         return each.reshape(self._config.parallel.replicas, -1).sum(1)
 
-    def imbalances(self, times: np.ndarray, suffix: str) -> Record:
+    def imbalances(self, attention_ms: np.ndarray, suffix: str) -> Record:
         """Returns the imbalance (slowest over mean) of attention and of full steps."""
-        groups = times.size
-        whole = times + self._rest_ms
+        replicas = attention_ms.size
         return {
-            f"attention_imbalance{suffix}": imbalance(times, groups),
-            f"step_imbalance{suffix}": imbalance(whole, groups),
+            f"attention_imbalance{suffix}": imbalance(attention_ms, replicas),
+            f"step_imbalance{suffix}": imbalance(attention_ms + self._rest_ms, replicas),
         }

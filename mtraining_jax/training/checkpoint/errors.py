@@ -1,0 +1,98 @@
+"""Messages for failed reads and writes.
+
+A message says "damaged" only with evidence of damage, and no message asks to delete a file.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from mtraining_jax.utils.errors import UserError
+
+# Names of TensorStore errors and messages of the operating system.
+_NO_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Cannot allocate memory")
+_NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
+# Evidence that a file has changed; the last one: data that cannot be decompressed. Any other
+# failure may come from the network, a disk or a library, while the files are intact.
+_CHANGED = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+_PARSERS = (json.JSONDecodeError, UnicodeDecodeError)
+# From TensorStore, and from Orbax for a folder without one of its items.
+_NOT_THERE = ("NOT_FOUND", "was not found in the checkpoint")
+# Move, not delete: a backup, a repaired disk or another reader may still make use of it.
+_WAY_OUT = (
+    "move it out of this folder to resume from the previous checkpoint, or start from scratch with "
+    "checkpoint.resume=false"
+)
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    """Builds the message for a checkpoint that could not be read."""
+    causes = _causes(error)
+    if (cause := _first(causes, (MemoryError,), _NO_MEMORY)) is not None:
+        return UserError(f"not enough memory to read the checkpoint {path} ({_line(cause)})")
+    # Exceptions that Orbax wraps around the first cause name its own objects, not the file.
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    if _first(causes, _PARSERS, _CHANGED) is not None:
+        return damaged(path, _line(root))
+    if _first(causes, (FileNotFoundError, NotADirectoryError), _NOT_THERE) is not None:
+        return UserError(
+            f"a file is missing from the checkpoint {path} ({_line(root)}): it is damaged, or "
+            f"its file system is only partly available; {_WAY_OUT}"
+        )
+    return UserError(
+        f"the checkpoint {path} could not be read ({_line(root)}); its files may be intact, "
+        "so run the same command again to retry"
+    )
+
+
+def damaged(path: Path, reason: str) -> UserError:
+    """Builds the message for a checkpoint with files that have changed."""
+    return UserError(f"the checkpoint {path} is damaged ({reason}); {_WAY_OUT}")
+
+
+@contextlib.contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Turns any exception while writing into `folder` into a `UserError`."""
+    try:
+        yield
+    except Exception as error:  # Orbax raises many types
+        causes = _causes(error)
+        full = _first(causes, (), _NO_ROOM)
+        if full is None:
+            reason, when = _line(causes[-1]), "after fixing this"
+        else:
+            reason = next(name for name in _NO_ROOM if name in str(full))
+            when = "when there is free space"
+        raise UserError(
+            f"{folder}: a checkpoint could not be written ({reason}); older ones are intact, so "
+            f"{when} run the same command again to resume from the newest one"
+        ) from error
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Returns the exception, its causes and its contexts."""
+    causes = []
+    current: BaseException | None = error
+    while current is not None and current not in causes:
+        causes.append(current)
+        current = current.__cause__ or current.__context__
+    return causes
+
+
+def _first(
+    causes: list[BaseException], types: tuple[type[Exception], ...], texts: tuple[str, ...]
+) -> BaseException | None:
+    """Returns the first exception of one of the types, or with one of the texts."""
+    for cause in causes:
+        if isinstance(cause, types) or any(text in str(cause) for text in texts):
+            return cause
+    return None
+
+
+def _line(error: BaseException) -> str:
+    """Returns the truncated first line of an error's message, or its type name."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
