@@ -25,7 +25,7 @@ def num_classes(num_blocks: int) -> int:
     return num_blocks.bit_length()
 
 
-class OtherPlace(Exception):
+class Repositioned(Exception):
     """The loader was repositioned or closed while a batch waited for a density."""
 
 
@@ -34,57 +34,53 @@ class Densities:
 
     Args:
         start: initial values, floats [K] in [0, 1].
+
+    Attributes:
+        generation: number of times that the loader was repositioned or closed.
     """
 
     def __init__(self, start: np.ndarray) -> None:
         self._start = np.asarray(start, np.float64)
         self._changed = threading.Condition()
-        self.place = 0
-        self._begin(0, {0: self._start})
+        self._after = {0: self._start}
+        self.generation = 0
 
-    def _begin(self, newest: int, after: dict[int, np.ndarray]) -> None:
-        self._after, self._first, self._newest = after, min(after), newest
-
-    def before(self, step: int, place: int | None = None) -> np.ndarray:
+    def before(self, step: int, generation: int | None = None) -> np.ndarray:
         """The averages [K] used for the batch of a step: after step - `DELAY`; waits for them.
 
         Args:
-            step: step of the batch.
-            place: `self.place` when the read was scheduled; None for now.
+            generation: that of the scheduled read; None for the current one.
 
         Raises:
-            OtherPlace: `go_to` or `close` was called since then.
+            Repositioned: `go_to` or `close` was called since then.
         """
         with self._changed:
-            place = self.place if place is None else place
-            needed = max(step - DELAY, self._first)
-            self._changed.wait_for(lambda: self.place != place or needed <= self._newest)
-            if self.place != place:
-                raise OtherPlace
-            return self._after[needed]
+            generation = self.generation if generation is None else generation
+            self._changed.wait_for(lambda: self.generation != generation or self._knows(step))
+            if self.generation != generation:
+                raise Repositioned
+            return self._after[max(step - DELAY, min(self._after))]
 
     def known_before(self, step: int) -> bool:
         """Whether `before` would return immediately."""
         with self._changed:
-            return max(step - DELAY, self._first) <= self._newest
+            return self._knows(step)
+
+    def _knows(self, step: int) -> bool:
+        return max(step - DELAY, min(self._after)) <= max(self._after)
 
     def add(self, step: int, measured: np.ndarray) -> None:
-        """Adds the measurements of the next step.
-
-        Args:
-            measured: floats [K]; not finite if not measured.
-        """
+        """Adds the measurements of the next step, floats [K]; not finite if not measured."""
         with self._changed:
-            if step != self._newest + 1:
-                raise ValueError(f"step {step} is added after step {self._newest}")
-            old = self._after[self._newest]
+            newest = max(self._after)
+            if step != newest + 1:
+                raise ValueError(f"step {step} is added after step {newest}")
+            old = self._after[newest]
             measured = np.asarray(measured, np.float64)
             seen = np.isfinite(measured)
             new = np.where(seen, KEEP * old + (1 - KEEP) * np.where(seen, measured, 0.0), old)
-            self._after[step], self._newest = new, step
-            for past in [past for past in self._after if past < step - 2 * DELAY]:
-                del self._after[past]
-            self._first = min(self._after)
+            kept = {at: x for at, x in self._after.items() if at >= step - 2 * DELAY}
+            self._after = kept | {step: new}
             self._changed.notify_all()
 
     def state(self) -> dict[str, Any]:
@@ -93,11 +89,7 @@ class Densities:
             return {str(step): self._after[step].tolist() for step in sorted(self._after)}
 
     def go_to(self, step: int, state: dict[str, Any] | None) -> None:
-        """Restores a state such that the next batch is that of `step` + 1.
-
-        Args:
-            state: from `state`; None uses the initial values.
-        """
+        """Restores a state, or the initial values, such that the next batch is of `step` + 1."""
         after = {step: self._start}
         if state is not None:
             try:
@@ -110,12 +102,11 @@ class Densities:
                     f"classes, {self._start.size}"
                 )
         with self._changed:
-            self._begin(max(after), after)
-            self.place += 1
-            self._changed.notify_all()
+            self._after = after
+            self.close()
 
     def close(self) -> None:
         """Wakes all waiting threads."""
         with self._changed:
-            self.place += 1
+            self.generation += 1
             self._changed.notify_all()

@@ -1,22 +1,24 @@
 """Base class of sources of documents, which become sequences by `data.mode`."""
 
+import functools
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
-from mtraining_jax.data.packs import DocumentSpans
-from mtraining_jax.data.source import Source
+from mtraining_jax.data.packs import pack_documents
+from mtraining_jax.data.source import FileSource, Source, eos_id_problems
+from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream, check_ids, spill
 from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
 
-if TYPE_CHECKING:
-    from mtraining_jax.config import DataConfig
+Document = str | np.ndarray  # text or token ids [n]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class DocumentSource(Source):
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
 
-    def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
+    def documents(self) -> Iterator[tuple[str, Document]]:
         """Yields the location and the text of each document, or its ids [n] if `holds_ids`."""
         raise NotImplementedError(f"{type(self).__name__}.documents")
 
@@ -39,10 +41,10 @@ class DocumentSource(Source):
         """Whether documents are token ids instead of text."""
         return False
 
-    def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
+    def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         yield from super().problems(data, vocab_size)
         if self.holds_ids:
-            yield from named_eos(data)
+            yield from eos_id_problems(data)
         elif data.tokenizer == BYTES:
             least = ByteTokenizer.vocab_size
             if vocab_size < least:
@@ -56,82 +58,108 @@ class DocumentSource(Source):
                     "named tokens"
                 )
 
-    def open(self, data: "DataConfig", vocab_size: int) -> Corpus:
-        if self.holds_ids:
-            tokenizer, eos, vocab_name = None, eos_id(data), "model.vocab_size"
-        else:
-            tokenizer = make_tokenizer(data.tokenizer, data.eos)
-            eos, vocab_name = tokenizer.eos, f"the tokenizer {tokenizer.name}"
-            check_tokenizer(tokenizer, vocab_size)
-            vocab_size = tokenizer.vocab_size
+    def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         exact = data.mode == "exact"
+        encoder = make_encoder(None if self.holds_ids else data.tokenizer, data.eos, vocab_size)
         lengths = array("q")  # with eos, except in mode exact
 
-        def kept() -> Iterator[np.ndarray]:
+        def encoded_documents() -> Iterator[np.ndarray]:
             for where, document in self.documents():
-                if tokenizer is None:
-                    # Before ids are narrowed to the stored type.
-                    check_ids(np.asarray(document), where, vocab_size, vocab_name)
-                ids = encoded(document, where, tokenizer, None if exact else eos)
-                lengths.append(ids.shape[0])
-                if not exact or ids.shape[0] == data.seq_len:
+                ids = encoder.encode(document, where, with_eos=not exact)
+                lengths.append(ids.size)
+                if not exact or ids.size == data.seq_len:
                     yield ids
 
-        dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-        part = spill(kept(), dtype, f'data.source = "{data.source}"')
-        what = counted(len(lengths), "document")
+        part = spill(encoded_documents(), encoder.dtype, f'data.source = "{data.source}"')
+        summary = counted(len(lengths), "document")
+        sizes = np.asarray(lengths, np.int64)
         if exact:
-            check_some_exact(np.asarray(lengths), data)
-        spans, starts = None, range(0)
+            check_some_exact(sizes, data)
+        starts, pack = range(0), None
         if data.has_documents and not exact:
-            ends = np.cumsum(lengths, dtype=np.int64)
-            spans = DocumentSpans(ends - lengths, np.asarray(lengths, np.int64))
+            pack = functools.partial(pack_documents, np.cumsum(sizes) - sizes, sizes)
         else:
-            starts = windows(part.ids.shape[0], data, what)
-        stream = TokenStream([part], vocab_size, vocab_name)
-        what += f", {len(stream):,} tokens"
-        return Corpus(stream, starts, vocab_size, tokenizer, what, spans)
+            starts = windows(part.ids.size, data, summary)
+        stream = TokenStream([part], encoder.vocab_size, encoder.vocab_name)
+        summary += f", {len(stream):,} tokens"
+        return Corpus(stream, encoder.vocab_size, encoder.tokenizer, summary, starts, pack)
 
 
-def named_eos(data: "DataConfig") -> Iterator[str]:
-    """Rejects eos given as a string if there is no tokenizer."""
-    if isinstance(data.eos, str):
-        yield (
-            f'data.eos = "{data.eos}" must be an id: data.source = "{data.source}" has no tokenizer'
-        )
+@dataclass(frozen=True, kw_only=True)
+class TableSource(FileSource, DocumentSource):
+    """Files with a column of text or token ids.
+
+    Attributes:
+        text_field: JSONL field or table column with the text.
+        token_field: Table column with token ids, used instead of text_field.
+    """
+
+    text_field: Text = "text"
+    token_field: Text | None = None
+
+    @property
+    def holds_ids(self) -> bool:
+        return self.token_field is not None
 
 
-def eos_id(data: "DataConfig") -> int | None:
-    """data.eos of a source of token ids, where `named_eos` rejects strings."""
-    return data.eos if isinstance(data.eos, int) else None
+@dataclass(frozen=True)
+class Encoder:
+    """Turns documents into token ids of type `dtype`, which end with `eos`, if any.
+
+    Attributes:
+        tokenizer: None for documents of token ids.
+        vocab_name: the origin of `vocab_size`, for messages.
+    """
+
+    tokenizer: Tokenizer | None
+    eos: int | None
+    vocab_size: int
+    vocab_name: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    def encode(self, document: Document, where: str, with_eos: bool = True) -> np.ndarray:
+        """The ids [n] of a document; checks given ids before they are narrowed."""
+        if self.tokenizer is None:
+            check_ids(np.asarray(document), where, self.vocab_size, self.vocab_name)
+        eos = self.eos if with_eos else None
+        return encoded(document, where, self.tokenizer, eos).astype(self.dtype)
 
 
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that the model's vocabulary includes all ids of a tokenizer."""
-    if tokenizer.vocab_size > vocab_size:
+def make_encoder(tokenizer: str | None, eos: int | str | None, vocab_size: int) -> Encoder:
+    """The encoder for values of `data.tokenizer`, None for token ids, and `data.eos`.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded, or has ids beyond the model's vocabulary.
+    """
+    if tokenizer is None:
+        eos = eos if isinstance(eos, int) else None  # `eos_id_problems` rejects strings
+        return Encoder(None, eos, vocab_size, "model.vocab_size")
+    loaded = make_tokenizer(tokenizer, eos)
+    if loaded.vocab_size > vocab_size:
         raise UserError(
-            f'data.tokenizer = "{tokenizer.name}" has {tokenizer.vocab_size} token ids, '
+            f'data.tokenizer = "{loaded.name}" has {loaded.vocab_size} token ids, '
             f"more than model.vocab_size = {vocab_size}"
         )
+    return Encoder(loaded, loaded.eos, loaded.vocab_size, f"the tokenizer {loaded.name}")
 
 
-def encoded(
-    document: str | np.ndarray, where: str, tokenizer: Tokenizer | None, eos: int | None
-) -> np.ndarray:
-    """Token ids of a document, integers [n].
+def encoded(document: Any, where: str, tokenizer: Tokenizer | None, eos: int | None) -> np.ndarray:
+    """Token ids of a document (text, or ids without a tokenizer), integers [n].
 
     `eos`, if any, is appended unless the document is empty or its ids end with it.
     """
-    ids = np.asarray(document) if tokenizer is None else _ids_of(tokenizer, document, where)
-    if eos is None or not ids.shape[0] or (tokenizer is None and ids[-1] == eos):
+    if tokenizer is None:
+        ids = np.asarray(document)
+    else:
+        try:
+            ids = tokenizer.encode(document)
+        except (UnicodeEncodeError, TypeError) as error:
+            # JSON can contain unpaired surrogates, which cannot be encoded.
+            raise UserError(f"{where} has text that is not valid Unicode") from error
+    if eos is None or not ids.size or (tokenizer is None and ids[-1] == eos):
         return ids
     # eos may not fit the type of the other ids, e.g. 256 and bytes.
     return np.append(ids.astype(np.int64), eos)
-
-
-def _ids_of(tokenizer: Tokenizer, text: Any, where: str) -> np.ndarray:
-    try:
-        return tokenizer.encode(text)
-    except (UnicodeEncodeError, TypeError) as error:
-        # JSON can contain unpaired surrogates, which cannot be encoded.
-        raise UserError(f"{where} has text that is not valid Unicode") from error

@@ -26,23 +26,22 @@ def find_files(
     files: dict[Path, None] = {}
     for entry in paths:
         path = Path(entry).expanduser()
+        kind = ""
         if path.is_file():
-            found, named = [path], True
+            found = [path]
         elif path.is_dir():
-            found, named = _in_folder(path, suffixes), False
-        elif glob.has_magic(entry) and not is_url(entry):
-            matches = (Path(m) for m in glob.glob(str(path), recursive=True))
-            found, named = sorted(m for m in matches if m.is_file()), False
+            found = _in_folder(path, suffixes)
+            kind = " " + " or ".join(f"*{suffix}" for suffix in suffixes) if suffixes else ""
+        elif _is_pattern(entry):
+            found = [match for match in _matches(path) if match.is_file()]
         else:
             raise UserError(f'{field}: "{entry}" {absence(entry)}')
         if not found:
-            wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
-            kind = f" {wanted}" if path.is_dir() and wanted else ""
             raise UserError(f'{field}: "{entry}" has no file{kind}')
         for file in found:
             if file.stat().st_size > 0:
                 files[file] = None
-            elif named or suffixes:
+            elif suffixes or file == path:
                 raise UserError(f"{field}: {file} is empty")
     if not files:
         raise UserError(f"{field}: {', '.join(paths)}: all files are empty")
@@ -55,32 +54,37 @@ def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
     for entry in paths:
         path = Path(entry).expanduser()
         found = [path]
-        if not path.exists() and glob.has_magic(entry) and not is_url(entry):
-            matches = (Path(match) for match in glob.glob(str(path), recursive=True))
-            found = sorted(match for match in matches if match.is_dir())
+        if not path.exists() and _is_pattern(entry):
+            found = [match for match in _matches(path) if match.is_dir()]
             if not found:
                 raise UserError(f'{field}: "{entry}" matches no folder')
-        for folder in found:
-            if not folder.exists():
-                raise UserError(f'{field}: "{entry}" {absence(entry)}')
-            if not folder.is_dir():
-                raise UserError(f'{field}: "{entry}" is not a folder')
-            folders[folder] = None
+        elif not path.is_dir():
+            problem = "is not a folder" if path.exists() else absence(entry)
+            raise UserError(f'{field}: "{entry}" {problem}')
+        folders |= dict.fromkeys(found)
     return list(folders)
 
 
-def inside(folder: Path, name: str, told_by: Path) -> Path:
-    """Joins a folder and an untrusted file name from `told_by`, which must not leave the folder.
+def inside(folder: Path, name: str, origin: Path) -> Path:
+    """Joins a folder and an untrusted file name from `origin`, which must not leave the folder.
 
     Symbolic links may: their creator has access to the target anyway.
     """
     path = Path(name)
     longest = max((len(part.encode("utf-8", "surrogatepass")) for part in path.parts), default=0)
     if longest > _LONGEST_NAME:
-        raise UserError(f'{told_by} names "{name[:32]}...", which is too long for a file name')
+        raise UserError(f'{origin} names "{name[:32]}...", which is too long for a file name')
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or "\\" in name:
-        raise UserError(f'{told_by} names "{name}", which must be a file in the same folder')
+        raise UserError(f'{origin} names "{name}", which must be a file in the same folder')
     return folder / path
+
+
+def _is_pattern(entry: str) -> bool:
+    return glob.has_magic(entry) and not is_url(entry)
+
+
+def _matches(pattern: Path) -> list[Path]:
+    return sorted(map(Path, glob.glob(str(pattern), recursive=True)))
 
 
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:

@@ -8,22 +8,19 @@ import functools
 import json
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grain
 import numpy as np
 
 from mtraining_jax.data.balance import Balance
-from mtraining_jax.data.corpus import Corpus, packs_of
-from mtraining_jax.data.densities import Densities
-from mtraining_jax.data.packs import Packs, block_table, stream_places
+from mtraining_jax.data.corpus import packs_of
+from mtraining_jax.data.packs import Packs, block_table, stream_positions
 from mtraining_jax.data.sources import problems, selected_source
+from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from mtraining_jax.config import DataConfig
 
 Batch = dict[str, np.ndarray]
 
@@ -31,55 +28,8 @@ _SAMPLE = "checksum of a sample of its tokens"
 _SAMPLES, _SAMPLE_LEN = 64, 64
 
 
-def build_loader(
-    data: "DataConfig",
-    *,
-    permutation: np.ndarray,
-    vocab_size: int,
-    rows: np.ndarray | None = None,
-    columns: np.ndarray | None = None,
-    block_size: int | None = None,
-    weighted: bool = False,
-    balance: Balance | None = None,
-) -> "Loader":
-    """Opens the data and returns an endless iterator over its batches.
-
-    Args:
-        data: the section of the configuration.
-        permutation: integers [S], layout order index -> position in the sequence.
-        vocab_size: vocabulary size of the model.
-        rows: integers [b], rows of the global batch to read; None reads all. See
-            `local_rows_and_columns`.
-        columns: integers [s], layout order indices to read; None reads all S.
-        block_size: tokens per attention block; divides `data.seq_len`. Required if
-            `data.has_documents`; the caller must then use `documents` of the batches.
-        weighted: add weights that sum to 1 per document; needs `data.has_documents`.
-        balance: how to assign sequences to data-parallel replicas; None keeps the order of the
-            data. With densities, call `measured` after each step, since prefetching waits for
-            them, and `close` at the end.
-    """
-    if found := list(problems(data, vocab_size)):
-        raise UserError("\n".join(found))
-    permutation = _checked_permutation(permutation, data.seq_len)
-    rows = _checked_indices("rows", rows, data.batch_size)
-    columns = _checked_indices("columns", columns, data.seq_len)
-    if not data.has_documents:
-        corpus = selected_source(data).open(data, vocab_size)
-        return Loader(corpus, data, permutation, rows, columns, balance=balance)
-    if block_size is None:
-        raise UserError(
-            f'data.mode = "{data.mode}" with attention masked between documents is not supported '
-            "by this command"
-        )
-    if data.seq_len % block_size:
-        raise ValueError(f"data.seq_len = {data.seq_len} is not a multiple of {block_size}")
-    corpus = selected_source(data).open(data, vocab_size)
-    packed = packs_of(corpus, data, block_size), block_size
-    return Loader(corpus, data, permutation, rows, columns, packed, weighted, balance)
-
-
 class Loader:
-    """Endless iterator over the local part of the global batches; see `build_loader`.
+    """Endless iterator over the local part of the global batches.
 
     A batch is a dict of arrays over the local rows b and columns s:
 
@@ -98,90 +48,127 @@ class Loader:
     An epoch visits every sequence once, in a new order if shuffled. Batches may span two epochs.
     Balancing reorders sequences within a batch only.
 
+    Args:
+        data: the options of the data.
+        permutation: integers [S], layout order index -> position in the sequence.
+        vocab_size: vocabulary size of the model.
+        rows: integers [b], rows of the global batch to read; None reads all. See
+            `local_rows_and_columns`.
+        columns: integers [s], layout order indices to read; None reads all S.
+        block_size: tokens per attention block; divides `data.seq_len`. Required if
+            `data.has_documents`; the caller must then use `documents` of the batches.
+        weighted: add weights that sum to 1 per document; needs `data.has_documents`.
+        balance: how to assign sequences to data-parallel replicas; None keeps the order of the
+            data. With densities, call `measured` after each step, since prefetching waits for
+            them, and `close` at the end.
+
     Attributes:
-        packs, block_size: None without `data.has_documents`.
+        packs: None without `data.has_documents`.
         sequences: sequence index of each row of the last global batch, int64 [B]; None before the
             first.
-        handed_out: number of the last batch, counted from 1 over the entire run.
+        step: number of the last batch, counted from 1 over the entire run.
+
+    Raises:
+        UserError: the data cannot be read, or not with these options.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
-        data: "DataConfig",
+        data: DataSpec,
+        *,
         permutation: np.ndarray,
-        rows: np.ndarray,
-        columns: np.ndarray,
-        packed: tuple[Packs, int] | None = None,
+        vocab_size: int,
+        rows: np.ndarray | None = None,
+        columns: np.ndarray | None = None,
+        block_size: int | None = None,
         weighted: bool = False,
         balance: Balance | None = None,
-    ):
-        self.vocab_size = corpus.vocab_size
-        self.tokenizer = corpus.tokenizer
-        self._packed = packed
-        self.packs, self.block_size = packed or (None, None)
+    ) -> None:
+        if found := list(problems(data, vocab_size)):
+            raise UserError("\n".join(found))
+        permutation = _checked_permutation(permutation, data.seq_len)
+        self.rows = _checked_indices("rows", rows, data.batch_size)
+        self.columns = _checked_indices("columns", columns, data.seq_len)
+        if data.has_documents and block_size is None:
+            raise UserError(
+                f'data.mode = "{data.mode}" with attention masked between documents is not '
+                "supported by this command"
+            )
+        # Without documents, a sequence is one document of one block.
+        self._block_size = block_size if data.has_documents and block_size else data.seq_len
+        if data.seq_len % self._block_size:
+            raise ValueError(f"data.seq_len = {data.seq_len} is not a multiple of {block_size}")
+        corpus = selected_source(data).open(data, vocab_size)
+        self._starts, self._stream = corpus.starts, corpus.stream
+        self.packs: Packs | None = None
+        if data.has_documents:
+            self.packs = packs_of(corpus, data, self._block_size)
+        self.vocab_size, self.tokenizer = corpus.vocab_size, corpus.tokenizer
+        self.batch_size, self.seq_len = data.batch_size, data.seq_len
+        self.num_sequences = len(corpus.starts if self.packs is None else self.packs)
         self._weighted = weighted
-        self.num_sequences = len(corpus.starts if packed is None else packed[0])
-        self.batch_size = data.batch_size
-        self.seq_len = data.seq_len
-        self.rows = rows
-        self.columns = columns
         order = f"shuffled with seed {data.seed}" if data.shuffle else "in order"
         by = "token ids" if corpus.tokenizer is None else f"tokenizer {corpus.tokenizer.name}"
         self.description = (
             f"{data.source}: {corpus.summary} ({by}, vocabulary {self.vocab_size:,});"
             f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
-            f" {self.batch_size} per batch" + ("" if packed is None else f"; {packed[0].summary}")
+            f" {self.batch_size} per batch"
         )
-        self._balance, self.sequences, self.handed_out = None, None, 0
+        if self.packs is not None:
+            self.description += f"; {self.packs.summary}"
+        self._balance: Balance | None = None
         if balance is not None:
             self.description += f"; data.balance = {balance.name}"
-            if packed is None:
+            if self.packs is None:
                 self.description += " has no effect: sequences without documents have equal work"
-            elif balance.groups == 1:
+            elif balance.replicas == 1:
                 self.description += " has no effect with a single data-parallel replica"
             else:
                 self._balance = balance
-        # A saved state is only valid if all of these are equal.
-        self._identity = {
-            "data.source": data.source,
-            "data.mode": data.mode,
-            "data.seq_len": data.seq_len,
-            "data.batch_size": data.batch_size,
-            "data.shuffle": data.shuffle,
-            "data.seed": data.seed,
-            "number of tokens": len(corpus.stream),
-            "number of sequences": self.num_sequences,
-        }
-        if packed is not None:
-            self._identity = {
-                "data.documents": True,  # as in checkpoints before the field was renamed
-                "block size": self.block_size,
-                **self._identity,
-                "digest of the packed documents": packed[0].digest,
-            }
-        if isinstance(corpus.stream, TokenStream):  # other streams are determined by their fields
-            self._identity[_SAMPLE] = _checksum_of_sample(corpus.stream)
-        self._corpus = corpus
-        positions = permutation[columns]
-        self._is_last = positions == self.seq_len - 1
+        self._densities = None if self._balance is None else self._balance.densities
+        self.identity = self._identity(data)
+        positions = permutation[self.columns]
         following = np.minimum(positions + 1, self.seq_len - 1)
         # Tokens that are also labels are read once.
-        self._needed, places = np.unique(
-            np.concatenate([positions, following]), return_inverse=True
-        )
-        self._token_places, self._label_places = np.split(places, 2)
+        both = np.concatenate([positions, following])
+        self._needed, indices = np.unique(both, return_inverse=True)
+        self._of_tokens, self._of_labels = np.split(indices, 2)
         sequences = grain.MapDataset.range(self.num_sequences)
         if data.shuffle:
             sequences = sequences.shuffle(seed=data.seed)
         # Without drop_remainder Grain counts batches of one row in floating point and exceeds the
         # range of an index. The endless repetition has no remainder.
         self._batches = sequences.repeat().batch(data.batch_size, drop_remainder=True)
-        self._open()
+        self.sequences: np.ndarray | None = None
+        self.step = 0
+        self._start_reading()
 
-    def _open(self) -> None:
-        place = None if self._densities is None else self._densities.place
-        batches = self._batches.map_with_index(functools.partial(self._read, place))
+    def _identity(self, data: DataSpec) -> dict[str, Any]:
+        """JSON-serializable; a saved state is only valid if all of these are equal."""
+        identity: dict[str, Any] = {
+            "data.source": data.source,
+            "data.mode": data.mode,
+            "data.seq_len": data.seq_len,
+            "data.batch_size": data.batch_size,
+            "data.shuffle": data.shuffle,
+            "data.seed": data.seed,
+            "number of tokens": len(self._stream),
+            "number of sequences": self.num_sequences,
+        }
+        if self.packs is not None:
+            identity = {
+                "data.documents": True,  # as in checkpoints before the field was renamed
+                "block size": self._block_size,
+                **identity,
+                "digest of the packed documents": self.packs.digest,
+            }
+        if isinstance(self._stream, TokenStream):  # other streams are determined by their fields
+            identity[_SAMPLE] = _checksum_of_sample(self._stream)
+        return identity
+
+    def _start_reading(self) -> None:
+        generation = None if self._densities is None else self._densities.generation
+        batches = self._batches.map_with_index(functools.partial(self._read, generation))
         # Rows may have megabytes; one thread that prefetches two batches hides the latency.
         self._iterator = iter(
             batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -197,16 +184,12 @@ class Loader:
             UserError: a token id outside the vocabulary.
             RuntimeError: `measured` was not called for an earlier step whose density is needed.
         """
-        step = self.handed_out + 1
+        step = self.step + 1
         if self._densities is not None and not self._densities.known_before(step):
             raise RuntimeError(f"the batch of step {step} needs densities: call `measured` first")
         batch = next(self._iterator)
-        self.sequences, self.handed_out = batch.pop("sequences"), step
+        self.sequences, self.step = batch.pop("sequences"), step
         return batch
-
-    @property
-    def _densities(self) -> Densities | None:
-        return None if self._balance is None else self._balance.densities
 
     def measured(self, step: int, densities: np.ndarray) -> None:
         """Adds the densities of a finished step; call for every step in order, from 1.
@@ -221,14 +204,9 @@ class Loader:
         """The densities [K] used to balance the batch of a step, if any."""
         return None if self._densities is None else self._densities.before(step)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """JSON-serializable identity of the data and how it is read."""
-        return dict(self._identity)
-
     def get_state(self) -> dict[str, Any]:
         """JSON-serializable state, identical on all processes."""
-        state = {"iterator": self._iterator.get_state(), "identity": self.identity}
+        state = {"iterator": self._iterator.get_state(), "identity": dict(self.identity)}
         if self._densities is None:
             return state
         return state | {"densities": self._densities.state()}
@@ -237,43 +215,37 @@ class Loader:
         """Restores a state, for any number of processes and devices."""
         try:
             iterator, saved = state["iterator"], state["identity"]
-            handed_out = iterator["next_index"]
+            step = iterator["next_index"]
         except (KeyError, TypeError) as error:
             raise UserError("the saved state of the data loader is not readable") from error
-        for name, value in self._identity.items():
+        for name, value in self.identity.items():
             if name == _SAMPLE and name not in saved:
                 continue  # checkpoints of older versions
             if saved.get(name) != value:
                 raise UserError(
-                    f"the checkpoint's data loader had {name} = {_shown(saved.get(name))}, but "
-                    f"this run has {_shown(value)}: resume with the same data, or start a new run "
-                    "with another run.name or checkpoint.resume = false"
+                    f"the checkpoint's data loader had {name} = {json.dumps(saved.get(name))}, but "
+                    f"this run has {json.dumps(value)}: resume with the same data, or start a new "
+                    "run with another run.name or checkpoint.resume = false"
                 )
-        self.handed_out = handed_out
+        self.step = step
         if self._densities is not None:
             # Prefetched batches may wait for a density that is never added.
-            self._densities.go_to(self.handed_out, state.get("densities"))
+            self._densities.go_to(step, state.get("densities"))
             self._iterator.close()
-            self._open()
+            self._start_reading()
         self._iterator.set_state(iterator)
 
-    def block(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """One device's shard of a local array, for `jax.make_array_from_callback`.
 
         Args:
-            array: [b, s], from a batch of this loader.
+            array: [b, s], or ``documents`` [b, ...], from a batch of this loader.
+            index: slices of the global rows and, for [b, s], columns.
         """
-        at_rows = _local_slice("rows", self.rows, index[0], self.batch_size)
-        at_columns = _local_slice("columns", self.columns, index[1], self.seq_len)
-        return array[at_rows, at_columns]
-
-    def block_of_rows(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """One device's shard of a local array with entire rows, e.g. ``documents``.
-
-        Args:
-            array: [b, ...], from a batch of this loader.
-        """
-        return array[_local_slice("rows", self.rows, index[0], self.batch_size)]
+        local = array[_local_slice("rows", self.rows, index[0], self.batch_size)]
+        if array.ndim > 2:
+            return local
+        return local[:, _local_slice("columns", self.columns, index[1], self.seq_len)]
 
     def close(self) -> None:
         """Stops prefetching."""
@@ -281,50 +253,42 @@ class Loader:
             self._densities.close()
         self._iterator.close()
 
-    def _read(self, place: int | None, number: int, sequences: np.ndarray) -> Batch:
-        if self._balance is not None and self.packs is not None:
-            lengths = [self.packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-            sequences = sequences[self._balance.order(number + 1, lengths, place)]
-        return {**self._read_rows(sequences), "sequences": sequences}
+    def _read(self, generation: int | None, number: int, sequences: np.ndarray) -> Batch:
+        if self._balance is not None:
+            lengths = [self._pieces(sequence)[1] for sequence in sequences.tolist()]
+            sequences = sequences[self._balance.order(number + 1, lengths, generation)]
+        return {**self._read_rows(sequences[self.rows]), "sequences": sequences}
+
+    def _pieces(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and lengths of the documents of a sequence."""
+        if self.packs is None:
+            return np.array([self._starts[sequence]]), np.array([self.seq_len])
+        return self.packs.pieces(sequence)
 
     def _read_rows(self, sequences: np.ndarray) -> Batch:
-        shape = (self.rows.shape[0], self.columns.shape[0])
+        shape, num_blocks = (self.rows.size, self.columns.size), self.seq_len // self._block_size
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
-        if self._packed is not None:
-            return self._read_documents(*self._packed, sequences, tokens, labels)
-        for i, sequence in enumerate(sequences[self.rows].tolist()):
-            start = int(self._corpus.starts[sequence])
-            ids = self._corpus.stream.take(start + self._needed)
-            tokens[i], labels[i] = ids[self._token_places], ids[self._label_places]
-            labels[i, self._is_last] = IGNORE_LABEL
-        return {"tokens": tokens, "labels": labels}
-
-    def _read_documents(
-        self,
-        packs: Packs,
-        block_size: int,
-        sequences: np.ndarray,
-        tokens: np.ndarray,
-        labels: np.ndarray,
-    ) -> Batch:
-        num_blocks = self.seq_len // block_size
-        documents = np.empty((self.rows.shape[0], num_blocks, 3), np.int32)
-        weights = np.zeros(labels.shape, np.float32)
-        for i, sequence in enumerate(sequences[self.rows].tolist()):
-            starts, lengths = packs.pieces(sequence)
-            documents[i] = table = block_table(lengths, block_size, num_blocks)
-            places, left = stream_places(starts, table, self._needed, block_size)
+        documents = np.empty((self.rows.size, num_blocks, 3), np.int32)
+        weights = np.zeros(shape, np.float32)
+        for i, sequence in enumerate(sequences.tolist()):
+            starts, lengths = self._pieces(sequence)
+            documents[i] = table = block_table(lengths, self._block_size, num_blocks)
+            places, left = stream_positions(starts, table, self._needed, self._block_size)
             ids = np.zeros(places.shape, np.int32)
-            ids[left > 0] = self._corpus.stream.take(places[left > 0])
-            tokens[i] = ids[self._token_places]
+            ids[left > 0] = self._stream.take(places[left > 0])
+            tokens[i] = ids[self._of_tokens]
             # The last token of a document has no label.
-            followed = left[self._token_places] > 1
-            labels[i] = np.where(followed, ids[self._label_places], IGNORE_LABEL)
+            followed = left[self._of_tokens] > 1
+            labels[i] = np.where(followed, ids[self._of_labels], IGNORE_LABEL)
             if self._weighted:
-                block = self._needed[self._token_places] // block_size
+                block = self._needed[self._of_tokens] // self._block_size
                 weights[i, followed] = 1 / (table[block[followed], 2] - 1)
-        batch = {"tokens": tokens, "labels": labels, "documents": documents}
-        return batch | {"weights": weights} if self._weighted else batch
+        batch: Batch = {"tokens": tokens, "labels": labels}
+        if self.packs is not None:
+            batch["documents"] = documents
+            if self._weighted:
+                batch["weights"] = weights
+        return batch
 
 
 def local_rows_and_columns(
@@ -346,8 +310,8 @@ def _checksum_of_sample(stream: TokenStream) -> int:
     """Checksum of tokens at 64 positions, to detect another file of the same length."""
     size = len(stream)
     starts = np.arange(_SAMPLES, dtype=np.int64) * size // _SAMPLES
-    places = np.unique(starts[:, None] + np.arange(_SAMPLE_LEN))
-    return zlib.crc32(stream.take(places[places < size]).astype("<i4").tobytes())
+    positions = np.unique(starts[:, None] + np.arange(_SAMPLE_LEN))
+    return zlib.crc32(stream.take(positions[positions < size]).astype("<i4").tobytes())
 
 
 def _checked_permutation(permutation: np.ndarray, seq_len: int) -> np.ndarray:
@@ -377,7 +341,3 @@ def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
     if not np.array_equal(held[first:last], np.arange(start, stop)):
         raise ValueError(f"this loader does not read all {name} from {start} to {stop - 1}")
     return slice(first, last)
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)

@@ -2,15 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from mtraining_jax.data.packing import chunked, consecutive, packed_order
+from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from mtraining_jax.config import DataConfig
 
 _SHORTEST = 2  # a document of one token has no label
 
@@ -35,18 +33,6 @@ class Packs(Protocol):
         ...
 
 
-class Documents(Protocol):
-    """The documents of a stream."""
-
-    def packs(self, data: "DataConfig", block_size: int) -> Packs:
-        """Packs documents into sequences according to `data.mode`.
-
-        Args:
-            block_size: tokens per attention block; divides `data.seq_len`.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class PackArrays:
     """Packs as arrays.
@@ -67,67 +53,58 @@ class PackArrays:
     notes: str = ""
 
     def __len__(self) -> int:
-        return self.ends.shape[0]
+        return self.ends.size
 
     def pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        own = slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
-        return self.starts[own], self.lengths[own]
-
-    @property
-    def waste(self) -> float:
-        """Fraction of padding."""
-        return 1 - float(self.lengths.sum()) / (len(self) * self.seq_len)
+        pack = slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+        return self.starts[pack], self.lengths[pack]
 
     @property
     def summary(self) -> str:
-        mean = self.starts.shape[0] / len(self)
-        return f"{mean:.1f} documents per sequence, {self.waste:.1%} padding{self.notes}"
+        padding = 1 - float(self.lengths.sum()) / (len(self) * self.seq_len)
+        mean = self.starts.size / len(self)
+        return f"{mean:.1f} documents per sequence, {padding:.1%} padding{self.notes}"
 
     @property
     def digest(self) -> str:
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for array in (self.starts, self.lengths, self.ends):
-            found.update(np.ascontiguousarray(array, "<i8").data)
-        return found.hexdigest()[:16]
+            sha.update(np.ascontiguousarray(array, "<i8").data)
+        return sha.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class DocumentSpans:
-    """Consecutive documents of a stream.
+def pack_documents(
+    starts: np.ndarray, lengths: np.ndarray, data: DataSpec, block_size: int
+) -> PackArrays:
+    """Packs documents: ``pack`` by best fit, after splitting long ones; ``concat`` consecutively.
 
-    Attributes:
-        starts: first token of each document, int64 [d].
+    Skips documents with fewer than two tokens, which have no label.
+
+    Args:
+        starts: first token of each document in the stream, int64 [d].
         lengths: tokens of each document, with its end token, int64 [d]; may be 0.
+        block_size: tokens per attention block; divides `data.seq_len`.
     """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-
-    def packs(self, data: "DataConfig", block_size: int) -> PackArrays:
-        """``pack``: best fit, after splitting long documents; ``concat``: consecutive packing.
-
-        Skips documents with fewer than two tokens, which have no label.
-        """
-        capacity = data.seq_len // block_size
-        kept = self.lengths >= _SHORTEST
-        starts, lengths = self.starts[kept], self.lengths[kept]
-        if data.mode == "pack":
-            starts, lengths = chunked(starts, lengths, data.seq_len)
-            order, ends = packed_order(-(-lengths // block_size), capacity, data.seed)
-            starts, lengths = starts[order], lengths[order]
-        else:
-            starts, lengths, ends = consecutive(starts, lengths, block_size, capacity)
-        if not ends.size:
-            raise UserError(_nothing(data, self.lengths, kept, block_size))
-        notes = ""
-        if skipped := int(kept.size - kept.sum()):
-            notes += f", {skipped:,} with fewer than {_SHORTEST} tokens skipped"
-        if longer := int((self.lengths > data.seq_len).sum()):
-            notes += f", {longer:,} longer than a sequence split"
-        return PackArrays(starts, lengths, ends, block_size, data.seq_len, notes)
+    capacity = data.seq_len // block_size
+    kept = lengths >= _SHORTEST
+    begins, sizes = starts[kept], lengths[kept]
+    if data.mode == "pack":
+        begins, sizes = chunked(begins, sizes, data.seq_len)
+        order, ends = packed_order(-(-sizes // block_size), capacity, data.seed)
+        begins, sizes = begins[order], sizes[order]
+    else:
+        begins, sizes, ends = consecutive(begins, sizes, block_size, capacity)
+    if not ends.size:
+        raise UserError(_nothing(data, lengths, kept, block_size))
+    notes = ""
+    if skipped := int(kept.size - kept.sum()):
+        notes += f", {skipped:,} with fewer than {_SHORTEST} tokens skipped"
+    if longer := int((lengths > data.seq_len).sum()):
+        notes += f", {longer:,} longer than a sequence split"
+    return PackArrays(begins, sizes, ends, block_size, data.seq_len, notes)
 
 
-def _nothing(data: "DataConfig", lengths: np.ndarray, kept: np.ndarray, block_size: int) -> str:
+def _nothing(data: DataSpec, lengths: np.ndarray, kept: np.ndarray, block_size: int) -> str:
     """Error message if there is no sequence."""
     if not lengths.size:
         return f'data.source = "{data.source}" has no documents'
@@ -163,20 +140,18 @@ def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.nda
     return table
 
 
-def stream_places(
+def stream_positions(
     starts: np.ndarray, table: np.ndarray, positions: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Maps positions in a sequence to positions in the stream.
+    """Maps positions in a sequence, int64 [n], to positions in the stream.
 
     Args:
         starts: starts of the documents in order, int64 [d].
         table: int32 [NB, 3], from `block_table`.
-        positions: int64 [n], from 0 to S - 1.
-        block_size: tokens per block.
 
     Returns:
-        ``(places, left)``, int64 [n] each: the position in the stream, and the remaining tokens of
-        its document from there, inclusive; 0 for padding, where the position is undefined.
+        int64 [n] each: the position in the stream, and the remaining tokens of its document from
+        there, inclusive; 0 for padding, where the position is undefined.
     """
     block = positions // block_size
     # A document begins where the table names the block itself.

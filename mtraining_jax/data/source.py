@@ -2,29 +2,27 @@
 
 A source is registered in `sources/__init__.py` or passed as `--data.source=package.module:Class`.
 Configurations import all sources, so their modules must not import slow packages at the top (JAX,
-pyarrow, tokenizers).
+pyarrow).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.files import find_files
-from mtraining_jax.utils.field_types import TextList
-
-if TYPE_CHECKING:
-    from mtraining_jax.config import DataConfig
-    from mtraining_jax.data.corpus import Corpus
+from mtraining_jax.data.spec import DataSpec
+from mtraining_jax.utils.limits import TextList
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Base class of data sources: a frozen dataclass with options of `[data]` as fields.
 
-    Field types may have limits (`utils.field_types`); "Attributes:" in the docstring are
-    their help texts. Shared options (`seq_len`, `mode`, `eos`, ...) are fields of the section,
-    which is passed to every method.
+    Field types may have limits (`utils.limits`); "Attributes:" in the docstring are
+    their help texts. Options of all sources (`seq_len`, `mode`, `eos`, ...) are in `data`, which is
+    passed to every method.
 
     Attributes:
         modes: supported values of `data.mode`.
@@ -32,15 +30,15 @@ class Source:
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact")
 
-    def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
-        """Validates the section without opening files; yields one message per problem."""
+    def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
+        """Validates the options without opening files; yields one message per problem."""
         yield from ()
 
-    def has_lengths(self, data: "DataConfig") -> bool:
+    def has_lengths(self, data: DataSpec) -> bool:
         """Whether `open` knows document lengths without reading documents (used by dry runs)."""
         return False
 
-    def open(self, data: "DataConfig", vocab_size: int) -> "Corpus":
+    def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         """Opens the source; called once, after `problems`, with the same result in all processes.
 
         Args:
@@ -65,7 +63,7 @@ class FileSource(Source):
     paths: TextList = ()
     suffixes: ClassVar[tuple[str, ...]] = ()
 
-    def problems(self, data: "DataConfig", vocab_size: int) -> Iterator[str]:
+    def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         if not self.paths:
             yield f'data.source = "{data.source}" needs data.paths, the files to read'
         yield from super().problems(data, vocab_size)
@@ -77,3 +75,11 @@ class FileSource(Source):
     def size(self) -> int:
         """Total size of the files in bytes."""
         return sum(path.stat().st_size for path in self.files())
+
+
+def eos_id_problems(data: DataSpec) -> Iterator[str]:
+    """Rejects data.eos given as a string if there is no tokenizer."""
+    if isinstance(data.eos, str):
+        yield (
+            f'data.eos = "{data.eos}" must be an id: data.source = "{data.source}" has no tokenizer'
+        )

@@ -1,7 +1,7 @@
 """Token ids on disk as one long sequence with random access."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,56 +22,41 @@ class Part:
 
 
 class TokenStream:
-    """Concatenation of parts with random access.
-
-    Args:
-        parts: at least one, all non-empty.
-
-    Raises:
-        UserError: a token id outside the vocabulary, if the stream is short enough to check here.
-    """
+    """Concatenation of non-empty parts with random access; checks ids against the vocabulary."""
 
     def __init__(self, parts: Sequence[Part], vocab_size: int, vocab_name: str):
         self._parts = tuple(parts)
-        self._ends = np.cumsum([part.ids.shape[0] for part in self._parts])
-        self._vocab_size = vocab_size
-        self._vocab_name = vocab_name
+        self._ends = np.cumsum([part.ids.size for part in self._parts])
+        self._vocab = vocab_size, vocab_name
         if len(self) <= _CHECKED_AT_START:
             for part in self._parts:
                 for start, chunk in chunks(part.ids):
-                    self._check(chunk, part.name, lambda i, start=start: start + i)
+                    check_ids(chunk, part.name, *self._vocab, range(start, start + chunk.size))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Reads token ids, int32 [n].
-
-        Args:
-            positions: int64 [n] in ``range(len(self))``, in any order.
-        """
-        out = np.empty(positions.shape, np.int32)
+        """Reads token ids, int32 [n], at positions int64 [n], in any order."""
         if not positions.size:
-            return out
-        first, last = np.searchsorted(
-            self._ends, (positions.min(), positions.max()), side="right"
-        ).tolist()
-        indices = [first]
-        if first != last:  # documents of a pack may be in different files
-            part_of = np.searchsorted(self._ends, positions, side="right")
-            indices = np.unique(part_of).tolist()
-        for index in indices:
-            part = self._parts[index]
-            begin = int(self._ends[index]) - part.ids.shape[0]
-            inside = slice(None) if first == last else part_of == index
-            local = positions[inside] - begin
-            ids = part.ids[local]
-            self._check(ids, part.name, lambda i, local=local: int(local[i]))
-            out[inside] = ids
+            return np.zeros(0, np.int32)
+        ends = (positions.min(), positions.max())
+        first, last = np.searchsorted(self._ends, ends, side="right").tolist()
+        if first == last:
+            return self._read(first, positions)
+        out = np.empty(positions.shape, np.int32)
+        part_of = np.searchsorted(self._ends, positions, side="right")
+        for number in np.unique(part_of).tolist():  # documents of a pack may be in several files
+            inside = part_of == number
+            out[inside] = self._read(number, positions[inside])
         return out
 
-    def _check(self, ids: np.ndarray, name: str, place: Callable[[int], int]) -> None:
-        check_ids(ids, name, self._vocab_size, self._vocab_name, place)
+    def _read(self, number: int, positions: np.ndarray) -> np.ndarray:
+        part = self._parts[number]
+        local = positions - (int(self._ends[number]) - part.ids.size)
+        ids = part.ids[local]
+        check_ids(ids, part.name, *self._vocab, local)
+        return ids.astype(np.int32)
 
 
 def check_ids(
@@ -79,29 +64,30 @@ def check_ids(
     name: str,
     vocab_size: int,
     vocab_name: str,
-    place: Callable[[int], int] = lambda i: i,
+    positions: np.ndarray | range | None = None,
 ) -> None:
     """Rejects token ids [n] outside of ``range(vocab_size)``.
 
-    `place` maps an index of `ids` to the position in the error message, which has the
-    origins `name` and `vocab_name`.
+    The error message has the origins `name` and `vocab_name`, and a position: an index of `ids`, or
+    the entry of `positions` there.
     """
     if not ids.size or (ids.min() >= 0 and ids.max() < vocab_size):
         return
-    worst = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    first = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+    position = first if positions is None else int(positions[first])
     raise UserError(
-        f"{name}: token id {int(ids[worst])} at position {place(worst)} is outside the vocabulary "
+        f"{name}: token id {int(ids[first])} at position {position} is outside the vocabulary "
         f"(0 to {vocab_size - 1}, from {vocab_name})"
     )
 
 
 def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:
-    """Writes documents, integer ids [n] each, to an anonymous temporary file and memory-maps it."""
+    """Writes documents, ids [n] each, to an anonymous temporary file and memory-maps it."""
     size = 0
     try:
         with tempfile.TemporaryFile(prefix="mtraining-tokens-") as file:
             for ids in documents:
-                size += file.write(ids.astype(dtype).data)
+                size += file.write(ids.data)
             file.flush()
             ids = np.memmap(file, dtype, mode="r") if size else np.zeros(0, dtype)
     except OSError as error:
@@ -114,5 +100,5 @@ def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:
 
 def chunks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Splits ids [n] into chunks; yields the start and the ids of each."""
-    for start in range(0, ids.shape[0], _CHUNK):
+    for start in range(0, ids.size, _CHUNK):
         yield start, ids[start : start + _CHUNK]

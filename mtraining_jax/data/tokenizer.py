@@ -1,10 +1,10 @@
 """Tokenizers: raw bytes, or a Hugging Face ``tokenizer.json``."""
 
-import functools
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import tokenizers
 
 from mtraining_jax.data.files import first_line
 from mtraining_jax.utils.errors import UserError
@@ -74,9 +74,6 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path, eos: int | str | None = None):
-        # Lazy, since runs on bytes or token files do not need it.
-        from tokenizers import Tokenizer as Backend
-
         self.name = str(path)
         if (inside := Path(path) / "tokenizer.json").is_file():
             raise UserError(f'data.tokenizer = "{self.name}" is a folder; use "{inside}"')
@@ -88,7 +85,7 @@ class HuggingFaceTokenizer:
             )
         check_size(path, LARGEST_TOKENIZER)
         try:
-            self._backend = Backend.from_file(self.name)
+            self._backend = tokenizers.Tokenizer.from_file(self.name)
         except Exception as error:  # the library raises bare Exception
             raise UserError(
                 f'data.tokenizer = "{self.name}" is not a tokenizer.json ({first_line(error)})'
@@ -102,13 +99,10 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos = _checked_eos(_find_eos(eos, vocabulary, self.name), self.vocab_size, self.name)
 
-    def encode(self, text: str) -> np.ndarray:
-        return self._encode(text, add_special_tokens=False)
-
     def encode_prompt(self, text: str) -> np.ndarray:
-        return self._encode(text, add_special_tokens=True)
+        return self.encode(text, add_special_tokens=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> np.ndarray:
+    def encode(self, text: str, add_special_tokens: bool = False) -> np.ndarray:
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):  # invalid text
@@ -121,10 +115,6 @@ class HuggingFaceTokenizer:
 
     @property
     def start(self) -> int | None:
-        return self._start
-
-    @functools.cached_property
-    def _start(self) -> int | None:
         """`bos_token` in the tokenizer_config.json next to the file, if any."""
         path = Path(self.name).with_name("tokenizer_config.json")
         try:
@@ -145,10 +135,7 @@ class HuggingFaceTokenizer:
 
 
 def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:
-    """Creates the tokenizer for a value of ``data.tokenizer``.
-
-    `eos` is the end token as id or string; None uses the tokenizer's own.
-    """
+    """Creates the tokenizer for values of `data.tokenizer` and `data.eos`."""
     if name == BYTES:
         return ByteTokenizer(eos)
     return HuggingFaceTokenizer(Path(name).expanduser(), eos)

@@ -5,16 +5,17 @@ import multiprocessing
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.documents import DocumentSource, check_tokenizer, encoded
+from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make_encoder
+from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.sources import problems, selected_source
 from mtraining_jax.data.sources.token_parts import (
     PartRecord,
@@ -24,26 +25,18 @@ from mtraining_jax.data.sources.token_parts import (
     read_record,
     write_part,
 )
-from mtraining_jax.data.stream import check_ids
-from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
+from mtraining_jax.data.spec import DataSpec
+from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from mtraining_jax.config import DataConfig
 
 # Bytes of documents per part; a process holds two parts and their tokens.
 PART_BYTES = 2**25
+# Bytes that take minutes: a tokenizer processes a few MB/s.
+LARGE = 2**28
 
-_Documents = list[tuple[str, str | np.ndarray]]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Tokenizer settings; no `tokenizer` for documents of token ids, no `eos` for its own."""
-
-    tokenizer: str | None
-    eos: int | str | None
-    vocab_size: int
+_Documents = list[tuple[str, Document]]
+# Arguments of `make_encoder`: tokenizer, eos and vocabulary size.
+_EncoderArgs = tuple[str | None, int | str | None, int]
 
 
 @dataclass
@@ -63,8 +56,23 @@ class Totals:
         self.found += found
 
 
+def pretokenize_hint(data: DataSpec) -> str | None:
+    """A hint to pre-tokenize a large corpus, which otherwise every process tokenizes at startup."""
+    source = selected_source(data)
+    if not isinstance(source, DocumentSource) or not isinstance(source, FileSource):
+        return None
+    size = source.size()
+    if size <= LARGE:
+        return None
+    what = "copies" if source.holds_ids else "tokenizes"
+    return (
+        f"every process of every run {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
+        "pre-tokenize it, see python -m mtraining_jax.cli.tokenize_corpus --help"
+    )
+
+
 def tokenize_corpus(
-    data: "DataConfig",
+    data: DataSpec,
     vocab_size: int,
     folder: Path,
     processes: int,
@@ -77,7 +85,7 @@ def tokenize_corpus(
     number of processes and interruptions.
 
     Args:
-        data: the section; uses source, tokenizer and eos.
+        data: the options of the data; uses source, tokenizer and eos.
         report: callback with the totals so far and the bytes of documents read.
         part_bytes: minimum bytes of documents per part.
     """
@@ -86,13 +94,12 @@ def tokenize_corpus(
     source = selected_source(data)
     if not isinstance(source, DocumentSource):
         raise UserError(f'data.source = "{data.source}" has no documents to tokenize')
-    rules = Rules(None if source.holds_ids else data.tokenizer, data.eos, vocab_size)
-    _made(rules)  # reports problems of the tokenizer early
-    open_folder(folder, _identity(source, data, rules, part_bytes))
+    args = None if source.holds_ids else data.tokenizer, data.eos, vocab_size
+    open_folder(folder, _identity(source, data, make_encoder(*args), part_bytes))
     totals, read = Totals(), 0
     # Forked processes would lack the threads of the tokenizer library.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent)
+    pool = ProcessPoolExecutor(processes, context, initializer=_prepare_worker)
     running: set[Future] = set()
     begun = False
     try:
@@ -105,7 +112,7 @@ def tokenize_corpus(
                 if not begun:
                     mark_incomplete(folder)
                     begun = True
-                running.add(pool.submit(_make_part, rules, folder, number, documents, checksum))
+                running.add(pool.submit(_make_part, args, folder, number, documents, checksum))
             running = _collect(running, totals, at_most=2 * processes)
             report(totals, read)
         while running:
@@ -129,8 +136,7 @@ def tokenize_corpus(
 def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents, int, int]]:
     """Splits the documents of a source into parts, deterministically.
 
-    Yields:
-        The documents of a part with their locations, their checksum, and their bytes.
+    Yields the documents of a part with their locations, their checksum, and their bytes.
     """
     documents: _Documents = []
     checksum = size = 0
@@ -163,54 +169,38 @@ def _collect(running: set[Future], totals: Totals, at_most: int) -> set[Future]:
         wait(running, return_when=FIRST_COMPLETED)
 
 
-def _leave_interrupts_to_parent() -> None:
-    """Ignores Ctrl-C in a worker, so that the parent can wait for running parts."""
+def _prepare_worker() -> None:
+    # Ctrl-C is for the parent, which waits for running parts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+_worker_encoder = functools.cache(make_encoder)
 
 
 def _make_part(
-    rules: Rules, folder: Path, number: int, documents: _Documents, checksum: int
+    args: _EncoderArgs, folder: Path, number: int, documents: _Documents, checksum: int
 ) -> PartRecord:
     """Tokenizes and writes one part, in a worker process."""
-    tokenizer, eos, dtype = _made(rules)
-    pieces, lengths = [np.zeros(0, dtype)], []
-    for where, document in documents:
-        if tokenizer is None:
-            check_ids(np.asarray(document), where, rules.vocab_size, "model.vocab_size")
-        ids = encoded(document, where, tokenizer, eos)
-        pieces.append(ids.astype(dtype))
-        lengths.append(ids.shape[0])
-    return write_part(
-        folder, number, np.concatenate(pieces), np.asarray(lengths, np.int64), checksum
-    )
-
-
-@functools.cache
-def _made(rules: Rules) -> tuple[Tokenizer | None, int | None, np.dtype]:
-    """The tokenizer, the end token and the type of stored ids."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    vocab_size, tokenizer = rules.vocab_size, None
-    eos = rules.eos if isinstance(rules.eos, int) else None  # `named_eos` rejects strings
-    if rules.tokenizer is not None:
-        tokenizer = make_tokenizer(rules.tokenizer, rules.eos)
-        check_tokenizer(tokenizer, vocab_size)
-        vocab_size, eos = tokenizer.vocab_size, tokenizer.eos
-    return tokenizer, eos, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    encoder = _worker_encoder(*args)
+    pieces = [encoder.encode(document, where) for where, document in documents]
+    lengths = np.array([ids.size for ids in pieces], np.int64)
+    return write_part(folder, number, np.concatenate(pieces), lengths, checksum)
 
 
 def _identity(
-    source: DocumentSource, data: "DataConfig", rules: Rules, part_bytes: int
-) -> Mapping[str, Any]:
-    tokenizer, eos, dtype = _made(rules)
+    source: DocumentSource, data: DataSpec, encoder: Encoder, part_bytes: int
+) -> dict[str, Any]:
+    tokenizer = None if encoder.tokenizer is None else data.tokenizer
     digest = None
-    if rules.tokenizer not in (None, BYTES):
-        digest = zlib.crc32(Path(rules.tokenizer).expanduser().read_bytes())
+    if tokenizer not in (None, BYTES):
+        digest = zlib.crc32(Path(tokenizer).expanduser().read_bytes())
     return {
         "data.source": data.source,
         **{f"data.{name}": value for name, value in asdict(source).items()},
-        "data.tokenizer": rules.tokenizer,
+        "data.tokenizer": tokenizer,
         "checksum of the tokenizer": digest,
-        "data.eos": None if eos is None else int(eos),
-        "type of ids": dtype.name,
+        "data.eos": None if encoder.eos is None else int(encoder.eos),
+        "type of ids": encoder.dtype.name,
         "bytes of a part": part_bytes,
     }

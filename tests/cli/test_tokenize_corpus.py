@@ -14,11 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mtraining_jax.cli.tokenize_corpus import main
-from mtraining_jax.data import advice
-from mtraining_jax.data.advice import slow_start
+from mtraining_jax.data import tokenizing
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.sources.tokens import TokenFiles
-from mtraining_jax.data.tokenizing import parts, tokenize_corpus
+from mtraining_jax.data.tokenizing import parts, pretokenize_hint, tokenize_corpus
 from mtraining_jax.training import loop as training
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, loader_of, section, sequences
@@ -212,9 +211,9 @@ def test_the_command(corpus, tmp_path, capsys):
 
 
 def test_hint_for_a_large_corpus(corpus, monkeypatch):
-    assert slow_start(corpus) is None and slow_start(section()) is None
-    monkeypatch.setattr(advice, "LARGE", 100)
-    line = slow_start(corpus)
+    assert pretokenize_hint(corpus) is None and pretokenize_hint(section()) is None
+    monkeypatch.setattr(tokenizing, "LARGE", 100)
+    line = pretokenize_hint(corpus)
     assert line.startswith("every process of every run tokenizes data.paths (0 MiB) at startup")
     assert "python -m mtraining_jax.cli.tokenize_corpus" in line
 
@@ -225,7 +224,7 @@ def test_a_run_prints_the_hint_first(tmp_path, monkeypatch, capsys):
     data = {"source": "jsonl", "paths": [str(path)]}
     config = tiny_config(tmp_path, data=data, model={"vocab_size": VOCAB})
     for large, printed in ((2**20, False), (10, True)):
-        monkeypatch.setattr(advice, "LARGE", large)
+        monkeypatch.setattr(tokenizing, "LARGE", large)
         with pytest.raises(UserError, match="data.seq_len = 128 is more than the 101 tokens"):
             training.run(config)
         assert ("python -m mtraining_jax.cli.tokenize_corpus" in capsys.readouterr().out) == printed

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.config import DataConfig, config_from_dict
-from mtraining_jax.data.loader import Loader, build_loader
+from mtraining_jax.data.loader import Loader
 from mtraining_jax.data.sources import selected_source
 from mtraining_jax.utils.errors import UserError
 
@@ -35,7 +35,7 @@ def loader_of(data: DataConfig, vocab_size: int = VOCAB, permutation=None, **loc
     """A loader for the section, by default in sequence order."""
     if permutation is None:
         permutation = np.arange(data.seq_len)
-    return build_loader(data, permutation=permutation, vocab_size=vocab_size, **local)
+    return Loader(data, permutation=permutation, vocab_size=vocab_size, **local)
 
 
 def sequences(vocab_size: int = VOCAB, **fields):

@@ -9,7 +9,7 @@ import pytest
 
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.utils.plugins import attribute_docs
+from mtraining_jax.utils.fields import attribute_docs
 from tests.data.common import VOCAB, error_of, loader_of, section
 
 MODES = ("concat", "exact", "pack")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtraining_jax.data.documents import DocumentSource
-from mtraining_jax.utils.field_types import PositiveInt
+from mtraining_jax.utils.limits import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mtraining_jax.config.fields import toml_value
-from mtraining_jax.data.loader import build_loader
+from mtraining_jax.data.loader import Loader
 from mtraining_jax.data.sources.jsonl import JsonLines
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import error_of, loader_of, section
@@ -54,10 +54,10 @@ def test_paths_with_a_source_without_files(text, source):
     )
 
 
-def test_build_loader_validates_the_section(text):
+def test_the_loader_validates_the_section(text):
     data = dataclasses.replace(section(**text), paths=())
     with pytest.raises(UserError, match='data.source = "text" needs data.paths, the files'):
-        build_loader(data, permutation=np.arange(4), vocab_size=257)
+        Loader(data, permutation=np.arange(4), vocab_size=257)
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "tokens"])

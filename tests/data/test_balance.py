@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtraining_jax.data.balance import Balance, even_order, imbalance
-from mtraining_jax.data.densities import DELAY, Densities, OtherPlace, length_classes, num_classes
+from mtraining_jax.data.densities import DELAY, Densities, Repositioned, length_classes, num_classes
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import loader_of, section
 
@@ -96,11 +96,11 @@ def test_a_batch_waits_for_its_density_until_the_loader_is_repositioned():
 
     def wait(step):
         try:
-            found.append(densities.before(step, place)[0])
-        except OtherPlace:
+            found.append(densities.before(step, generation)[0])
+        except Repositioned:
             found.append("repositioned")
 
-    place = densities.place
+    generation = densities.generation
     for act in (lambda: densities.add(1, np.array([0.6])), lambda: densities.go_to(0, None)):
         thread = threading.Thread(target=wait, args=(len(found) + DELAY + 1,))
         thread.start()
@@ -108,8 +108,8 @@ def test_a_batch_waits_for_its_density_until_the_loader_is_repositioned():
         thread.join(10)
         assert not thread.is_alive()
     assert found == [pytest.approx(0.51), "repositioned"]
-    with pytest.raises(OtherPlace):
-        densities.before(1, place)
+    with pytest.raises(Repositioned):
+        densities.before(1, generation)
 
 
 @pytest.mark.parametrize("state", [[1], {}, {"1": ["a"]}, {"1": [0.1, 0.2]}, {"x": [0.1]}])
@@ -147,9 +147,9 @@ def squares(lengths, densities):
     return float((densities * lengths.astype(float) ** 2).sum())
 
 
-def balanced(data, name="length", groups=2, parts=2, weigh=squares, **local):
+def balanced(data, name="length", replicas=2, parts=2, cost=squares, **local):
     densities = Densities(START) if name == "density" else None
-    balance = None if name == "none" else Balance(name, groups, parts, G, weigh, densities)
+    balance = None if name == "none" else Balance(name, replicas, parts, G, cost, densities)
     return loader_of(data, 10_000, block_size=G, balance=balance, **local)
 
 
@@ -252,7 +252,7 @@ def test_error_without_measured_densities(data):
 
 
 def test_balancing_without_effect_is_described(data, tmp_path):
-    one = balanced(data, groups=1)
+    one = balanced(data, replicas=1)
     assert one.description.endswith(
         "data.balance = length has no effect with a single data-parallel replica"
     )

@@ -213,11 +213,11 @@ def test_processes_read_the_shards_of_their_devices(tmp_path, axes):
         batch = next(local)
         for device in own:
             for name, array in batch.items():
-                part = local.block(array, all_indices[device])
+                part = local.shard(array, all_indices[device])
                 np.testing.assert_array_equal(part, whole[name][all_indices[device]])
     if axes == "data first":
         with pytest.raises(ValueError, match="does not read all rows from 0 to 0"):
-            local.block(batch["tokens"], (slice(0, 1), slice(None)))
+            local.shard(batch["tokens"], (slice(0, 1), slice(None)))
 
 
 def test_blocks_make_a_global_array(tmp_path):
@@ -228,7 +228,7 @@ def test_blocks_make_a_global_array(tmp_path):
     loader = loader_of(options, np.arange(8)[::-1], rows=rows, columns=columns)
     batch = next(loader)
     array = jax.make_array_from_callback(
-        (2, 8), sharding, lambda index: loader.block(batch["tokens"], index)
+        (2, 8), sharding, lambda index: loader.shard(batch["tokens"], index)
     )
     np.testing.assert_array_equal(array, np.arange(16).reshape(2, 8)[:, ::-1])
 

@@ -243,10 +243,10 @@ def test_parts_of_a_batch_have_the_documents_of_entire_rows(tmp_path):
             np.testing.assert_array_equal(left[name][1:, columns], right[name])
             np.testing.assert_array_equal(left[name], plain[name][:, permutation])
     np.testing.assert_array_equal(
-        part.block_of_rows(right["documents"], (slice(1, 2), slice(None))), right["documents"]
+        part.shard(right["documents"], (slice(1, 2), slice(None))), right["documents"]
     )
     with pytest.raises(ValueError, match="does not read all rows from 0 to 1"):
-        part.block_of_rows(right["documents"], (slice(None), slice(None)))
+        part.shard(right["documents"], (slice(None), slice(None)))
 
 
 def test_weights_sum_to_1_per_document(tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.data.loader import build_loader
+from mtraining_jax.data.loader import Loader
 from mtraining_jax.data.sources.synthetic import SyntheticStream
 from tests.data.common import error_of, section
 
@@ -17,7 +17,7 @@ def loader_of(vocab_size=VOCAB, columns=None, permutation=None, **fields):
     data = section(vocab_size, **fields)
     if permutation is None:
         permutation = np.arange(data.seq_len)
-    return build_loader(data, permutation=permutation, vocab_size=vocab_size, columns=columns)
+    return Loader(data, permutation=permutation, vocab_size=vocab_size, columns=columns)
 
 
 def first_tokens(**fields):

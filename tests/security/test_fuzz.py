@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtraining_jax.config import config_from_dict, config_to_dict, load_config
-from mtraining_jax.data.sources.tokens import open_token_file, read_lengths
+from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import Tensors

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtraining_jax.data.sources.tokens import open_token_file, read_lengths
+from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
 from mtraining_jax.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

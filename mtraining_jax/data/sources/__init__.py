@@ -2,37 +2,36 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
+from mtraining_jax.data.source import Source
+from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.utils.plugins import Registry
 
-if TYPE_CHECKING:
-    from mtraining_jax.config import DataConfig
-    from mtraining_jax.data.source import Source
+_HERE = "mtraining_jax.data.sources"
 
 SOURCES = Registry(
     "data source",
     base="mtraining_jax.data.source:Source",
     built_in={
-        "python_stdlib": "mtraining_jax.data.sources.python_stdlib:PythonStdlib",
-        "synthetic": "mtraining_jax.data.sources.synthetic:Synthetic",
-        "text": "mtraining_jax.data.sources.text:TextFiles",
-        "jsonl": "mtraining_jax.data.sources.jsonl:JsonLines",
-        "parquet": "mtraining_jax.data.sources.parquet:Parquet",
-        "hf_disk": "mtraining_jax.data.sources.hf_disk:HuggingFaceOnDisk",
-        "mds": "mtraining_jax.data.sources.mds:MosaicShards",
-        "tokens": "mtraining_jax.data.sources.tokens:TokenFiles",
+        "python_stdlib": f"{_HERE}.python_stdlib:PythonStdlib",
+        "synthetic": f"{_HERE}.synthetic:Synthetic",
+        "text": f"{_HERE}.text:TextFiles",
+        "jsonl": f"{_HERE}.jsonl:JsonLines",
+        "parquet": f"{_HERE}.parquet:Parquet",
+        "hf_disk": f"{_HERE}.hf_disk:HuggingFaceOnDisk",
+        "mds": f"{_HERE}.mds:MosaicShards",
+        "tokens": f"{_HERE}.tokens:TokenFiles",
     },
 )
 
 
-def selected_source(data: "DataConfig") -> "Source":
+def selected_source(data: DataSpec) -> Source:
     """The source that `data.source` selects, with its options."""
     cls = SOURCES.get(data.source)
     return cls(**{field.name: getattr(data, field.name) for field in fields(cls) if field.init})
 
 
-def problems(data: "DataConfig", vocab_size: int) -> Iterator[str]:
+def problems(data: DataSpec, vocab_size: int) -> Iterator[str]:
     """Validates the section without opening files; yields one message per problem."""
     source = selected_source(data)
     if data.mode not in source.modes:

@@ -1,19 +1,14 @@
 """Hugging Face datasets saved to disk (Arrow files), one document per row."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
-
-from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import find_folders, first_line, inside, shown_names
-from mtraining_jax.data.source import FileSource
-from mtraining_jax.data.sources.arrow_columns import Column, load_pyarrow
+from mtraining_jax.data.sources.arrow import ArrowSource
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.field_types import Text
 from mtraining_jax.utils.file_limits import read_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -22,45 +17,32 @@ _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceOnDisk(FileSource, DocumentSource):
-    """Folders written by `Dataset.save_to_disk` (needs the extra parquet).
+class HuggingFaceOnDisk(ArrowSource):
+    """Folders written by `Dataset.save_to_disk` (needs the extra parquet)."""
 
-    Attributes:
-        text_field: JSONL field or table column with the text.
-        token_field: Table column with token ids, used instead of text_field.
-    """
-
-    text_field: Text = "text"
-    token_field: Text | None = None
-
-    @property
-    def holds_ids(self) -> bool:
-        return self.token_field is not None
+    name: ClassVar[str] = "hf_disk"
+    file_format: ClassVar[str] = "Arrow"
 
     def files(self) -> list[Path]:
         """The Arrow files of all data sets, in the order of their rows."""
         return [file for folder in find_folders(self.paths) for file in _data_files(folder)]
 
-    def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
-        column = Column(self.token_field or self.text_field, self.holds_ids, "hf_disk")
-        pyarrow = load_pyarrow("hf_disk")
-        for path in self.files():
-            try:
-                source = pyarrow.memory_map(str(path))
-                stream = source.read_at(len(_FILE_MAGIC), 0) != _FILE_MAGIC
-                opened = pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file
-                schema = opened(source).schema
-                names = schema.names  # decoded here, may raise UnicodeDecodeError
-            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"data.paths: {path} is not a valid Arrow file ({first_line(error)})"
-                ) from error
-            column.check(schema, path)
+    def open_table(self, path: Path, pyarrow: Any) -> tuple[Any, Callable[[str], Iterable[Any]]]:
+        source = pyarrow.memory_map(str(path))
+        is_stream = source.read_at(len(_FILE_MAGIC), 0) != _FILE_MAGIC
+        opened = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
+        schema = opened(source).schema
+
+        def batches(column: str) -> Iterator[Any]:
             # Skips other columns, which may have any type.
-            wanted = pyarrow.ipc.IpcReadOptions(included_fields=[names.index(column.name)])
+            wanted = pyarrow.ipc.IpcReadOptions(included_fields=[schema.names.index(column)])
             read = functools.partial(opened, options=wanted)
-            batches = _of_stream if stream else _of_file
-            yield from column.documents(functools.partial(batches, read, source), path)
+            for batch in (_of_stream if is_stream else _of_file)(read, source):
+                # Invalid offsets in a corrupt file would read out of bounds.
+                batch.validate(full=True)
+                yield batch
+
+        return schema, batches
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -96,23 +78,13 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _of_file(opened: Callable[[Any], Any], source: Any) -> Iterator[Any]:
     file = opened(source)
-    for number in range(file.num_record_batches):
-        yield _checked(file.get_batch(number))
+    return map(file.get_batch, range(file.num_record_batches))
 
 
 def _of_stream(opened: Callable[[Any], Any], source: Any) -> Iterator[Any]:
     source.seek(0)
-    for batch in opened(source):
-        yield _checked(batch)
+    yield from opened(source)
     # A stream truncated between two batches lacks only its end marker.
-    size = source.size()
-    if source.tell() != size or source.read_at(len(_STREAM_END), size - len(_STREAM_END)) != (
-        _STREAM_END
-    ):
+    size, end = source.size(), len(_STREAM_END)
+    if source.tell() != size or source.read_at(end, size - end) != _STREAM_END:
         raise OSError("it is truncated")
-
-
-def _checked(batch: Any) -> Any:
-    # Invalid offsets in a corrupt file would read out of bounds.
-    batch.validate(full=True)
-    return batch

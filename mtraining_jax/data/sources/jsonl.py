@@ -11,7 +11,7 @@ from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import shown_names
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.field_types import Text
+from mtraining_jax.utils.limits import Text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.documents import Document, TableSource
 from mtraining_jax.data.files import find_files
-from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.sources.mds_format import (
     INDEX,
     Damaged,
@@ -19,27 +18,19 @@ from mtraining_jax.data.sources.mds_format import (
     samples,
 )
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.field_types import Text
+from mtraining_jax.utils.limits import Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class MosaicShards(FileSource, DocumentSource):
+class MosaicShards(TableSource):
     """Folders with an index.json and its shards; a sample has one or several documents.
 
     Attributes:
-        text_field: JSONL field or table column with the text.
-        token_field: Table column with token ids, used instead of text_field.
         span_field: MDS column with the documents of a sample, as pairs of begin and end in tokens;
             without it a sample is one document.
     """
 
-    text_field: Text = "text"
-    token_field: Text | None = None
     span_field: Text = "indices"
-
-    @property
-    def holds_ids(self) -> bool:
-        return self.token_field is not None
 
     def files(self) -> list[Path]:
         """The outermost index.json files."""
@@ -53,12 +44,12 @@ class MosaicShards(FileSource, DocumentSource):
         """Uncompressed size in bytes."""
         return sum(shard.size for index in self.files() for shard in read_index(index))
 
-    def documents(self) -> Iterator[tuple[str, str | np.ndarray]]:
+    def documents(self) -> Iterator[tuple[str, Document]]:
         for index in self.files():
             for shard in read_index(index):
                 yield from self._of_shard(shard)
 
-    def _of_shard(self, shard: Shard) -> Iterator[tuple[str, str | np.ndarray]]:
+    def _of_shard(self, shard: Shard) -> Iterator[tuple[str, Document]]:
         field = "data.token_field" if self.holds_ids else "data.text_field"
         columns = [shard.column(self.token_field or self.text_field, field)]
         if self.holds_ids and self.span_field in shard.names:

@@ -26,15 +26,11 @@ INDEX = "index.json"
 # Offsets are uint32.
 _LARGEST_SHARD = 2**32 - 1
 # Type codes; other types cannot hold token ids.
-_DTYPES = {
-    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4",
-    64: "<u8", 65: "<i8", 66: "<f8",
+_TYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
+    34: "float32", 64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
-_NAMES = {
-    "uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "float16": "<f2",
-    "uint32": "<u4", "int32": "<i4", "float32": "<f4", "uint64": "<u8", "int64": "<i8",
-    "float64": "<f8",
-}  # fmt: skip
+_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in _TYPES.values()}
 
 
 class Damaged(Exception):
@@ -215,10 +211,9 @@ def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
     name, _, axes = rest.partition(":")
     at = 0
     try:
-        if name:
-            dtype = np.dtype(_NAMES[name])
-        else:
-            dtype, at = np.dtype(_DTYPES[int(data[0])]), 1
+        if not name:
+            name, at = _TYPES[int(data[0])], 1
+        dtype = _DTYPES[name]
         if axes:
             shape = [int(size) for size in axes.split(",")]
         else:

@@ -15,11 +15,10 @@ class TextFiles(FileSource, DocumentSource):
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
             try:
-                text = path.read_bytes().decode("utf-8")
+                yield str(path), path.read_bytes().decode("utf-8")
             except OSError as error:
                 raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"data.paths: {path} is not UTF-8 text (byte {error.start})"
                 ) from error
-            yield str(path), text

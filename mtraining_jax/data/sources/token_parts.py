@@ -8,7 +8,7 @@ are renamed into place, so that an interruption leaves no truncated files.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class PartRecord:
-    """Content of a complete part.
-
-    Attributes:
-        tokens: number of tokens, including end tokens.
-    """
+    """Content of a complete part; `tokens` includes end tokens."""
 
     documents: int
     tokens: int
@@ -40,23 +36,22 @@ def write_part(
     folder: Path, number: int, ids: np.ndarray, lengths: np.ndarray, checksum: int
 ) -> PartRecord:
     """Writes part `number`, from 0: ids [n], and `lengths` [d] of its documents, with sum n."""
-    path = _path(folder, number)
-    _replace(path.with_name(path.name + LENGTHS), lambda file: np.save(file, lengths))
-    _replace(path, lambda file: np.save(file, ids))
+    tokens_file, lengths_file, record_file = _files(folder, number)
     record = PartRecord(int(lengths.size), int(ids.size), checksum)
-    text = json.dumps(asdict(record)).encode()
-    _replace(path.with_suffix(".json"), lambda file: file.write(text))
+    _replace(lengths_file, lambda file: np.save(file, lengths))
+    _replace(tokens_file, lambda file: np.save(file, ids))
+    _replace(record_file, lambda file: file.write(json.dumps(asdict(record)).encode()))
     return record
 
 
 def read_record(folder: Path, number: int) -> PartRecord | None:
     """The record of a part; None if it is missing or incomplete."""
-    path = _path(folder, number)
+    *content, record_file = _files(folder, number)
     try:
-        record = PartRecord(**json.loads(path.with_suffix(".json").read_bytes()))
+        record = PartRecord(**json.loads(record_file.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-    return record if path.is_file() and path.with_name(path.name + LENGTHS).is_file() else None
+    return record if all(path.is_file() for path in content) else None
 
 
 def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
@@ -82,9 +77,10 @@ def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def mark_incomplete(folder: Path) -> None:
-    """Marks the folder incomplete."""
-    if _manifest(folder)["complete"]:
-        _write_manifest(folder, {**_manifest(folder), "complete": False})
+    """Marks a folder incomplete while its parts change."""
+    manifest = _manifest(folder)
+    if manifest["complete"]:
+        _write_manifest(folder, manifest | {"complete": False})
 
 
 def close_folder(folder: Path, parts: int, totals: Mapping[str, int]) -> None:
@@ -92,11 +88,11 @@ def close_folder(folder: Path, parts: int, totals: Mapping[str, int]) -> None:
     for path in folder.glob(".part-*"):
         path.unlink(missing_ok=True)
     for path in folder.glob("part-*.json"):
-        if int(path.stem.removeprefix("part-")) >= parts:
-            for stale in (path, path.with_suffix(".npy"), path.with_suffix(".npy" + LENGTHS)):
+        number = int(path.stem.removeprefix("part-"))
+        if number >= parts:
+            for stale in reversed(_files(folder, number)):
                 stale.unlink(missing_ok=True)
-    known = _manifest(folder)
-    _write_manifest(folder, {**known, "complete": True, "parts": parts, **totals})
+    _write_manifest(folder, _manifest(folder) | {"complete": True, "parts": parts, **totals})
 
 
 def check_complete(folder: Path) -> None:
@@ -108,8 +104,10 @@ def check_complete(folder: Path) -> None:
         )
 
 
-def _path(folder: Path, number: int) -> Path:
-    return folder / f"part-{number:05}.npy"
+def _files(folder: Path, number: int) -> tuple[Path, Path, Path]:
+    """The files of tokens, of document lengths, and the record of a part."""
+    name = f"part-{number:05}"
+    return folder / f"{name}.npy", folder / f"{name}.npy{LENGTHS}", folder / f"{name}.json"
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -128,7 +126,7 @@ def _write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     _replace(folder / MANIFEST, lambda file: file.write(text))
 
 
-def _replace(path: Path, write: Any) -> None:
+def _replace(path: Path, write: Callable[[Any], object]) -> None:
     """Writes a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

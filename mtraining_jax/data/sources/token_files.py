@@ -1,0 +1,152 @@
+"""Opens token files, and files of document lengths."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtraining_jax.data.files import first_line
+from mtraining_jax.data.stream import Part
+from mtraining_jax.utils.errors import UserError
+
+# Offset and magic bytes of other file types, long enough not to match token ids by chance.
+_OTHER_FILES = (
+    (0, b"PAR1", 'a Parquet file, which data.source = "parquet" reads'),
+    (0, b"\x93NUMPY", "a NumPy file without the suffix .npy"),
+    (0, b"PK\x03\x04", "a zip archive (.npz, .pt)"),
+    (0, b"\x1f\x8b\x08\x00", "compressed with gzip"),
+    (0, b"\x1f\x8b\x08\x08", "compressed with gzip"),
+    (0, b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+    (0, b"\xfd7zXZ\x00", "compressed with xz"),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    (0, b"ARROW1\x00\x00", "an Arrow file"),
+    (0, b"GGUF", "a GGUF file of model weights"),
+    (0, b"MMIDIDX\x00\x00", "a Megatron index: the token ids are in the .bin file next to it"),
+    (257, b"ustar", "a tar archive"),
+)
+# A safetensors file begins with the size of its JSON header, uint64.
+_SAFETENSORS = 8, b'{"'
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A token file: ids [n], and the row length of 2-D files."""
+
+    part: Part
+    row_len: int | None
+
+
+def open_token_file(path: Path, token_dtype: str) -> TokenFile:
+    """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw, little-endian ``.bin`` file."""
+    size, row_len = path.stat().st_size, None
+    if path.suffix == ".npy":
+        shape, dtype, offset = _npy_header(path)
+        if dtype.kind not in "iu":
+            raise UserError(f"data.paths: {path} has {dtype}, not integer token ids")
+        if len(shape) not in (1, 2):
+            raise UserError(
+                f"data.paths: {path} has shape {shape}; token ids must be 1-D, or 2-D with one "
+                "document per row"
+            )
+        count = math.prod(shape)
+        if count == 0:
+            raise UserError(f"data.paths: {path} is empty (shape {shape})")
+        needed = offset + count * dtype.itemsize
+        if size < needed:
+            raise UserError(
+                f"data.paths: {path} is truncated: shape {shape} of {dtype} needs {needed} bytes, "
+                f"but the file has {size}"
+            )
+        row_len = shape[1] if len(shape) == 2 else None
+    else:
+        _check_raw(path)
+        dtype, offset = np.dtype(token_dtype).newbyteorder("<"), 0
+        count, rest = divmod(size, dtype.itemsize)
+        if rest:
+            raise UserError(
+                f"data.paths: {path} is truncated or not of data.token_dtype = "
+                f'"{token_dtype}": its {size} bytes are not a multiple of {dtype.itemsize}'
+            )
+    try:
+        ids = np.memmap(path, dtype, mode="r", offset=offset, shape=(count,))
+    except OSError as error:
+        raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
+    return TokenFile(Part(str(path), ids), row_len)
+
+
+def _check_raw(path: Path) -> None:
+    """Rejects files of other types, which would otherwise be read as token ids."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(512)
+    except OSError as error:
+        raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
+    found = [kind for at, begins, kind in _OTHER_FILES if head[at:].startswith(begins)]
+    at, begins = _SAFETENSORS
+    if head[at:].startswith(begins) and int.from_bytes(head[:at], "little") < 2**27:
+        found.append("a safetensors file of model weights")
+    if found:
+        raise UserError(
+            f'data.paths: {path} is {found[0]}; data.source = "tokens" reads .npy files and raw '
+            "token ids"
+        )
+    if path.suffix != ".bin":
+        raise UserError(
+            f"data.paths: {path} has neither the suffix .npy nor .bin; data.source = "
+            '"tokens" reads NumPy files and raw token ids'
+        )
+
+
+def _npy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version not in readers:
+                raise ValueError(f"format version {version}")
+            shape, fortran, dtype = readers[version](file)
+            if any(size < 0 for size in shape):
+                raise ValueError(f"shape {shape}")
+            offset = file.tell()
+    except Exception as error:  # NumPy parses the header as Python, which may raise anything
+        raise UserError(
+            f"data.paths: {path} is truncated or not a .npy file ({first_line(error)})"
+        ) from error
+    if fortran and len(shape) == 2:
+        raise UserError(
+            f"data.paths: {path} is in Fortran order; convert it with numpy.ascontiguousarray and "
+            "save it again"
+        )
+    return shape, dtype, offset
+
+
+def read_lengths(path: Path, size: int) -> np.ndarray:
+    """Reads a file of document lengths (NumPy format), integers [d] with sum `size`."""
+    try:
+        shape, dtype, offset = _npy_header(path)
+        integers = dtype.kind in "iu" and len(shape) == 1
+        # Before allocating the size in an untrusted header.
+        if integers and path.stat().st_size < offset + shape[0] * dtype.itemsize:
+            raise ValueError("it is shorter than its header says")
+        lengths = np.fromfile(path, dtype, shape[0], offset=offset) if integers else None
+    except (ValueError, OSError) as error:  # a UserError is a ValueError
+        raise UserError(
+            f"{path} cannot be read as document lengths ({first_line(error)}); without this file "
+            "documents end at data.eos"
+        ) from error
+    if lengths is None:
+        raise UserError(f"{path} has {dtype} {shape}, not a list of lengths")
+    if lengths.size and lengths.min() < 0:
+        bad = int(np.argmin(lengths))
+        raise UserError(f"{path}: document {bad} has negative length {lengths[bad]:,}")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != size:
+        raise UserError(
+            f"{path}: the lengths of {lengths.size:,} documents sum to {total:,}, but the token "
+            f"file has {size:,} tokens"
+        )
+    return lengths
