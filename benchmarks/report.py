@@ -1,12 +1,10 @@
-"""Markdown that the benchmarks print."""
+"""Markdown that the benchmarks print. Needs no JAX."""
 
 import datetime
 import importlib.metadata
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import jax
 
 
 class Page:
@@ -50,12 +48,11 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def setting(more: Sequence[str] = ()) -> str:
     """Date, driver and versions of a run, with `more` versions."""
-    versions = [f"jax {jax.__version__}", f"jaxlib {_version('jaxlib')}"]
-    versions += [
-        f"{name} {found}"
-        for name, package in (("CUDA plugin", "jax-cuda13-plugin"), ("cuDNN", "nvidia-cudnn-cu13"))
-        if (found := _version(package))
-    ]
+    packages = {
+        "jax": "jax", "jaxlib": "jaxlib", "CUDA plugin": "jax-cuda13-plugin",
+        "cuDNN": "nvidia-cudnn-cu13",
+    }  # fmt: skip
+    versions = [f"{name} {found}" for name, x in packages.items() if (found := _version(x))]
     return f"{datetime.date.today()}, driver {_driver()}, {', '.join([*versions, *more])}"
 
 

@@ -18,15 +18,15 @@ def log(text: str) -> None:
     print(f"[{time.perf_counter() - _START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def median_ms(run: Callable[[], Any], repeats: int = 10) -> float:
+def median_ms(run: Callable[[], Any], repeats: int = 10, burst: int | None = None) -> float:
     """Median time of `run` in ms, after a warm-up.
 
-    Each repeat queues enough runs to keep the device busy for a while and waits for the last one,
-    so that the host's time for short programs stays hidden.
+    Each repeat queues `burst` runs and waits for the last one. By default these are enough to keep
+    the device busy for a while, so that the host's time for short programs stays hidden.
     """
     jax.block_until_ready(run())
     once = _seconds(run, 1)
-    burst = min(50, math.ceil(_BURST_SECONDS / once))
+    burst = burst or min(50, math.ceil(_BURST_SECONDS / once))
     found = [once] if burst == 1 else []  # long enough to count as a repeat
     while len(found) < repeats:
         found.append(_seconds(run, burst))

@@ -12,9 +12,8 @@ GPU: --config tiny --length 2048 --pattern dense vertical_slash.
 """
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jax import Array
 
 from benchmarks.options import make_parser, overrides
 from benchmarks.report import table_head, table_line
+from benchmarks.timing import log, median_ms
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.engine.network import Attending, Network
@@ -88,23 +88,16 @@ def row_of(name: str, timing: Timing, length: int, ideal: float) -> list[str]:
     ]  # fmt: skip
 
 
-def time_pattern(
-    loaded: Loaded, length: int, repeats: int, tokens: int, log: Callable[[str], None]
-) -> Timing:
+def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timing:
     """Compiles and times everything with one pattern; a run generates `tokens` new tokens."""
     programs = Programs(loaded)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, loaded.network.spec.vocab_size, length, np.int32)
     total = length + (repeats + 1) * tokens
     drawing = np.float32(0), np.float32(1), np.uint32(0)
-
-    forward = _forward(loaded, programs, ids)
-    forward_seconds = statistics.median(_seconds(forward, repeats))
-    del forward
-    log(f"training's forward: {forward_seconds:.3f} s")
+    forward_ms = median_ms(_forward(loaded, programs, ids), repeats)
     read = programs.prefill(ids, total)
-    prefill_seconds = statistics.median(_seconds(read, repeats))
-    log(f"prefill: {prefill_seconds:.3f} s")
+    prefill_ms = median_ms(read, repeats)
 
     prompt = read()
     density = float(prompt.density)
@@ -118,10 +111,9 @@ def time_pattern(
             cache, token, _ = step(cache, token)
         return token
 
-    token_seconds = statistics.median(_seconds(several, repeats)) / tokens
-    log(f"a new token: {1e3 * token_seconds:.2f} ms")
+    token_ms = median_ms(several, repeats, burst=1) / tokens
     peak = read.func.memory_analysis().peak_memory_in_bytes
-    return Timing(density, forward_seconds, prefill_seconds, token_seconds, peak)
+    return Timing(density, forward_ms / 1e3, prefill_ms / 1e3, token_ms / 1e3, peak)
 
 
 def _forward(loaded: Loaded, programs: Programs, ids: np.ndarray) -> Callable[[], Array]:
@@ -142,16 +134,7 @@ def _forward(loaded: Loaded, programs: Programs, ids: np.ndarray) -> Callable[[]
     options = ring_compiler_options(network.mesh.devices.flat[0].platform)
     arguments = loaded.state, tokens, positions, layer_inputs(pattern)
     compiled = jax.jit(forward, compiler_options=options).lower(*arguments).compile()
-    return lambda: compiled(*arguments)
-
-
-def _seconds(run: Callable[[], Any], repeats: int) -> Iterator[float]:
-    """Times of `repeats` runs, after one to warm up."""
-    for number in range(repeats + 1):
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        if number:
-            yield time.perf_counter() - begin
+    return functools.partial(compiled, *arguments)
 
 
 def _load(config: Config) -> Loaded:
@@ -168,8 +151,7 @@ def _load(config: Config) -> Loaded:
 
 def main() -> None:
     """Prints the table."""
-    parser = make_parser(__doc__, "repeats")
-    parser.add_argument("--config", required=True)
+    parser = make_parser(__doc__, "repeats", "config")
     parser.add_argument("--length", type=int, default=131072, help="tokens of the prompt")
     parser.add_argument("--pattern", nargs="+", default=["dense", "replay"])
     parser.add_argument("--tokens", type=int, default=16, help="new tokens per run")
@@ -206,10 +188,8 @@ def main() -> None:
     rows = []
     for name, config in configs.items():
         engine = Engine(loaded).with_pattern(config.sparsity.settings)
-        timing = time_pattern(
-            engine.loaded, args.length, args.repeats, args.tokens,
-            lambda text, name=name: print(f"{name}: {text}", flush=True),
-        )  # fmt: skip
+        timing = time_pattern(engine.loaded, args.length, args.repeats, args.tokens)
+        log(f"{name}: {timing}")
         rows.append(row_of(name, timing, args.length, ideal))
     print(*table_head(_COLUMNS), *map(table_line, rows), sep="\n")
 

@@ -19,12 +19,13 @@ Writes RESULT.jsonl, with a line per setting as soon as it is measured, RESULT.m
 import argparse
 import json
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from benchmarks import report
 from benchmarks.options import make_parser
@@ -38,9 +39,9 @@ from benchmarks.quality.measure import (
     summary,
 )
 from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, parse
-from benchmarks.quality.stepped_model import Attend, SteppedModel, read_model
+from benchmarks.quality.stepped_model import SteppedModel, read_model
 from benchmarks.timing import log
-from mtraining_jax.patterns import Dense, ModelSizes, Pattern
+from mtraining_jax.patterns import Dense, ModelSizes
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex
 
@@ -63,26 +64,38 @@ def _run(args: argparse.Namespace) -> None:
     model = SteppedModel(read_model(args.model, args.seq_len, dtype), args.seq_len)
     spec, rng = model.spec, np.random.default_rng(args.seed)
     sizes = ModelSizes(spec.num_layers, spec.num_heads, args.seq_len)
-    patterns = {text: parse(text, sizes) for text in _selected(args)}
-    _check_blocks(patterns, args.seq_len)
+    texts_of_patterns = args.patterns or (QUICK if args.quick else (*BASELINES, *ROWS, *FIELD))
+    patterns = {text: parse(text, sizes) for text in texts_of_patterns}
+    every = {"dense": Dense()} | patterns
+    for text, pattern in every.items():
+        if args.seq_len % pattern.block_size:
+            raise UserError(
+                f"--seq-len {args.seq_len} is not a multiple of {pattern.block_size}, the "
+                f"block_size of {text}"
+            )
     q, k = (
         jax.ShapeDtypeStruct((1, args.seq_len, heads, spec.head_dim), jnp.dtype(dtype))
         for heads in (spec.num_heads, spec.num_kv_heads)
     )
     rows = np.sort(rng.choice(args.seq_len, args.recall_rows, replace=False)).astype(np.int32)
     programs = Programs(args.backend, args.seq_len, rows)
+    dense_index = DenseIndex(every["dense"].block_size)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        return programs.attention(q, k, v, dense_index)
+
     with ThreadPoolExecutor(args.compilers) as pool:
         compiling = {
             text: pool.submit(Selector, pattern, q, k, args.backend)
-            for text, pattern in ({"dense": Dense()} | patterns).items()
+            for text, pattern in every.items()
         }
-        losses = _dense_losses(model, programs, texts)
+        losses = np.stack([jax.device_get(model.losses(tokens, attend)) for tokens in texts])
         # Wait for all: compiling tries kernels on the device, which would disturb the times.
-        _wait(compiling)
+        wait(compiling.values())
     numbers = sorted({int((i + 0.5) * spec.num_layers / _TIMED) for i in range(_TIMED)})
     # Each from another text, so that all kinds of text are timed.
     layers = [
-        model.heads(texts[i * len(texts) // len(numbers)], _dense_attend(programs), number)
+        model.heads(texts[i * len(texts) // len(numbers)], attend, number)
         for i, number in enumerate(numbers)
     ]
     dout = jnp.asarray(rng.standard_normal(q.shape), q.dtype)
@@ -116,32 +129,6 @@ def _run(args: argparse.Namespace) -> None:
         sys.exit(f"error: {len(failed)} of {len(patterns)} settings failed: {'; '.join(failed)}")
 
 
-def _wait(compiling: dict[str, Future[Selector]]) -> None:
-    for text, future in compiling.items():
-        if future.exception() is None:
-            log(f"compiled the selection of {text} in {future.result().compile_seconds:.1f} s")
-
-
-def _dense_attend(programs: Programs) -> Attend:
-    index = DenseIndex(Dense().block_size)
-    return lambda number, q, k, v: programs.attention(q, k, v, index)
-
-
-def _dense_losses(model: SteppedModel, programs: Programs, texts: np.ndarray) -> np.ndarray:
-    attend = _dense_attend(programs)
-    losses = []
-    for number, tokens in enumerate(texts):
-        losses.append(jax.device_get(model.losses(tokens, attend)))
-        log(f"dense loss of sequence {number + 1} of {len(texts)}: {losses[-1].mean():.3f}")
-    return np.stack(losses)
-
-
-def _selected(args: argparse.Namespace) -> list[str]:
-    if args.patterns:
-        return list(dict.fromkeys(args.patterns))
-    return list(QUICK if args.quick else (*BASELINES, *ROWS, *FIELD))
-
-
 def _read_texts(args: argparse.Namespace) -> tuple[np.ndarray, list[str]]:
     """Tokens, integers [N, S], and the kind of each text; evenly spaced to cover all kinds."""
     try:
@@ -158,24 +145,11 @@ def _read_texts(args: argparse.Namespace) -> tuple[np.ndarray, list[str]]:
     return tokens[selected, : args.seq_len], [sources[i]["kind"] for i in selected]
 
 
-def _check_blocks(patterns: dict[str, Pattern], seq_len: int) -> None:
-    for text, pattern in ({"dense": Dense()} | patterns).items():
-        if seq_len % pattern.block_size:
-            raise UserError(
-                f"--seq-len {seq_len} is not a multiple of {pattern.block_size}, the block_size of "
-                f"{text}"
-            )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, "backend", "repeats", "seed")
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument(
-        "--texts", type=Path, required=True, help="folder from benchmarks.quality.texts"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="RESULT", help="path without a suffix"
-    )
+    parser.add_argument("--texts", type=Path, required=True, help="of benchmarks.quality.texts")
+    parser.add_argument("--out", type=Path, required=True, help="path without a suffix")
     parser.add_argument("--seq-len", type=int, default=32768, metavar="S")
     parser.add_argument("--sequences", type=int, default=16, help="number of texts")
     parser.add_argument(

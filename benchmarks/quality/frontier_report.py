@@ -20,7 +20,7 @@ from benchmarks.report import table_head, table_line
 Row = dict[str, Any]
 _COLUMNS = (
     "pattern", "density", "executed", "keys per row", "loss increase", "± s.e.",
-    "increase on far copies", "recall", "worst head", "select", *PARTS[1:], "together",
+    "increase on far copies", "recall", "worst head", *PARTS, "together",
     "faster than dense",
 )  # fmt: skip
 # Properties that are equal in all runs of one table.
@@ -125,9 +125,9 @@ def markdown(rows: Sequence[tuple[Row, Row]]) -> str:
         "lowest of any layer and head.",
         "",
         f"Times of one layer, ms, means over layers {', '.join(map(str, start['timed_layers']))}, "
-        f"each on another text, of medians of {start['repeats']}. build: lists for the kernels. "
-        "Together: all four, one after another without waits in between. Faster than dense: the "
-        "same time of the dense kernels of the same run over it.",
+        f"each on another text, of medians of {start['repeats']}; forward includes the lists for "
+        "the kernels. Together: all parts, one after another without waits in between. Faster than "
+        "dense: the same time of the dense kernels of the same run over it.",
         "",
         *table_head(_COLUMNS),
         *(table_line(_cells(row, run)) for row, run in rows),
@@ -141,18 +141,17 @@ def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     timed = any(row["times"] for row, _ in rows)
-    kinds = [("rise", "all tokens")]
+    kinds = {"rise": "all tokens"}
     if any(row["rise_copies"] is not None for row, _ in rows):
-        kinds.append(("rise_copies", "far copies"))
+        kinds["rise_copies"] = "far copies"
     figure = Figure(figsize=(6.5 * (1 + timed), 4.5 * len(kinds)), layout="constrained")
     grid = figure.subplots(len(kinds), 1 + timed, squeeze=False, sharey="row")
     families = list(dict.fromkeys(family(row["pattern"]) for row, _ in rows))
-    for below, (key, title) in enumerate(kinds):
-        for right in range(1 + timed):
-            axes = grid[below][right]
+    for (key, title), below in zip(kinds.items(), grid, strict=True):
+        for right, axes in enumerate(below):
             for number, name in enumerate(families):
                 points = sorted(
-                    (speed(row, run) if right else row["density"], row[key])
+                    (speed(row, run) if right else row["density"], max(row[key], _MIN_INCREASE))
                     for row, run in rows
                     if family(row["pattern"]) == name
                     and row[key] is not None
@@ -160,13 +159,9 @@ def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
                 )
                 marker = "os^vDPX*<>"[(number + number // 10) % 10]  # colors repeat after ten
                 axes.plot(
-                    [x for x, _ in points],
-                    [max(y, _MIN_INCREASE) for _, y in points],
-                    marker=marker,
-                    color=f"C{number % 10}",
-                    label=name,
-                    linewidth=1,
-                )
+                    [x for x, _ in points], [y for _, y in points],
+                    marker=marker, color=f"C{number % 10}", label=name, linewidth=1,
+                )  # fmt: skip
             axes.set(xscale="log", yscale="log", ylabel=f"loss increase, {title} (nats)")
             axes.set_xlabel("times faster than dense" if right else "density")
             axes.grid(True, which="both", alpha=0.25)

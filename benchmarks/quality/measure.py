@@ -1,8 +1,7 @@
 """Loss, recall and time of a model with one setting of a sparse pattern."""
 
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks.kernels.programs import Attention
+import pallas_kernels
 from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.timing import median_ms
 from mtraining_jax.evaluation.far_copies import far_copies
@@ -20,7 +19,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.metrics import attention_recall, causal_pairs
 from pallas_kernels.index import Index
 
-PARTS = ("choose", "build", "forward", "backward")  # of the attention time of a layer
+PARTS = ("select", "forward", "backward")  # of the attention time of a layer
 
 
 class Selector:
@@ -36,9 +35,7 @@ class Selector:
         self._pattern, self._backend = pattern, backend
         num_blocks = q.shape[1] // pattern.block_size
         self._blocks = np.arange(num_blocks, dtype=np.int32)
-        start = time.perf_counter()
         self._compiled = jax.jit(self._select).lower(q, k, self._of_layer(0)).compile()
-        self.compile_seconds = time.perf_counter() - start
 
     def __call__(self, layer: int, q: Array, k: Array) -> Index:
         """Returns the index of a layer."""
@@ -64,16 +61,12 @@ class Programs:
     """
 
     def __init__(self, backend: str | None, seq_len: int, recall_rows: np.ndarray) -> None:
-        kernels = Attention(backend)
-        self.attention = jax.jit(kernels.attention)
-        self.build, self.forward, self.backward = map(
-            jax.jit, (kernels.build, kernels.forward, kernels.backward)
+        attend = functools.partial(pallas_kernels.attention, backend=backend)
+        self.attention = jax.jit(attend)
+        self.forward = jax.jit(
+            lambda q, k, v, index: jax.vjp(lambda *qkv: attend(*qkv, index), q, k, v)
         )
-        # A composed index has no plan: its passes are those of the whole call.
-        self.whole_forward = jax.jit(
-            lambda q, k, v, index: jax.vjp(lambda *qkv: kernels.attention(*qkv, index), q, k, v)
-        )
-        self.whole_backward = jax.jit(lambda gradients, dout: gradients(dout))
+        self.backward = jax.jit(lambda gradients, dout: gradients(dout))
         self.densities = jax.jit(functools.partial(_densities, seq_len=seq_len))
         self.recall = jax.jit(functools.partial(_recall, rows=jnp.asarray(recall_rows)))
 
@@ -168,70 +161,30 @@ def measure_times(
     """Times attention on the queries, keys and values of some layers with these numbers, in ms.
 
     Returns:
-        Means over the layers: medians of each of `PARTS` (selection of an index, lists for the
-        kernels, both passes) and of all of them one after another (`together`, with less time of
-        the host than the parts), and the `density` of what was timed.
+        Means over the layers: medians of each of `PARTS` (selection of an index, both passes) and
+        of all of them one after another (`together`, with less time of the host than the parts),
+        and the `density` of what was timed.
     """
     times = dict.fromkeys((*PARTS, "together", "density"), 0.0)
     for number, (q, k, v) in zip(numbers, layers, strict=True):
-        index = selector(number, q, k)
-        parts = _whole_parts if index.composed else _parts
-        runs = parts(programs, functools.partial(selector, number, q, k), index, q, k, v, dout)
+        select = functools.partial(selector, number, q, k)
+        index = select()
+        _, gradients = programs.forward(q, k, v, index)
+
+        def together(select=select, qkv=(q, k, v)) -> Any:
+            _, gradients = programs.forward(*qkv, select())
+            return programs.backward(gradients, dout)
+
+        runs = {
+            "select": select,
+            "forward": functools.partial(programs.forward, q, k, v, index),
+            "backward": functools.partial(programs.backward, gradients, dout),
+            "together": together,
+        }
         for part, run in runs.items():
             times[part] += median_ms(run, repeats) / len(layers)
         times["density"] += float(programs.densities(index)[0].mean()) / len(layers)
     return times
-
-
-def _parts(
-    programs: Programs,
-    select: Callable[[], Index],
-    index: Index,
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-) -> dict[str, Callable[[], Any]]:
-    """Functions to time, by the names of `measure_times`."""
-    built = programs.build(q, k, v, index)
-    out, lse = programs.forward(q, k, v, built)
-
-    def together() -> Any:
-        built = programs.build(q, k, v, select())
-        out, lse = programs.forward(q, k, v, built)
-        return programs.backward(q, k, v, dout, out, lse, built)
-
-    return {
-        "choose": select,
-        "build": functools.partial(programs.build, q, k, v, index),
-        "forward": functools.partial(programs.forward, q, k, v, built),
-        "backward": functools.partial(programs.backward, q, k, v, dout, out, lse, built),
-        "together": together,
-    }
-
-
-def _whole_parts(
-    programs: Programs,
-    select: Callable[[], Index],
-    index: Index,
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-) -> dict[str, Callable[[], Any]]:
-    """`_parts` of a composed index, which builds its lists within the forward pass."""
-    _, gradients = programs.whole_forward(q, k, v, index)
-
-    def together() -> Any:
-        _, gradients = programs.whole_forward(q, k, v, select())
-        return programs.whole_backward(gradients, dout)
-
-    return {
-        "choose": select,
-        "forward": functools.partial(programs.whole_forward, q, k, v, index),
-        "backward": functools.partial(programs.whole_backward, gradients, dout),
-        "together": together,
-    }
 
 
 def _copies(texts: np.ndarray) -> np.ndarray:

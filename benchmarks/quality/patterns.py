@@ -1,16 +1,16 @@
 """Patterns and settings of the frontier benchmark, and their text form."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
 
 from mtraining_jax.patterns import ModelSizes, Pattern
 from mtraining_jax.patterns.setting_text import parse_settings
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_limits
-
-if TYPE_CHECKING:
-    from jax import Array
+from pallas_kernels import VerticalSlashIndex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,25 +30,17 @@ class Window(Pattern):
     def __post_init__(self) -> None:
         check_limits(self)
 
-    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
-        import jax.numpy as jnp
+    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
+        heads, num_blocks = (q.shape[0], q.shape[2]), context.num_blocks
 
-        from pallas_kernels import VerticalSlashIndex
-
-        def listed(count: int, capacity: int, padding: int) -> tuple["Array", "Array"]:
-            heads = q.shape[0], q.shape[2]
+        def listed(count: int, capacity: int, padding: int) -> tuple[Array, Array]:
             numbers = jnp.arange(capacity, dtype=jnp.int32)
             numbers = jnp.where(numbers < count, numbers, padding)
-            return (
-                jnp.broadcast_to(numbers, (*heads, capacity)),
-                jnp.full(heads, count, jnp.int32),
-            )
+            return jnp.broadcast_to(numbers, (*heads, capacity)), jnp.full(heads, count, jnp.int32)
 
         # With room for every diagonal, windows of any width share the programs of the kernels.
-        num_blocks = context.num_blocks
         diagonals = listed(min(self.blocks, num_blocks), num_blocks, num_blocks)
-        seq_len = num_blocks * self.block_size
-        columns = listed(self.columns, self.columns, seq_len)
+        columns = listed(self.columns, self.columns, num_blocks * self.block_size)
         return Selection(VerticalSlashIndex(*diagonals, *columns, self.block_size))
 
     def describe(self) -> str:

@@ -116,41 +116,36 @@ def rows_of(
     """
     peak = peak_flops(kind)
     seconds = {key: timing.seconds for key, timing in timings.items()}
-    full_depth = config.model.num_layers
-    shown = [(depth, str(depth)) for depth in depths]
+    names = {depth: str(depth) for depth in depths}
+    full_depth, first, last = config.model.num_layers, depths[0], depths[-1]
     if len(depths) > 1 and full_depth not in depths:
-        first, last = depths[0], depths[-1]
-        for part in (True, False):
-            if (first, part) in seconds:
-                slope = (seconds[last, part] - seconds[first, part]) / (last - first)
-                seconds[full_depth, part] = seconds[last, part] + (full_depth - last) * slope
-        shown.append((full_depth, f"{full_depth} (from {first} and {last})"))
-    for depth, name in shown:
+        for part in {part for _, part in seconds}:
+            slope = (seconds[last, part] - seconds[first, part]) / (last - first)
+            seconds[full_depth, part] = seconds[last, part] + (full_depth - last) * slope
+        names[full_depth] = f"{full_depth} (from {first} and {last})"
+    for depth, name in names.items():
         full, rest = seconds.get((depth, True)), seconds[depth, False]
-        timing = timings.get((depth, True)) or timings.get((depths[-1], True))
+        timing = timings.get((depth, True)) or timings.get((last, True))
         flops = step_flops(
             _with_layers(config, depth),
             density=timing.density if timing else 0.0,
             executed=timing.executed if timing else 0.0,
         )
         outside = flops.matrices / config.devices / rest
-        cells = [name, number(full, 3), number(rest, 3), f"{outside / 1e12:.0f}"]
-        cells.append(f"{outside / peak:.1%}" if peak else "–")
-        if full is None:
-            cells += ["–"] * 5
-        else:
-            attention = full - rest
-            rate = flops.attention_executed / config.devices / attention
-            cells += [
-                number(attention, 3),
-                f"{rate / 1e12:.0f}",
-                f"{timing.density:.4f}",
+        of_attention = ["–"] * 5
+        if full is not None:
+            rate = flops.attention_executed / config.devices / (full - rest)
+            of_attention = [
+                number(full - rest, 3), f"{rate / 1e12:.0f}", f"{timing.density:.4f}",
                 f"{config.tokens_per_step / full:,.0f}",
                 f"{flops.model / config.devices / full / peak:.1%}" if peak else "–",
-            ]
+            ]  # fmt: skip
         measured = timings.get((depth, True)) or timings.get((depth, False))
-        cells.append(f"{measured.peak_bytes / 2**30:.1f}" if measured else "–")
-        yield cells
+        yield [
+            name, number(full, 3), number(rest, 3), f"{outside / 1e12:.0f}",
+            f"{outside / peak:.1%}" if peak else "–", *of_attention,
+            f"{measured.peak_bytes / 2**30:.1f}" if measured else "–",
+        ]  # fmt: skip
 
 
 def _with_layers(config: Config, layers: int) -> Config:
@@ -159,8 +154,7 @@ def _with_layers(config: Config, layers: int) -> Config:
 
 def main() -> None:
     """Prints the table."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--config", required=True)
+    parser = make_parser(__doc__, "config")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 6], help="depths to time")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per program")
     parser.add_argument("--outside-only", action="store_true", help="without attention only")

@@ -1,8 +1,8 @@
 """Batches of drawn documents, assigned to data-parallel replicas, and their predicted times.
 
-The order of packs, the averages of density and the tuned mass fractions come from the code of a
-run (`mtraining_jax.data`, `mtraining_jax.training`). What a run knows before a step is kept apart
-from the densities that the step then computes.
+The order of packs and the averages of density come from the code of a run (`mtraining_jax.data`,
+`mtraining_jax.training`). What a run knows before a step is kept apart from the densities that the
+step then computes.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks.step.drawn_lists import BLOCK, DENSITIES, DENSITY, SHARES, TAU, densities_by_length
+from benchmarks.step.drawn_lists import BLOCK, densities_by_length
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.kernel_times import AttentionSize, documents_ms, pack_ms
 from mtraining_jax.data.balance import Balance, imbalance
@@ -20,18 +20,13 @@ from mtraining_jax.data.packing import chunked, packed_order
 from mtraining_jax.planning.cost import count_flops, seconds
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory
-from mtraining_jax.training.tuning.group_work import assumed_densities, attention_size
-from mtraining_jax.training.tuning.share_response import GroupDocuments, ShareResponse
-from mtraining_jax.training.tuning.tuned_shares import Bounds, tuned_shares
-from mtraining_jax.training.tuning.tuner import DELAY
+from mtraining_jax.training.tuning.replica_load import assumed_densities, attention_size
 from mtraining_jax.utils.errors import UserError
 
 MEANS = 1200, 65536  # tokens of short and long documents on average
 START = 1.81  # imbalance where the table of SparseBalance begins (arXiv 2604.13847, table I)
 WARM = 30  # batches before the counted ones, in which averages settle
-BOUNDS = Bounds(base=TAU, low=0.85, high=0.97)
-TUNED = "length, sparsity.tune = mean"
-ORDERS = ("none", "length", "density", TUNED)
+ORDERS = ("none", "length", "density")
 _TRIES = 400  # batches to select from
 
 
@@ -41,6 +36,10 @@ class Pack:
 
     lengths: np.ndarray
     densities: np.ndarray
+
+    def density(self) -> float:
+        """Computed over causal pairs within documents."""
+        return float(np.average(self.densities, weights=_causal_pairs(self.lengths)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +61,6 @@ class Run:
         """Sizes that determine the time of attention."""
         return attention_size(self.config)
 
-    @property
-    def min_sparse_tokens(self) -> int:
-        """Shorter documents, including padding, are dense."""
-        return self.config.sparsity.settings.min_sparse_tokens
-
     @functools.cached_property
     def rest_ms(self) -> float:
         """Time of a step outside attention, by the dry run."""
@@ -80,34 +74,6 @@ class Run:
     def attention_ms(self, packs: Sequence[Pack]) -> float:
         """Attention time of some packs, by the table of rates."""
         return sum(documents_ms(x.lengths, x.densities, self.size).sum() for x in packs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """A step whose packs were assigned to replicas.
-
-    Attributes:
-        packs: of each replica.
-        shares: float64 [M, L], mass fraction of each replica and layer.
-    """
-
-    packs: list[Sequence[Pack]]
-    shares: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Times of the replicas of a step.
-
-    Attributes:
-        attention_ms: float64 [M], attention of all layers, forward and backward.
-        step_ms: float64 [M], the whole step.
-        density: computed over causal pairs within documents, mean over packs.
-    """
-
-    attention_ms: np.ndarray
-    step_ms: np.ndarray
-    density: float
 
 
 def draw_batches(
@@ -125,9 +91,9 @@ def draw_batches(
     Raises:
         UserError: if too few of the drawn batches have this imbalance.
     """
-    rng, seq_len, size = np.random.default_rng(seed), run.config.data.seq_len, run.replicas
-    size *= run.packs
-    table = densities_by_length(seed, seq_len, run.min_sparse_tokens)
+    rng, seq_len = np.random.default_rng(seed), run.config.data.seq_len
+    size = run.replicas * run.packs
+    table = densities_by_length(seed, seq_len, run.config.sparsity.settings.min_sparse_tokens)
     tokens = int(1.02 * seq_len * size * (WARM + _TRIES))
     lengths = document_lengths(rng, tokens, seq_len, means)
     order, ends = packed_order(-(-lengths // BLOCK), seq_len // BLOCK, int(rng.integers(2**31)))
@@ -140,7 +106,12 @@ def draw_batches(
         packs.append(Pack(own, table[own]))
     batches = [packs[i : i + size] for i in range(0, len(packs) - size + 1, size)]
     warm, others = batches[:WARM], batches[WARM : WARM + _TRIES]
-    found = [batch for batch in others if not start or abs(_imbalance(batch, run) - start) < 0.05]
+
+    def starts_as_wanted(batch: Sequence[Pack]) -> bool:
+        costs = np.array([run.attention_ms([pack]) for pack in batch])
+        return not start or abs(imbalance(costs, run.replicas) - start) < 0.05
+
+    found = list(filter(starts_as_wanted, others))
     if len(found) < count:
         raise UserError(
             f"--batches={count}: {len(found)} of {len(others)} drawn batches have an imbalance of "
@@ -162,40 +133,22 @@ def document_lengths(
     return chunked(np.zeros_like(lengths), lengths, seq_len)[1]
 
 
-def _imbalance(batch: Sequence[Pack], run: Run) -> float:
-    return imbalance(np.array([run.attention_ms([pack]) for pack in batch]), run.replicas)
-
-
-def assign(
-    warm: Sequence[Sequence[Pack]], batches: Sequence[Sequence[Pack]], run: Run
-) -> dict[str, list[Assignment]]:
-    """Assigns each batch in each of `ORDERS`, as a run would after the steps of `warm`."""
-    every = [*warm, *batches]
-    shares = np.full((run.replicas, run.config.model.num_layers), BOUNDS.base)
-    found = {
-        how: [Assignment(run.split(batch), shares) for batch in _ordered(every, how, run)]
-        for how in ORDERS[:-1]
-    }
-    found[TUNED] = list(_tuned([step.packs for step in found["length"]], run))
-    return {how: steps[len(warm) :] for how, steps in found.items()}
-
-
-def _ordered(batches: Sequence[Sequence[Pack]], how: str, run: Run) -> Iterator[Sequence[Pack]]:
+def ordered(batches: Sequence[Sequence[Pack]], how: str, run: Run) -> Iterator[Sequence[Pack]]:
     """The batches in the order in which a run with `data.balance` = `how` would read them."""
     if how == "none":
         yield from batches
         return
     densities = Densities(assumed_densities(run.config)) if how == "density" else None
-    weigh = functools.partial(pack_ms, size=run.size)
-    balance = Balance(how, run.replicas, run.packs, BLOCK, weigh, densities)
+    cost = functools.partial(pack_ms, size=run.size)
+    balance = Balance(how, run.replicas, run.packs, BLOCK, cost, densities)
     classes = num_classes(run.config.data.seq_len // BLOCK)
     for step, batch in enumerate(batches, 1):
         yield [batch[i] for i in balance.order(step, [pack.lengths for pack in batch])]
         if densities is not None:
-            densities.add(step, measured_densities(batch, classes))
+            densities.add(step, _measured_densities(batch, classes))
 
 
-def measured_densities(batch: Sequence[Pack], classes: int) -> np.ndarray:
+def _measured_densities(batch: Sequence[Pack], classes: int) -> np.ndarray:
     """What a step reports: the density of all documents of each length class, [K]."""
     lengths = np.concatenate([pack.lengths for pack in batch])
     causal, class_of = _causal_pairs(lengths), length_classes(lengths, BLOCK)
@@ -207,46 +160,3 @@ def measured_densities(batch: Sequence[Pack], classes: int) -> np.ndarray:
 def _causal_pairs(lengths: np.ndarray) -> np.ndarray:
     padded = -(-lengths // BLOCK) * BLOCK
     return padded * (padded + 1.0) / 2
-
-
-def _tuned(batches: Sequence[list[Sequence[Pack]]], run: Run) -> Iterator[Assignment]:
-    """Assigned batches with the mass fractions of `sparsity.tune = "mean"`."""
-    assumed = assumed_densities(run.config)
-    responses = [ShareResponse.start(assumed.size, run.config.model.num_layers)]
-    for replicas in batches:
-        documents = [
-            GroupDocuments([pack.lengths for pack in packs], BLOCK, run.min_sparse_tokens)
-            for packs in replicas
-        ]
-        known = responses[max(0, len(responses) - DELAY)]
-        shares = tuned_shares(documents, known, assumed, BOUNDS, "mean", run.size).shares
-        found = [
-            [_at_shares(pack, own, run.min_sparse_tokens) for pack in packs]
-            for packs, own in zip(replicas, shares, strict=True)
-        ]
-        measured = np.array([np.mean([density for _, density in x], axis=0) for x in found])
-        responses.append(responses[-1].after(documents, assumed, shares, BOUNDS.base, measured))
-        yield Assignment([[pack for pack, _ in packs] for packs in found], shares)
-
-
-def _at_shares(pack: Pack, shares: np.ndarray, min_sparse_tokens: int) -> tuple[Pack, np.ndarray]:
-    """A pack at the mass fractions [L] of its replica, and its density in each layer, [L]."""
-    pairs = _causal_pairs(pack.lengths)
-    sparse = -(-pack.lengths // BLOCK) * BLOCK >= min_sparse_tokens
-    growth = np.interp(shares, SHARES, DENSITIES) / DENSITY
-    by_layer = np.minimum(pack.densities[sparse, None] * growth, 1.0)  # [d, L]
-    densities = pack.densities.copy()
-    densities[sparse] = by_layer.mean(1)
-    computed = pairs[~sparse] @ pack.densities[~sparse] + pairs[sparse] @ by_layer
-    return Pack(pack.lengths, densities), computed / pairs.sum()
-
-
-def predicted(step: Assignment, run: Run) -> Times:
-    """Times by the table of rates and the dry run, with the densities to compute."""
-    attention = np.array([run.attention_ms(packs) for packs in step.packs])
-    densities = [
-        np.average(pack.densities, weights=_causal_pairs(pack.lengths))
-        for packs in step.packs
-        for pack in packs
-    ]
-    return Times(attention, attention + run.rest_ms, float(np.mean(densities)))

@@ -1,38 +1,29 @@
 """Random lists of key blocks with densities like those of a trained model, for timing.
 
 With random weights attention is flat, so that a pattern's selection says nothing about a trained
-model. Here a document's density is drawn by its length and follows the mass fraction as in a real
-model. Which blocks are computed is random.
+model. Here a document's density is drawn by its length. Which blocks are computed is random.
 """
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from mtraining_jax.patterns import Pattern
-from mtraining_jax.patterns.base import KeptShare
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import Selection, SelectionContext
+from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import NonNegativeInt, PositiveFraction, PositiveInt, check_limits
-
-if TYPE_CHECKING:
-    from jax import Array
-
-    from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_limits
+from pallas_kernels.index import BlockMaskIndex
 
 BLOCK = 128
 # Density of sampled rows at mass fraction 0.9, in SmolLM2-135M at 32768 tokens. It falls with the
 # length to the 6.3 % at 524288 tokens that the paper reports (arXiv 2510.18830).
 DENSITY, AT, POWER = 0.152, 32768, 0.318
 SPREAD = 0.25  # of documents of a length: standard deviation of the logarithm
-DENSE_BELOW = 8192
-TAU = 0.9
-# Mass fractions and densities of sampled rows in SmolLM2-135M at 32768 tokens
-# (benchmarks/results/frontier-32768-h200-2026-11-22.md; 0.97 with a minimum block mass).
-SHARES, DENSITIES = (0.8, 0.85, 0.9, 0.95, 0.97), (0.096, 0.118, 0.152, 0.215, 0.26)
-SHARE_BITS = 15  # of mass fractions on the device
 _DRAW_BITS = 16  # of the random numbers: densities are met to 2^-16
 
 
@@ -58,7 +49,6 @@ class DrawnLists(Pattern):
 
     Attributes:
         draw: seed of densities and of blocks.
-        tau: mass fraction of the drawn densities. Another one computes more or fewer pairs.
         min_sparse_tokens: documents of fewer tokens, including padding, are dense.
         block_size: tokens on a side of a block.
     """
@@ -69,15 +59,11 @@ class DrawnLists(Pattern):
     density_name = "drawn density"
 
     draw: NonNegativeInt = 0
-    tau: PositiveFraction = TAU
-    min_sparse_tokens: NonNegativeInt = DENSE_BELOW
+    min_sparse_tokens: NonNegativeInt = 8192
     block_size: PositiveInt = BLOCK
 
     def __post_init__(self) -> None:
         check_limits(self)
-
-    def kept_share(self) -> KeptShare:
-        return KeptShare("tau", SHARE_BITS)
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
         return DENSITY, f"drawn by length; {DENSITY:g} at {AT} tokens"
@@ -85,24 +71,19 @@ class DrawnLists(Pattern):
     def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         return num_blocks * -(-num_blocks // 32), 0
 
-    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
+    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         """Draws the blocks of the local rows.
 
         Raises:
             UserError: if sequences have no documents.
         """
-        import jax
-        import jax.numpy as jnp
-
-        from pallas_kernels.index import BlockMaskIndex
-
         if context.documents is None:
             raise UserError("DrawnLists draws by the length of documents: set data.mask_documents")
         rows, num_blocks = context.block_ids, context.num_blocks
-        own = context.documents.min_sparse_tokens(-(-self.min_sparse_tokens // self.block_size)).of(
-            rows
-        )
-        density = self._densities(own, num_blocks * self.block_size, context.shares)
+        min_blocks = -(-self.min_sparse_tokens // self.block_size)
+        own = context.documents.min_sparse_tokens(min_blocks).of(rows)
+        table = densities_by_length(self.draw, num_blocks * self.block_size, self.min_sparse_tokens)
+        density = jnp.where(own.dense, 1.0, jnp.asarray(table, jnp.float32)[own.tokens])
         # No compiler knows whether the first query is NaN. So each layer draws and lists again, as
         # a selection would.
         key = jax.random.fold_in(jax.random.key(self.draw), jnp.isnan(q[0, 0, 0, 0]).astype(int))
@@ -115,35 +96,21 @@ class DrawnLists(Pattern):
         mask &= (blocks >= first)[:, None]
         return Selection(BlockMaskIndex.from_block_mask(mask, self.block_size, rows))
 
-    def _densities(self, own: "DocumentBlocks", seq_len: int, shares: "Array | None") -> "Array":
-        """Density of the document of each row, fp32 [B, n]."""
-        import jax.numpy as jnp
 
-        table = densities_by_length(self.draw, seq_len, self.min_sparse_tokens)
-        found = jnp.asarray(table, jnp.float32)[own.tokens]
-        if shares is not None:
-            at = shares.astype(jnp.float32) / 2**SHARE_BITS
-            grown = jnp.interp(at, jnp.array(SHARES), jnp.array(DENSITIES))
-            found = jnp.minimum(found * (grown / DENSITY)[:, None], 1.0)
-        return jnp.where(own.dense, 1.0, found)
-
-
-def _fraction_of_others(density: "Array", own: "DocumentBlocks", block_size: int) -> "Array":
+def _fraction_of_others(density: Array, own: DocumentBlocks, block_size: int) -> Array:
     """Fraction of the blocks that are neither first nor near to keep, fp32 [B, n]."""
-    import jax.numpy as jnp
-
     n = own.length.astype(jnp.float32)
     others = jnp.maximum((n - 2) * (n - 3) / 2, 1)
     fraction = (density * _causal(n, block_size) - _always(n, block_size)) / others
     return jnp.where(density >= 1, 1.0, jnp.clip(fraction, 0.0, 1.0))
 
 
-def _causal(blocks: "np.ndarray | Array", block_size: int) -> "np.ndarray | Array":
+def _causal[T: (np.ndarray, Array)](blocks: T, block_size: int) -> T:
     """Causal pairs of a document, in blocks of pairs."""
     return blocks * (blocks * block_size + 1) / (2 * block_size)
 
 
-def _always(blocks: "np.ndarray | Array", block_size: int) -> "np.ndarray | Array":
+def _always[T: (np.ndarray, Array)](blocks: T, block_size: int) -> T:
     """Pairs of the diagonal, of the blocks before it, and of each row's first block."""
     diagonal = blocks * (block_size + 1) / (2 * block_size)
     return diagonal + (2 * blocks - 3) * (blocks > 1)

@@ -37,7 +37,8 @@ from mtraining_jax.utils.jax_platform import set_platform
 # "budgets" is replaced by a file with 1000 columns and 6096 diagonals for each head, as in most
 # heads of published files.
 PATTERNS = (
-    "dense", "sampled_rows,probe_queries_per_block=16", "sampled_rows,probe_queries_per_block=16,columns=128",
+    "dense", "sampled_rows,probe_queries_per_block=16",
+    "sampled_rows,probe_queries_per_block=16,columns=128",
     "xattention", "vertical_slash",
     "vertical_slash,preset=paper", "fixed,budget_file=budgets", "minference,budget_file=budgets",
     "flex_prefill", "moba", "block_topk", "replay",
@@ -74,8 +75,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the table; the exit status is 1 if a pattern failed."""
-    parser = make_parser(__doc__, "out")
-    parser.add_argument("--config", required=True)
+    parser = make_parser(__doc__, "out", "config")
     parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), metavar="NAME,OPTION=...")
     parser.add_argument("--steps", type=int, default=3, help="steps per pattern (default 3)")
     parser.add_argument("--compilers", type=int, default=8, help="programs compiled at once")

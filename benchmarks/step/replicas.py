@@ -7,11 +7,13 @@ r"""Compares ways to balance packs over data-parallel replicas, predicted and me
 A step takes as long as its slowest replica. This takes the training step of each replica, one after
 another on one device, and combines the times; communication between replicas is not included. All
 orders have the same batches (`drawn_batches.py`), with random lists of given densities
-(`drawn_lists.py`). Predictions use `mtraining_jax/cost_model/kernel_times.py` for attention, and the dry run
-for the rest of a step. --predict prints them only, on any machine and for replicas of any size.
+(`drawn_lists.py`). Predictions use `mtraining_jax/cost_model/kernel_times.py` for attention, and
+the dry run for the rest of a step. --predict prints them only, on any machine and for replicas of
+any size.
 
 A small trial on a CPU: --config tiny --groups 2 --parts 2 --documents 300 1800 --start 1.3
---parallel.nodes=1 --parallel.devices_per_node=1 --data.seq_len=2048 --sparsity.min_sparse_tokens=512
+--parallel.nodes=1 --parallel.devices_per_node=1 --data.seq_len=2048
+--sparsity.min_sparse_tokens=512
 """
 
 import argparse
@@ -19,29 +21,33 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh
 
-from benchmarks.options import make_parser, overrides
-from benchmarks.report import Page, setting, table_head, table_line
+from benchmarks.options import at_least, make_parser, overrides
+from benchmarks.report import Page, number, setting, table_head, table_line
+from benchmarks.step.compiled_step import CompiledStep
 from benchmarks.step.drawn_batches import (
-    BOUNDS,
     MEANS,
     ORDERS,
     START,
-    TUNED,
     WARM,
+    Pack,
     Run,
-    Times,
-    assign,
     draw_batches,
-    predicted,
+    ordered,
 )
 from benchmarks.step.drawn_lists import BLOCK, DrawnLists
-from benchmarks.step.replica_times import ReplicaTimer
 from benchmarks.timing import log
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.data.balance import imbalance
-from mtraining_jax.training.build import build_mesh
+from mtraining_jax.data.packs import block_table
+from mtraining_jax.models.labels import IGNORE_LABEL
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
+from mtraining_jax.training.documents import restarting_positions
+from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
 
@@ -51,99 +57,132 @@ _CUT = {
     "parallel.devices_per_node": 1,
 }  # fmt: skip
 _MAX_ROWS = 10  # batches with a row each; of more, only means are printed
+_COLUMNS = (
+    "batch", "data.balance", "density", "attention imbalance, predicted", "step s, predicted",
+    "measured", "off", "step imbalance, measured", "speedup, predicted", "measured",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One step that waits for its slowest replica, or the means over several.
+    """One step, or the means over several.
 
     Attributes:
-        density: computed over causal pairs within documents.
-        attention, step: imbalance, slowest replica over the mean.
-        attention_ms, step_ms: of the slowest replica.
-        rest_ms: of a step outside attention, mean over replicas.
+        density: computed over causal pairs within documents, mean over packs.
+        attention_imbalance: slowest replica over the mean, predicted.
+        predicted_s, measured_s: of the slowest replica; nan if not measured.
+        step_imbalance: measured; nan if not.
     """
 
     density: float
-    attention: float
-    step: float
-    attention_ms: float
-    step_ms: float
-    rest_ms: float
-
-    @classmethod
-    def of(cls, times: Times) -> "Found":
-        """One step."""
-        count = times.step_ms.size
-        return cls(
-            times.density,
-            imbalance(times.attention_ms, count),
-            imbalance(times.step_ms, count),
-            float(times.attention_ms.max()),
-            float(times.step_ms.max()),
-            float((times.step_ms - times.attention_ms).mean()),
-        )
+    attention_imbalance: float
+    predicted_s: float
+    measured_s: float = float("nan")
+    step_imbalance: float = float("nan")
 
     @classmethod
     def mean(cls, found: "Sequence[Found]") -> "Found":
         """Several steps."""
         return cls(*np.mean([dataclasses.astuple(each) for each in found], axis=0).tolist())
 
-
-# Name, format, and value of a step given the step in data order.
-_METRICS = (
-    ("density", "{:.4f}", lambda step, plain: step.density),
-    ("attention imbalance", "{:.2f}", lambda step, plain: step.attention),
-    ("step imbalance", "{:.3f}", lambda step, plain: step.step),
-    ("attention of the slowest, ms", "{:.0f}", lambda step, plain: step.attention_ms),
-    ("rest, ms", "{:.0f}", lambda step, plain: step.rest_ms),
-    ("step, s", "{:.3f}", lambda step, plain: step.step_ms / 1e3),
-    ("speedup", "{:.2f} x", lambda step, plain: plain.step_ms / step.step_ms),
-)
-
-
-def columns(measured: bool) -> list[str]:
-    """Names of the columns: predictions, each followed by the measured value if there is one."""
-    names = ["batch", "data.balance"]
-    for name, _, _ in _METRICS:
-        names += [f"{name}, predicted", "measured"] if measured else [name]
-    return [*names, "step off"] if measured else names
+    def row(self, batch: str, how: str, plain: "Found") -> str:
+        """Its row of the table; `plain` is the same step in data order."""
+        measured = not np.isnan(self.measured_s)
+        return table_line([
+            batch, how, f"{self.density:.4f}", f"{self.attention_imbalance:.2f}",
+            f"{self.predicted_s:.3f}", number(self.measured_s if measured else None, 3),
+            f"{self.measured_s / self.predicted_s - 1:+.1%}" if measured else "–",
+            number(self.step_imbalance if measured else None, 3),
+            f"{plain.predicted_s / self.predicted_s:.2f} x",
+            f"{plain.measured_s / self.measured_s:.2f} x" if measured else "–",
+        ])  # fmt: skip
 
 
-def row(name: str, how: str, found: Sequence[Found], plain: Sequence[Found]) -> list[str]:
-    """Cells of the table; `found` is predicted, and measured if it was, `plain` in data order."""
-    cells = [name, how]
-    for _, form, value in _METRICS:
-        cells += [form.format(value(*pair)) for pair in zip(found, plain, strict=True)]
-    if len(found) > 1:
-        cells.append(f"{found[1].step_ms / found[0].step_ms - 1:+.1%}")
-    return cells
+class ReplicaTimer:
+    """Takes the training step of one replica for each replica; equal replicas are timed once.
+
+    Args:
+        run: of several replicas.
+        config: of that run, whose attention counts pairs by document length.
+        mesh: of one device.
+    """
+
+    def __init__(self, run: Run, config: Config, mesh: Mesh) -> None:
+        self._run, data = run, run.config.data
+        self._restart = restarting_positions(mesh, BLOCK)
+        self._text = np.random.default_rng(0).integers(
+            0, run.config.model.vocab_size, (run.packs, data.seq_len + 1), np.int32
+        )
+        first = self._batch([Pack(np.array([2]), np.ones(1))] * run.packs)
+        attention = build_attention(
+            config, mesh, build_layout(run.config), build_pattern(run.config)
+        )
+        self._step = CompiledStep(run.config, mesh, first, attention)
+        self._state = StateBuilder(run.config, mesh).fresh()
+        self._seconds: dict[tuple[int, ...], float] = {}
+        self._take(first)
+
+    def seconds(self, packs: Sequence[Pack]) -> float:
+        """Time of a replica's step."""
+        key = tuple(map(id, packs))
+        if key not in self._seconds:
+            self._seconds[key] = self._take(jax.block_until_ready(self._batch(packs)))
+        return self._seconds[key]
+
+    def _take(self, batch: dict[str, Array]) -> float:
+        state = jax.tree.map(lambda x: x.copy(), self._state)
+        return self._step.run(state, [batch]).seconds
+
+    def _batch(self, packs: Sequence[Pack]) -> dict[str, Array]:
+        """The batch of a replica, as `DeviceBatches` would build it, of random tokens."""
+        blocks = self._run.config.data.seq_len // BLOCK
+        tables = np.stack([block_table(pack.lengths, BLOCK, blocks) for pack in packs])
+        first, _, tokens = np.repeat(tables, BLOCK, axis=1).transpose(2, 0, 1)
+        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        followed = positions - first * BLOCK + 1 < tokens
+        table = jnp.asarray(tables)
+        return {
+            "tokens": jnp.asarray(self._text[:, :-1]),
+            "labels": jnp.asarray(np.where(followed, self._text[:, 1:], IGNORE_LABEL)),
+            "positions": self._restart(jnp.asarray(positions), table),
+            "documents": table,
+        }
+
+
+def found_of(run: Run, batch: Sequence[Pack], timer: ReplicaTimer | None) -> Found:
+    """The step of a batch, whose packs are in the order of replicas."""
+    replicas = run.split(batch)
+    attention_ms = np.array([run.attention_ms(packs) for packs in replicas])
+    found = Found(
+        float(np.mean([pack.density() for pack in batch])),
+        imbalance(attention_ms, run.replicas),
+        (attention_ms.max() + run.rest_ms) / 1e3,
+    )
+    if timer is None:
+        return found
+    measured = np.array([timer.seconds(packs) for packs in replicas])
+    return dataclasses.replace(
+        found, measured_s=measured.max(), step_imbalance=imbalance(measured, run.replicas)
+    )
 
 
 def write(args: argparse.Namespace, run: Run, config: Config, page: Page) -> None:
     """Adds the table to the page."""
     warm, batches = draw_batches(run, args.seed, args.batches, args.start, args.documents)
-    steps = assign(warm, batches, run)
+    orders = {how: list(ordered([*warm, *batches], how, run))[WARM:] for how in ORDERS}
     timer = None
     if not args.predict:
-        mesh = build_mesh(run.config)
         log("compiling the training step")
-        timer = ReplicaTimer(run, config, mesh, args.repeats)
-    page.add(*_introduction(args, run), "", *table_head(columns(timer is not None)))
-    found: dict[str, list[list[Found]]] = {how: [] for how in ORDERS}
-    for number in range(args.batches):
+        timer = ReplicaTimer(run, config, build_mesh(run.config))
+    page.add(*_introduction(args, run), "", *table_head(_COLUMNS))
+    found: dict[str, list[Found]] = {how: [] for how in ORDERS}
+    for batch in range(args.batches):
         for how in ORDERS:
-            step = steps[how][number]
-            times = [predicted(step, run)]
-            if timer is not None:
-                times.append(timer.measure(step))
-            found[how].append([Found.of(x) for x in times])
+            found[how].append(found_of(run, orders[how][batch], timer))
             if args.batches <= _MAX_ROWS:
-                plain = found[ORDERS[0]][number]
-                page.add(table_line(row(str(number + 1), how, found[how][number], plain)))
-    means = {how: [Found.mean(x) for x in zip(*each, strict=True)] for how, each in found.items()}
-    for how, mean in means.items():
-        page.add(table_line(row("mean", how, mean, means[ORDERS[0]])))
+                page.add(found[how][-1].row(str(batch + 1), how, found["none"][-1]))
+    means = {how: Found.mean(each) for how, each in found.items()}
+    page.add(*(mean.row("mean", how, means["none"]) for how, mean in means.items()))
 
 
 def _introduction(args: argparse.Namespace, run: Run) -> list[str]:
@@ -159,20 +198,16 @@ def _introduction(args: argparse.Namespace, run: Run) -> list[str]:
         f"documents of {args.documents[0]} and {args.documents[1]} tokens on average, seed "
         f"{args.seed}; {args.batches} batches" + (f" with {start}." if args.start else "."),
         "",
-        f"Pairs are drawn, not selected. For `{TUNED}` the effect of mass fractions "
-        f"({BOUNDS.low} to {BOUNDS.high}) on densities is given too, the same in all layers. The "
-        f"averages had seen {WARM} batches before. Predicted: attention on H200s by the table in "
-        "`mtraining_jax/cost_model/kernel_times.py`, the rest of a step by the dry run. Speedup: "
-        "over `none`.",
+        f"Pairs are drawn, not selected. The averages had seen {WARM} batches before. Predicted: "
+        "attention on H200s by the table in `mtraining_jax/cost_model/kernel_times.py`, the rest "
+        "of a step by the dry run. Speedup: over `none`.",
     ]
     if not args.predict:
         lines += [
             "",
             "**No two replicas ran at the same time.** Each ran as the training step of one "
             "replica on one device; the sum of gradients over replicas is not included. Each step "
-            "was timed once, after others of its program. Attention was timed separately: one "
-            f"layer of each pack (median of {args.repeats}) with the drawing of its lists, times "
-            "the number of layers. Off: measured over predicted, minus 1.",
+            "was timed once, after others of its program. Off: measured over predicted, minus 1.",
         ]
     return lines
 
@@ -181,32 +216,20 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = make_parser(__doc__, "seed", "out")
     parser.add_argument("--config", default="qwen0_5b_512k")
-    parser.add_argument("--groups", type=int, default=4, help="data-parallel replicas")
-    parser.add_argument("--parts", type=int, default=4, help="packs of a replica per step")
-    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--groups", type=at_least(2), default=4, help="data-parallel replicas")
+    parser.add_argument("--parts", type=at_least(1), default=4, help="packs of a replica per step")
+    parser.add_argument("--batches", type=at_least(1), default=3)
     parser.add_argument(
-        "--start",
-        type=float,
-        default=START,
+        "--start", type=float, default=START,
         help="attention imbalance of the batches in data order; 0: any",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--documents",
-        type=int,
-        nargs=2,
-        default=list(MEANS),
-        metavar=("SHORT", "LONG"),
+        "--documents", type=at_least(2), nargs=2, default=list(MEANS), metavar=("SHORT", "LONG"),
         help="tokens of short and long documents on average",
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="runs per median of attention")
+    )  # fmt: skip
     parser.add_argument("--predict", action="store_true", help="print predictions only")
     args, fields = parser.parse_known_args(argv)
     try:
-        for name, least in (("groups", 2), ("parts", 1), ("batches", 1), ("repeats", 1)):
-            if getattr(args, name) < least:
-                raise UserError(f"--{name}={getattr(args, name)} must be at least {least}")
-        if min(args.documents) < 2:
-            raise UserError(f"--documents={min(args.documents)} must be at least 2 tokens")
         run, config = configured(args, fields)
         set_platform(run.config.parallel.cpu_devices)
         write(args, run, config, Page(args.out))

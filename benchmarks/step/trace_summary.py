@@ -14,8 +14,8 @@ gives, for one step, the mean over the GPUs and the largest value of any GPU:
 
 A second table lists the kernels that take longest. Pallas kernels are listed with the XLA operation
 that launched them, since several can have the same name. A third table lists exposed collectives
-and copies with the compute kernel that runs next, which most likely waits for them. Needs nothing
-but Python.
+and copies with the compute kernel that runs next, which most likely waits for them. Needs no
+JAX.
 """
 
 import argparse
@@ -26,8 +26,11 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.report import table_head, table_line
 
 ATTENTION, GEMM, COLLECTIVE, COPY, OTHER = (
     "attention kernels", "matrix products", "collectives", "copies and memset", "other kernels",
@@ -64,16 +67,14 @@ class Event:
         return f"{self.name} ({self.operation})" if self.operation else self.name
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """Number of marked training steps, and events by the name of the GPU."""
 
     steps: int
     gpus: dict[str, list[Event]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Times of one GPU over the whole trace, in microseconds.
 
     Attributes:
@@ -93,10 +94,7 @@ def kind_of(name: str, operation: str = "") -> str:
     """The kind of a kernel, by its name and the XLA operation that launched it."""
     if operation.startswith(_COLLECTIVE_OPS):
         return COLLECTIVE
-    for kind, pattern in _NAMES:
-        if re.search(pattern, name.lower()):
-            return kind
-    return OTHER
+    return next((kind for kind, x in _NAMES if re.search(x, name.lower())), OTHER)
 
 
 def find_traces(path: Path) -> list[Path]:
@@ -125,13 +123,12 @@ def read_trace(path: Path) -> Trace:
             events = json.load(file)["traceEvents"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a complete trace ({error})") from error
-    processes: dict[int, str] = {}
-    threads: dict[tuple[int, int], str] = {}
+    named = {"process_name": {}, "thread_name": {}}  # by process and thread
     for event in events:
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            processes[event["pid"]] = event["args"]["name"]
-        elif event.get("ph") == "M" and event.get("name") == "thread_name":
-            threads[event["pid"], event["tid"]] = event["args"]["name"]
+        if event.get("ph") == "M" and event.get("name") in named:
+            names = named[event["name"]]
+            names[event["pid"], event.get("tid")] = event["args"]["name"]
+    processes = {pid: name for (pid, _), name in named["process_name"].items()}
     gpus: dict[str, list[Event]] = collections.defaultdict(list)
     steps = set()
     for event in events:
@@ -141,13 +138,11 @@ def read_trace(path: Path) -> Trace:
         if name == _STEP and "step_num" in arguments:
             steps.add(arguments["step_num"])
         process = processes.get(event["pid"], "")
-        lane = threads.get((event["pid"], event.get("tid")), "")
-        if "/device:GPU:" not in process or not lane.startswith("Stream"):
-            continue
-        start, duration = float(event["ts"]), float(event.get("dur", 0))
-        operation = str(arguments.get("hlo_op", ""))
-        kind = kind_of(name, operation)
-        gpus[process].append(Event(name, kind, start, start + duration, operation))
+        lane = named["thread_name"].get((event["pid"], event.get("tid")), "")
+        if "/device:GPU:" in process and lane.startswith("Stream"):
+            start, operation = float(event["ts"]), str(arguments.get("hlo_op", ""))
+            end = start + float(event.get("dur", 0))
+            gpus[process].append(Event(name, kind_of(name, operation), start, end, operation))
     return Trace(len(steps), dict(gpus))
 
 
@@ -173,13 +168,10 @@ def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, st
     """
     kernels = sorted((e.start, e.launched) for e in events if e.kind in _COMPUTE)
     compute = _union((e.start, e.end) for e in events if e.kind in _COMPUTE)
-    starts = [start for start, _ in kernels]
     found = collections.Counter()
-    for event in events:
-        if event.kind in _COMPUTE:
-            continue
+    for event in (event for event in events if event.kind not in _COMPUTE):
         for start, end in _minus([(event.start, event.end)], compute):
-            after = bisect.bisect_left(starts, end)
+            after = bisect.bisect_left(kernels, (end, ""))
             following = kernels[after][1] if after < len(kernels) else ""
             found[event.launched, event.kind, following] += end - start
     return found
@@ -188,50 +180,42 @@ def exposures(events: Sequence[Event]) -> collections.Counter[tuple[str, str, st
 def report(gpus: dict[str, list[Event]], steps: int, top: int) -> list[str]:
     """Lines of the three tables, the second and third with `top` rows."""
     summaries = [summarize(events) for events in gpus.values()]
-    mean_window = sum(x.window for x in summaries) / len(summaries)
+    every = [event for events in gpus.values() for event in events]
+    window = sum(x.window for x in summaries)
+    per_step = steps * len(gpus)
 
-    def times(total: float) -> list[str]:
+    def times(total: float) -> tuple[str, str]:
         """Mean over the GPUs per step in ms, and as a fraction of the trace."""
-        mean = total / len(gpus)
-        return [f"{mean / steps / 1e3:.2f}", f"{mean / mean_window:.1%}"]
+        return f"{total / per_step / 1e3:.2f}", f"{total / window:.1%}"
 
     def row(name: str, each: Sequence[float], exposed: str = "", events: str = "") -> str:
         mean, fraction = times(sum(each))
-        return _line(name, mean, f"{max(each) / steps / 1e3:.2f}", fraction, exposed, events)
+        return table_line((name, mean, f"{max(each) / steps / 1e3:.2f}", fraction, exposed, events))
 
     lines = [f"{steps} steps on {len(gpus)} GPUs; times of one step in ms", ""]
-    lines += _head("kind", "mean", "largest", "share", "exposed", "events")
+    lines += table_head(("kind", "mean", "largest", "share", "exposed", "events"))
     for kind in KINDS:
-        count = sum(e.kind == kind for events in gpus.values() for e in events)
         exposed = "" if kind in _COMPUTE else times(sum(x.exposed[kind] for x in summaries))[0]
-        events = f"{count / steps / len(gpus):.0f}"
-        lines.append(row(kind, [x.busy[kind] for x in summaries], exposed, events))
+        count = f"{sum(e.kind == kind for e in every) / per_step:.0f}"
+        lines.append(row(kind, [x.busy[kind] for x in summaries], exposed, count))
     lines.append(row("idle", [x.idle for x in summaries]))
     lines.append(row("step", [x.window for x in summaries]))
 
-    lines += ["", *_head("kernel", "kind", "mean ms", "share", "events")]
+    lines += ["", *table_head(("kernel", "kind", "mean ms", "share", "events"))]
     totals, counts = collections.Counter(), collections.Counter()
-    for event in (e for events in gpus.values() for e in events):
+    for event in every:
         key = event.launched if event.kind == ATTENTION else event.name, event.kind
         totals[key] += event.end - event.start
         counts[key] += 1
     for (name, kind), total in totals.most_common(top):
-        events = f"{counts[name, kind] / steps / len(gpus):.0f}"
-        lines.append(_line(_short(name), kind, *times(total), events))
+        count = f"{counts[name, kind] / per_step:.0f}"
+        lines.append(table_line((_short(name), kind, *times(total), count)))
 
-    lines += ["", *_head("exposed", "kind", "before", "mean ms", "share")]
-    exposed = sum((exposures(events) for events in gpus.values()), collections.Counter())
+    lines += ["", *table_head(("exposed", "kind", "before", "mean ms", "share"))]
+    exposed = sum(map(exposures, gpus.values()), collections.Counter())
     for (name, kind, following), total in exposed.most_common(top):
-        lines.append(_line(_short(name), kind, _short(following), *times(total)))
+        lines.append(table_line((_short(name), kind, _short(following), *times(total))))
     return lines
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _head(*columns: str) -> list[str]:
-    return [_line(*columns), "|" + "---|" * len(columns)]
 
 
 def _short(name: str) -> str:
@@ -246,22 +230,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="steps in the trace; default: the marked ones")
     parser.add_argument("--top", type=int, default=20, help="rows of kernels and of exposed time")
     args = parser.parse_args(argv)
-    gpus: dict[str, list[Event]] = {}
-    steps = 0
     try:
-        files = find_traces(args.path)
-        for file in files:
-            trace = read_trace(file)
-            steps = max(steps, trace.steps)
-            host = f"{file.name.removesuffix('.trace.json.gz')} " if len(files) > 1 else ""
-            gpus |= {host + name: events for name, events in trace.gpus.items()}
+        files = {x.name.removesuffix(".trace.json.gz"): x for x in find_traces(args.path)}
+        traces = {host: read_trace(file) for host, file in files.items()}
+        gpus = {
+            f"{host} {gpu}": events
+            for host, trace in traces.items() for gpu, events in trace.gpus.items()
+        }  # fmt: skip
+        steps = args.steps or max(trace.steps for trace in traces.values())
+        if not gpus or not steps:
+            lacks = "no events on streams of a GPU" if not gpus else "no marked step; give --steps"
+            raise ValueError(f"{args.path} has {lacks}")
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    steps = args.steps or steps
-    if not gpus or not steps:
-        lacks = "no events on streams of a GPU" if not gpus else "no marked step; give --steps"
-        print(f"error: {args.path} has {lacks}", file=sys.stderr)
         return 2
     print("\n".join(report(gpus, steps, args.top)))
     return 0
@@ -282,7 +263,7 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _minus(intervals: Iterable[Interval], union: Sequence[Interval]) -> Iterable[Interval]:
+def _minus(intervals: Iterable[Interval], union: Sequence[Interval]) -> Iterator[Interval]:
     """The parts of the intervals that lie outside a union."""
     for start, end in intervals:
         for i in range(bisect.bisect_right(union, start, key=lambda x: x[1]), len(union)):

@@ -118,7 +118,7 @@ def test_a_run_writes_each_setting_as_soon_as_it_is_measured(tmp_path, capsys):
     lines = out.with_suffix(".jsonl").read_text().splitlines()
     run, near, whole, broken = map(json.loads, lines)
     assert run["run"]["timed_layers"] == [0, 1] and run["run"]["seed"] == 3
-    # Two chunks of a sequence of two are all there is; without a plan they are timed as a whole.
+    # Two chunks of a sequence of two are all there is.
     assert whole["density"] == pytest.approx(1) and abs(whole["rise"]) < 1e-5
     assert whole["recall"] == pytest.approx(1, abs=1e-5)
     assert whole["times"]["forward"] > 0 and whole["times"]["backward"] > 0
@@ -147,7 +147,7 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
         "setting": "then", "device": "H200", "seq_len": 256, "sequences": 2, "dtype": "bfloat16",
         "model": "m", "repeats": 10, "timed_layers": [0], "recall_rows": 8, "loss": 2.0,
         "loss_copies": None, "times": {
-            "choose": 0.5, "build": 0.0, "forward": 1, "backward": 3, "together": 4.0
+            "select": 0.5, "forward": 1, "backward": 3, "together": 4.0
         },
     }  # fmt: skip
     row = {
@@ -160,7 +160,7 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
         "rise_copies": None,
         "recall": 0.9,
         "recall_worst": 0.8,
-        "times": {"choose": 0.2, "build": 0.3, "forward": 0.5, "backward": 1.0, "together": 2.0},
+        "times": {"select": 0.2, "forward": 0.5, "backward": 1.0, "together": 2.0},
     }
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     for file, run, rows in (
@@ -171,9 +171,11 @@ def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
         file.write_text("".join(json.dumps(x) + "\n" for x in [{"run": run}, *rows]))
     frontier_report.main([*map(str, files[:2]), "--out", str(tmp_path / "both")])
     text = (tmp_path / "both.md").read_text()
-    assert "now." in text and "| xattention tau=0.9 | 0.500 |" in text and text.count("| window") == 1
+    assert (
+        "now." in text and "| xattention tau=0.9 | 0.500 |" in text and text.count("| window") == 1
+    )
     line = next(x for x in text.splitlines() if x.startswith("| xattention"))
-    assert line.endswith("| 0.900 | 0.80 | 0.200 | 0.300 | 0.500 | 1.000 | 2.000 | 2.00 |")
+    assert line.endswith("| 0.900 | 0.80 | 0.200 | 0.500 | 1.000 | 2.000 | 2.00 |")
     assert "| +0.2500 | – | – |" in line
     with pytest.raises(ValueError, match="seq_len is 512, and 256 before"):
         frontier_report.read(files)
