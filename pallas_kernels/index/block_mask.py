@@ -47,7 +47,6 @@ class BlockMaskIndex(Index):
 
     causal = True
     by_rows: ClassVar[bool] = True
-    key_shards_apart: ClassVar[bool] = False  # a list may refer to the keys of any single rank
 
     @classmethod
     def from_block_mask(

@@ -1,14 +1,14 @@
 """Lists of key blocks per query block."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.index.entries import contains, live
-from pallas_kernels.index.listed_shards import ListedShards
+from pallas_kernels.index import bits
+from pallas_kernels.index.entries import contains, live, marked
+from pallas_kernels.index.mask_shards import MaskShards
 from pallas_kernels.index.protocol import Index, Rows
 from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 from pallas_kernels.tiles.protocol import at_least_one, check_shape
@@ -38,8 +38,6 @@ class BlockSparseIndex(Index):
     query_count: Array
     block_size: int = jax.tree.static()
     causal: bool = jax.tree.static(default=True)
-
-    key_shards_apart: ClassVar[bool] = False  # a list may refer to the keys of any single rank
 
     @classmethod
     def from_block_mask(
@@ -94,13 +92,13 @@ class BlockSparseIndex(Index):
 
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
-    ) -> ListedShards:
-        shape = batch, num_heads, num_blocks
-        check_shape("index.key_count", self.key_count, shape)
-        check_shape("index.query_count", self.query_count, shape)
-        return ListedShards(
-            self.key_blocks, self.key_count, self.query_blocks, self.query_count, self.block_size
-        )
+    ) -> MaskShards:
+        check_shape("index.key_count", self.key_count, (batch, num_heads, num_blocks))
+        lists, counts = self.key_blocks, self.key_count
+        if rows is not None:
+            lists, counts = lists[:, :, rows], counts[:, :, rows]
+        words = bits.pack(marked(lists, counts, num_blocks))
+        return MaskShards(words, rows, num_blocks, self.block_size)
 
     def budgets(self) -> dict[str, Array]:
         return {"blocks": self.key_count.sum(-1, dtype=jnp.int32)}

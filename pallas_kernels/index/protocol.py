@@ -25,8 +25,6 @@ class Index(abc.ABC):
     Attributes:
         block_size: g, tokens per block (static).
         causal: whether pairs with k > q are excluded, even if listed (static).
-        key_shards_apart: whether separate tiles for the keys of each rank take no more memory than
-            tiles for all keys together. Required by rings that pass keys around.
         by_rows: whether axis 2 of all arrays are rows, one per query block, of which each rank
             holds those of its own blocks, in its order. Other indices are replicated.
         composed: whether attention is composed from several calls (`pallas_kernels.composed`).
@@ -34,7 +32,6 @@ class Index(abc.ABC):
 
     block_size: int
     causal: bool
-    key_shards_apart: ClassVar[bool] = True
     by_rows: ClassVar[bool] = False
     composed: ClassVar[bool] = False
 
@@ -98,8 +95,7 @@ class Index(abc.ABC):
             batch, num_heads: B and Hq.
             stride: stride of all query and key segments.
             num_blocks: S / g.
-            rows: int32 [n], global block number of each local row of a `by_rows` index; None if it
-                holds all.
+            rows: int32 [n], global block numbers of the queries, in local order; None for all.
         """
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:

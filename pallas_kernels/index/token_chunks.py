@@ -45,7 +45,6 @@ class TokenChunksIndex(Index):
 
     causal = True
     by_rows: ClassVar[bool] = True
-    key_shards_apart: ClassVar[bool] = False
     composed: ClassVar[bool] = True
 
     @property

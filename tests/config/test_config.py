@@ -650,17 +650,6 @@ def test_wrong_overrides(minimal):
             "896 or 1024",
         ),
         (
-            {
-                "sparsity__kind": "xattention",
-                "parallel__ring": "hierarchical",
-                "parallel__devices_per_node": "2",
-            },
-            'sparsity.kind = "xattention" lists key blocks for each query block, which a ring that '
-            'rotates keys (parallel.ring = "hierarchical", parallel.devices_per_node = 2) does '
-            'not support; set parallel.ring = "gather" with at least 2 devices per node, or '
-            'sparsity.kind = "vertical_slash"',
-        ),
-        (
             {"sparsity__kind": "xattention", "sparsity__stride": "48"},
             "sparsity.stride = 48 must divide sparsity.block_size = 128",
         ),

@@ -102,27 +102,38 @@ def test_a_dense_index_is_dense_causal():
     check(run(DenseIndex(indices.BLOCK_SIZE)), "dense")
 
 
-@pytest.mark.parametrize(("nodes", "devices", "kind"), [(1, 4, "striped"), (4, 2, "contiguous")])
-def test_block_lists_over_gathered_keys(nodes, devices, kind):
-    check(compile_ring(nodes, devices, kind, "gather")(indices.blocks()), "blocks")
+@pytest.mark.parametrize(
+    ("nodes", "devices", "kind", "ring"),
+    [
+        (1, 4, "striped", "gather"),
+        (4, 2, "contiguous", "gather"),
+        (2, 2, "striped", "hierarchical"),
+        (1, 2, "zigzag", "flat"),
+    ],
+)
+def test_block_lists(nodes, devices, kind, ring):
+    check(compile_ring(nodes, devices, kind, ring)(indices.blocks()), "blocks")
 
 
-@pytest.mark.parametrize(("nodes", "devices", "kind"), [(2, 4, "striped"), (1, 4, "zigzag")])
-def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind):
-    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes)
+@pytest.mark.parametrize(
+    ("nodes", "devices", "kind", "ring"),
+    [
+        (2, 4, "striped", "gather"),
+        (1, 4, "zigzag", "gather"),
+        (2, 2, "zigzag", "gather"),
+        (2, 1, "striped", "gather"),  # a node of one device has nothing to gather
+        (4, 2, "striped", "flat"),
+        (2, 2, "striped", "hierarchical"),
+        (1, 4, "zigzag", "hierarchical"),
+    ],
+)
+def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind, ring):
+    spread = 1 if ring == "flat" else nodes
+    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, spread)
+    order = jnp.asarray(layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE)
     of_index = P("data", None, ("node", "device"))
-    order = layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE
-    run = compile_ring(nodes, devices, kind, "gather", of_index=of_index)
-    check(run(indices.bits(jnp.asarray(order))), "blocks")
-
-
-def test_columns_are_combined_with_sharded_rows():
-    nodes, devices, kind = 2, 2, "zigzag"
-    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes)
-    of_index = P("data", None, ("node", "device"))
-    order = layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE
-    run = compile_ring(nodes, devices, kind, "gather", of_index=of_index)
-    check(run(indices.bits_and_columns(jnp.asarray(order))), "columns")
+    run = compile_ring(nodes, devices, kind, ring, of_index=of_index)
+    check(run(indices.bits_and_columns(order)), "columns")
 
 
 @functools.cache
@@ -159,9 +170,6 @@ def test_an_index_has_no_gradient():
     assert {x.dtype for x in jax.tree.leaves(index_grad)} == {jax.dtypes.float0}
 
 
-BLOCKS = "ring='hierarchical' does not support a BlockSparseIndex"
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -171,16 +179,6 @@ BLOCKS = "ring='hierarchical' does not support a BlockSparseIndex"
         ({"axis_sizes": (1,)}, "axis_sizes=.1,. must have the same length"),
         ({"ring": "round"}, "ring='round' is unknown; it must be one of"),
         ({"index": lambda: DenseIndex(8, causal=False)}, "is causal, but the index is not"),
-        (
-            {
-                "index": indices.blocks,
-                "ring": "hierarchical",
-                "axis_names": ("device",),
-                "axis_sizes": (2,),
-                "layout": Layout("striped", 512, 2, 8),
-            },
-            BLOCKS + ".* use ring='gather'",
-        ),
     ],
 )
 def test_invalid_arguments_raise(change, sentence):

@@ -1,11 +1,11 @@
 """Ring attention over the devices that share a sequence.
 
-`ring_attention` is the entry point. `topology` defines which ranks meet at which step, `rank_plans`
-plans the kernel calls of one rank and `rank_kernels` runs them. `rotate_ring` and `gather_ring`
-communicate keys, values and gradients; `columns` fetches key columns.
+`ring_attention` is the entry point. `topology` defines what each mesh axis does with the keys,
+`steps` plans and runs one rank's kernel calls, `transfers` moves keys, values and gradients, and
+`schedule` puts both in order.
 """
 
-from mtraining_jax.parallel.ring.ring_attention import ring_attention, ring_plans
+from mtraining_jax.parallel.ring.ring_attention import ring_attention
 from mtraining_jax.parallel.ring.topology import RINGS, RingTopology, check_ring
 
-__all__ = ["RINGS", "RingTopology", "check_ring", "ring_attention", "ring_plans"]
+__all__ = ["RINGS", "RingTopology", "check_ring", "ring_attention"]

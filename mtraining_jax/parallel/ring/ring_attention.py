@@ -1,8 +1,6 @@
 """Ring attention: queries stay on their rank while keys and values travel.
 
-The topology selects the communication: `rotate_ring` passes keys and values around one or two mesh
-axes, `gather_ring` gathers those of a node. The kernels' work lists for all steps of both passes
-are planned before the first step.
+The kernels' work lists for all steps of both passes are planned before the first step.
 """
 
 import functools
@@ -13,23 +11,11 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.ring.gather_ring import (
-    GatherPlans,
-    gather_backward,
-    gather_forward,
-    plan_gathering,
-)
-from mtraining_jax.parallel.ring.rotate_ring import (
-    RotationPlans,
-    plan_rotation,
-    rotate_backward,
-    rotate_forward,
-)
+from mtraining_jax.parallel.ring.schedule import ring_backward, ring_forward
+from mtraining_jax.parallel.ring.steps import plan_ring
 from mtraining_jax.parallel.ring.topology import RingTopology
-from mtraining_jax.utils.errors import UserError
 from pallas_kernels import names
 from pallas_kernels.index import Index
-from pallas_kernels.one_device import attention
 from pallas_kernels.ops import delta_of
 
 
@@ -58,8 +44,7 @@ def ring_attention(
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
         k, v: [B, n, Hk, D], Hq a multiple of Hk.
         index: pairs to compute, any causal index in global positions. Replicated, or if
-            `by_rows`, the rows of this rank's blocks in layout order. Indices that list blocks
-            need ring="gather". Not differentiated.
+            `by_rows`, the rows of this rank's blocks in layout order. Not differentiated.
         layout: distribution of the S tokens over the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
         axis_sizes: sizes of these axes; defaults to those of the mesh.
@@ -76,30 +61,19 @@ def ring_attention(
         rows; gradients flow through both.
 
     Raises:
-        UserError: if `ring` is unknown or does not support the index.
+        UserError: if `ring` is unknown.
         ValueError: if shapes, layout and axes do not match.
     """
     if axis_sizes is None:
         axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
     topology = RingTopology(layout, tuple(axis_names), tuple(axis_sizes), ring, scale, backend)
     _check(topology, q, k, v, index)
-    if layout.num_ranks == 1:
-        return attention(q, k, v, index, scale=scale, backend=backend, return_lse=return_lse)
-    out, lse = _ring(topology, q, k, v, ring_plans(topology, index, q, k))  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse = _ring(topology, q, k, v, plan_ring(topology, index, q, k))  # pyright: ignore[reportGeneralTypeIssues]
     return (out, lse) if return_lse else out
 
 
-@jax.named_scope("ring_plans")
-def ring_plans(
-    topology: RingTopology, index: Index, q: Array, k: Array
-) -> GatherPlans | RotationPlans:
-    """Plans the kernels' work at all steps of both passes, from shapes and dtypes of q and k."""
-    plan = plan_gathering if topology.gathers else plan_rotation
-    return plan(topology, index, q, k)
-
-
 def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
-    """Raises ValueError for mismatched arrays or index, UserError if another ring would work."""
+    """Raises ValueError for mismatched arrays or index."""
     layout = topology.layout
     local_tokens = layout.seq_len // layout.num_ranks
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -114,12 +88,6 @@ def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -
         )
     if not index.causal:
         raise ValueError("ring attention is causal, but the index is not")
-    turns = layout.num_ranks > 1 and not topology.gathers
-    if turns and not index.key_shards_apart:
-        raise UserError(
-            f"ring={topology.ring!r} does not support a {type(index).__name__}, which cannot be "
-            "split by the ranks of the keys; use ring='gather' with at least two devices per node"
-        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -129,8 +97,7 @@ def _ring(topology, q, k, v, plans):
 
 @jax.named_scope("ring_forward")
 def _ring_fwd(topology, q, k, v, plans):
-    run = gather_forward if topology.gathers else rotate_forward
-    outs, lses = zip(*run(topology, plans, q, (k, v)), strict=True)
+    outs, lses = zip(*ring_forward(topology, plans, q, (k, v)), strict=True)
     out, lse = jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
     out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
     return (out, lse), (q, k, v, plans, out, lse)
@@ -142,8 +109,7 @@ def _ring_bwd(topology, residuals, cotangents):
     q, k, v, plans, out, lse = residuals
     # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     rows = dout, lse, delta_of(out, dout, backend=topology.backend) - dlse
-    run = gather_backward if topology.gathers else rotate_backward
-    dq, (dk, dv) = run(topology, plans, q, (k, v), rows)
+    dq, (dk, dv) = ring_backward(topology, plans, q, (k, v), rows)
     dq = jnp.concatenate(dq, axis=1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 

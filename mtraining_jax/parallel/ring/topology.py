@@ -1,6 +1,9 @@
-"""Topology of a ring: which ranks meet at which step."""
+"""Topology of a ring: how each mesh axis of the sequence brings keys to a rank, and when."""
 
 import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +13,35 @@ from jax import Array, lax
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.utils.errors import UserError
 
-RINGS = ("hierarchical", "flat", "gather")
+# What the keys do on each axis of the sequence, slowest first. The last entry is the policy of a
+# single axis. "flat" joins both axes to one.
+RINGS = {"hierarchical": ("rotate", "rotate"), "flat": ("rotate",), "gather": ("rotate", "gather")}
+
+
+class RingAxis(NamedTuple):
+    """One or more mesh axes over which keys and values rotate, or are gathered."""
+
+    names: tuple[str, ...]
+    size: int
+    stride: int  # distance of the ranks of adjacent positions
+
+    def shift(self, tree: Any) -> Any:
+        """Sends every array of `tree` to the next position."""
+        permutation = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.names, permutation), tree)
 
 
 @dataclasses.dataclass(frozen=True)
 class RingTopology:
     """Static description of a ring; usable inside `shard_map` over `axis_names`.
 
-    In general two rings are nested: in each of `outer_size` steps, keys and values pass once
-    around the inner axis while those of the next node travel along the outer axis.
+    Two rotating axes are nested: in each step of the first one, keys and values pass once around
+    the second, while those of the next node travel along the first.
 
     Attributes:
         layout: layout of the sequence; `layout.num_ranks` must be the product of the sizes.
         axis_names, axis_sizes: mesh axes of the sequence, slowest first.
-        ring: "hierarchical": two nested rings (one ring with a single axis). "flat": one ring over
-            all axes. "gather": a ring over the outer axis; in each step the devices along the inner
-            axis all-gather their keys and values.
+        ring: one of `RINGS`.
         scale: scale of the logits; None is 1/sqrt(D).
         backend: kernel backend; None is the fastest available one.
     """
@@ -44,60 +60,67 @@ class RingTopology:
                 f"axis_names={self.axis_names} and axis_sizes={self.axis_sizes} must have the "
                 "same length, at most 2"
             )
-        if self.inner_size * self.outer_size != self.layout.num_ranks:
+        if math.prod(self.axis_sizes) != self.layout.num_ranks:
             raise ValueError(
-                f"axis_sizes={self.axis_sizes} have product "
-                f"{self.inner_size * self.outer_size}, but the layout has "
-                f"num_ranks={self.layout.num_ranks}"
+                f"axis_sizes={self.axis_sizes} have product {math.prod(self.axis_sizes)}, but the "
+                f"layout has num_ranks={self.layout.num_ranks}"
             )
 
-    @property
-    def nested(self) -> bool:
-        """Whether each of two axes has its own ring."""
-        return self.ring != "flat" and len(self.axis_names) == 2
+    @functools.cached_property
+    def _axes(self) -> list[tuple[str, RingAxis]]:
+        """The policy and axis of each turn; axes of size 1 are left out."""
+        policies = RINGS[self.ring]
+        if len(policies) == 1:
+            axes = [RingAxis(self.axis_names, self.layout.num_ranks, 1)]
+        else:
+            strides = (math.prod(self.axis_sizes[i + 1 :]) for i in range(len(self.axis_sizes)))
+            names = ((name,) for name in self.axis_names)
+            axes = list(map(RingAxis, names, self.axis_sizes, strides))
+        policies = policies[len(policies) - len(axes) :]
+        return [pair for pair in zip(policies, axes, strict=True) if pair[1].size > 1]
+
+    @functools.cached_property
+    def rotating(self) -> tuple[RingAxis, ...]:
+        """The axes around which keys and values rotate, slowest first."""
+        return tuple(axis for policy, axis in self._axes if policy == "rotate")
+
+    @functools.cached_property
+    def gathered(self) -> RingAxis | None:
+        """The axis over which each step gathers keys and values."""
+        return next((axis for policy, axis in self._axes if policy == "gather"), None)
 
     @property
-    def gathers(self) -> bool:
-        """Whether devices gather keys and values, which needs more than one device."""
-        return self.ring == "gather" and self.inner_size > 1
+    def group_size(self) -> int:
+        """Number of ranks whose keys one step visits."""
+        return self.gathered.size if self.gathered else 1
 
     @property
-    def outer_size(self) -> int:
-        """Outer steps: nodes in a hierarchical ring, 1 in a flat one."""
-        return self.axis_sizes[0] if self.nested else 1
+    def own_apart(self) -> bool:
+        """Whether the work on a rank's own keys is separate from that on the rest of its group.
 
-    @property
-    def inner_size(self) -> int:
-        """Inner steps: devices of a node, or all ranks in a flat ring."""
-        total = 1
-        for size in self.axis_sizes[1:] if self.nested else self.axis_sizes:
-            total *= size
-        return total
-
-    @property
-    def inner_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the inner ring, or of the gather that replaces it."""
-        return self.axis_names[1:] if self.nested else self.axis_names
-
-    @property
-    def outer_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the outer ring; () if there is one outer step."""
-        return self.axis_names[:1] if self.outer_size > 1 else ()
+        In the striped layout the residue of a diagonal identifies it; in others it does not.
+        """
+        return self.gathered is not None and self.layout.kind == "striped"
 
     def rank(self) -> Array | int:
         """Returns this device's rank (traced); 0 if there is only one."""
         return lax.axis_index(self.axis_names) if self.axis_names else 0
 
-    def source(self, rank: Array | int, outer_step: Array | int, inner_step: Array | int):
-        """Returns the rank that `rank`'s keys come from at a step (ints, NumPy or traced)."""
-        node, device = rank // self.inner_size, rank % self.inner_size
-        node = (node - outer_step) % self.outer_size
-        return node * self.inner_size + (device - inner_step) % self.inner_size
+    def sources(self, rank: Any, *steps: Any) -> Array:
+        """Returns the ranks of the keys that `rank` visits: int32 [..., group_size].
 
-    def node_ranks(self, rank: Array | int, outer_step: Array | int) -> Array:
-        """Returns the ranks with keys that `rank` gathers at an outer step: int32 [inner_size]."""
-        node = (rank // self.inner_size - outer_step) % self.outer_size
-        return node * self.inner_size + jnp.arange(self.inner_size, dtype=jnp.int32)
+        `steps` has a step of each rotating axis; all arguments are integers or integer arrays.
+        """
+        ranks = rank
+        for axis, step in zip(self.rotating, steps, strict=True):
+            position = rank // axis.stride % axis.size
+            ranks = ranks + ((position - step) % axis.size - position) * axis.stride
+        ranks = jnp.asarray(ranks, jnp.int32)[..., None]
+        if self.gathered is None:
+            return ranks
+        stride, size = self.gathered.stride, self.gathered.size
+        first = ranks - ranks // stride % size * stride
+        return first + stride * jnp.arange(size, dtype=jnp.int32)
 
     def every_row(self, x: Array) -> Array:
         """Gathers rows [B, H, rows, ...], one per block, of all ranks, in sequence order."""
@@ -107,21 +130,8 @@ class RingTopology:
         size = self.layout.block_size
         return x[:, :, np.argsort(self.layout.permutation()[::size])]
 
-    def shift_inner(self, tree):
-        """Sends every array of `tree` to the next rank along the inner axis."""
-        return _shift(tree, self.inner_axes, self.inner_size)
-
-    def shift_outer(self, tree):
-        """Sends every array of `tree` to the same device of the next node."""
-        return _shift(tree, self.outer_axes, self.outer_size)
-
 
 def check_ring(ring: str) -> None:
     """Raises UserError unless `ring` is one of `RINGS`."""
     if ring not in RINGS:
         raise UserError(f"ring={ring!r} is unknown; it must be one of {', '.join(RINGS)}")
-
-
-def _shift(tree, axis_names: tuple[str, ...], size: int):
-    permutation = [(i, (i + 1) % size) for i in range(size)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axis_names, permutation), tree)
