@@ -24,7 +24,7 @@ from benchmarks.soak.pair import SoakedPair
 from benchmarks.soak.process import NAMES, make_data
 from mtraining_jax.utils.errors import UserError
 
-CONFIG = """\
+_CONFIG = """\
 [run]
 steps = {steps}
 output_dir = "{out}/runs"
@@ -61,10 +61,12 @@ interval = {save}
 [metrics]
 tensorboard = false
 """
-GPU = dict(hidden=256, inner=512, seq_len=32768, dtype="bfloat16", block=128, rows=256)
-CPU = dict(hidden=64, inner=64, seq_len=256, dtype="float32", block=32, rows=32)
-# Steps, stops, steps between two checkpoints, and between two audits.
-LENGTHS = {"gpu": (2000, 10, 100, 20), "cpu": (60, 4, 10, 4)}
+_GPU = dict(hidden=256, inner=512, seq_len=32768, dtype="bfloat16", block=128, rows=256)
+_CPU = dict(hidden=64, inner=64, seq_len=256, dtype="float32", block=32, rows=32)
+_LENGTHS = {
+    "gpu": dict(steps=2000, stops=10, every=100, audit_every=20),
+    "cpu": dict(steps=60, stops=4, every=10, audit_every=4),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,40 +76,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="Markdown file; default REPORT.md in --out")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, few steps")
     parser.add_argument("--devices", type=int, default=1, help="devices per sequence")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--stops", type=int, help="random moments at which the run is ended")
-    parser.add_argument("--every", type=int, help="steps between two checkpoints")
-    parser.add_argument("--audit-every", type=int, help="steps between two audits")
+    parser.add_argument("--steps", type=int, help="default 2000; with --cpu 60")
+    parser.add_argument("--stops", type=int, help="random ends of the run; default 10 or 4")
+    parser.add_argument("--every", type=int, help="steps between checkpoints; default 100 or 10")
+    parser.add_argument("--audit-every", type=int, help="steps between audits; default 20 or 4")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--kind", default="sampled_rows", help="pattern that selects the index")
     parser.add_argument("--minutes", type=float, default=9, help="time limit")
+    parser.set_defaults(**_LENGTHS["cpu" if parser.parse_args(argv).cpu else "gpu"])
     args = parser.parse_args(argv)
     out = args.out.absolute()
     if out.exists():
         print(f"error: --out={out} exists; name a new folder", file=sys.stderr)
         return 2
-    defaults = LENGTHS["cpu" if args.cpu else "gpu"]
-    given = args.steps, args.stops, args.every, args.audit_every
-    steps, stops, save, audit = (
-        default if value is None else value for value, default in zip(given, defaults, strict=True)
-    )
     for name in NAMES:
         data = out / "data" / f"{name}.npy"
         make_data(data, 500_000, seed=0)
-        text = CONFIG.format(
-            steps=steps, save=save, audit=audit, kind=args.kind, out=out, data=data,
-            devices=args.devices, on_cpu=f"cpu_devices = {args.devices}" * args.cpu,
-            **(CPU if args.cpu else GPU),
+        text = _CONFIG.format(
+            steps=args.steps, save=args.every, audit=args.audit_every, kind=args.kind, out=out,
+            data=data, devices=args.devices, on_cpu=f"cpu_devices = {args.devices}" * args.cpu,
+            **(_CPU if args.cpu else _GPU),
         )  # fmt: skip
         (out / f"{name}.toml").write_text(text)
-    pair = SoakedPair(out, steps, Rhythm(audit, save), args.minutes)
+    pair = SoakedPair(out, args.steps, Rhythm(args.audit_every, args.every), args.minutes)
     try:
-        pair.run(draw_events(steps, stops, np.random.default_rng(args.seed)))
+        pair.run(draw_events(args.steps, args.stops, np.random.default_rng(args.seed)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     report = args.report or out / "REPORT.md"
-    lines = pair.report(report.with_suffix(".png"))
+    lines = pair.report()
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("", *lines, sep="\n")

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from benchmarks.soak.process import NAMES, SoakedRun, make_data
 from mtraining_jax.utils.errors import UserError
 
 _TRIES = 5  # an audit takes milliseconds, and a signal can miss it
-_SECONDS_BETWEEN_NEWS = 15
 
 
 class SoakedPair:
@@ -26,11 +24,12 @@ class SoakedPair:
     """
 
     def __init__(self, out: Path, steps: int, rhythm: Rhythm, minutes: float) -> None:
-        self._out, self._steps, self._rhythm = out, steps, rhythm
-        self._whole, self._stopped = (SoakedRun(out, name, rhythm) for name in NAMES)
-        self._begin, self._seconds = time.monotonic(), 60 * minutes
+        self._out, self._steps, self._rhythm, self._minutes = out, steps, rhythm, minutes
+        self._begin = time.monotonic()
+        deadline = self._begin + 60 * minutes
+        self._whole, self._stopped = (SoakedRun(out, name, rhythm, deadline) for name in NAMES)
         self._ends: list[report.Ended] = []
-        self._in_time, self._done = True, threading.Event()
+        self._in_time = True
         self.failures: list[str] = []
 
     def run(self, events: list[Event]) -> None:
@@ -39,56 +38,36 @@ class SoakedPair:
         Raises:
             UserError: if the uninterrupted run ended before its first checkpoint.
         """
-        news = threading.Thread(target=self._log_news, daemon=True)
-        news.start()
         self._whole.start()
         try:
             # With the first checkpoint, all programs are compiled and cached.
-            while self._whole.process.poll() is None and self._whole.newest() is None:
-                time.sleep(0.1)
-            if self._whole.newest() is None and self._in_time:
-                status, output = self._whole.wait(), "".join(self._whole.lines())
+            if not self._whole.wait_for_checkpoint():
+                status, output = self._whole.wait(), "".join(self._whole.lines)
                 raise UserError(
                     f"the run ended with status {status} before its first checkpoint:\n{output}"
                 )
             for event in events:
                 self._apply(event)
-            if self._in_time:
-                self._finish()
+            begin = time.monotonic()
+            self._stopped.start()
+            status = self._stopped.wait()
+            fell = "the end" if status == 0 else where_it_fell(self._stopped.lines, self._rhythm)
+            self._add(None, fell, False, status, begin)
+            self._check("the last start", self._stopped, status, (0,))
             self._check("the uninterrupted run", self._whole, self._whole.wait(), (0,))
+        except TimeoutError:
+            self._in_time = False
+            self.failures.append(f"not done in {self._minutes:g} minutes")
         finally:
-            for run in (self._whole, self._stopped):
-                run.stop_for_good()
-            self._done.set()
-            news.join()
-
-    def _log(self, line: str) -> None:
-        print(f"[{time.monotonic() - self._begin:4.0f} s] {line}", flush=True)
-
-    def _log_news(self) -> None:
-        while not self._done.wait(_SECONDS_BETWEEN_NEWS):
-            reached = max(self._stopped.step, self._stopped.newest() or 0)
-            self._log(
-                f"uninterrupted: step {self._whole.step} of {self._steps}; the other one: "
-                f"step {reached}, {len(self._ends)} processes ended"
-            )
-            if time.monotonic() > self._begin + self._seconds:
-                self._in_time = False
-                self._whole.stop_for_good()
-                self._stopped.stop_for_good()
-                return
+            self._whole.kill()
+            self._stopped.kill()
 
     def _apply(self, event: Event) -> None:
         for _ in range(_TRIES):
-            if not self._in_time:
-                return
             self._replace_data(event) if event.kind == "data" else self._end(event)
-            end = self._ends[-1]
-            self._log(end.row(len(self._ends)))
-            if not end.missed:
+            if not self._ends[-1].missed:
                 return
-        if self._in_time:
-            self.failures.append(f"{event}: missed {_TRIES} times")
+        self.failures.append(f"{event}: missed {_TRIES} times")
 
     def _end(self, event: Event) -> None:
         """Applies an event, and checks how the process ends."""
@@ -96,8 +75,7 @@ class SoakedPair:
         run.start()
         if event.kind == "disk":
             run.wait_for(Event("step", 1, None, 0))
-            # The metrics so far fit, a checkpoint does not.
-            run.limit_files(max(64 * 1024, 2 * run.metrics_size()))
+            run.limit_files()
         else:
             run.wait_for(event)
         saving = event.kind == "save" and run.half_saved()
@@ -108,13 +86,13 @@ class SoakedPair:
         # A process may also finish before its moment comes.
         allowed = (event.status, 0) if event.signal is not None else (event.status,)
         self._check(str(event), run, status, allowed)
-        under_way = step_under_way(run.lines())
+        under_way = step_under_way(run.lines)
         missed = status != 0 and {
             "audit": under_way is None or not self._rhythm.audits(under_way),
             "save": not saving,
             "compile": under_way is not None,
         }.get(event.kind, False)
-        fell = where_it_fell(run.lines(), self._rhythm) + (", while it saved" if saving else "")
+        fell = where_it_fell(run.lines, self._rhythm) + (", while it saved" if saving else "")
         if event.kind == "disk" and under_way is not None:
             fell = f"after step {under_way - 1}"
         self._add(event, fell, missed, status, begin)
@@ -127,48 +105,36 @@ class SoakedPair:
         run.start()
         run.wait_for(event)
         make_data(run.data, 100_000, seed=1)
-        run.process.kill()
+        run.kill()
         run.wait()
-        fell = where_it_fell(run.lines(), self._rhythm)
+        fell = where_it_fell(run.lines, self._rhythm)
         run.start()
         status = run.wait()
         kept.replace(run.data)
         self._check(str(event), run, status, (event.status,))
         self._add(event, f"{fell}; and the next start", False, status, begin)
 
-    def _finish(self) -> None:
-        begin = time.monotonic()
-        self._stopped.start()
-        status = self._stopped.wait()
-        self._check("the last start", self._stopped, status, (0,))
-        fell = "the end" if status == 0 else where_it_fell(self._stopped.lines(), self._rhythm)
-        self._add(None, fell, False, status, begin)
-
     def _add(self, event: Event | None, fell: str, missed: bool, status: int, begin: float) -> None:
-        run, seconds = self._stopped, time.monotonic() - begin
-        self._ends.append(
-            report.Ended(event, fell, missed, status, seconds, run.newest(), run.half_saved())
-        )
+        run, now = self._stopped, time.monotonic()
+        end = report.Ended(event, fell, missed, status, now - begin, run.newest(), run.half_saved())
+        self._ends.append(end)
+        print(f"[{now - self._begin:4.0f} s] {end.row(len(self._ends))}", flush=True)
 
     def _check(self, what: str, run: SoakedRun, status: int, allowed: tuple[int, ...]) -> None:
-        if not self._in_time:
-            return
-        text = "".join(run.lines())
+        text = "".join(run.lines)
         if status not in allowed:
             self.failures.append(f"{what} ended with status {status}\n{text[-1500:]}")
         found = re.search("Traceback|DEBUG:", text)
         if found is not None:
             self.failures.append(f"{what} printed a traceback\n{text[found.start() :][:4000]}")
 
-    def report(self, picture: Path) -> list[str]:
+    def report(self) -> list[str]:
         """Compares both runs, adds to `failures`, and returns lines of Markdown."""
         runs, lines = self._out / "runs", []
-        if not self._in_time:
-            self.failures.append(f"not done in {self._seconds / 60:g} minutes")
         parts = [report.differences(runs, self._in_time), (report.stop_times(self._ends), [])]
         if self._in_time:
             parts.append(report.leftovers(runs))
-        parts.append(report.memory(self._whole, self._stopped, self._steps, picture))
+        parts.append(report.memory(self._whole, self._steps))
         for found, wrong in parts:
             lines += found
             self.failures += wrong
@@ -176,6 +142,6 @@ class SoakedPair:
         return [
             f"{self._steps} steps in each run, {time.monotonic() - self._begin:.0f} s; saved every "
             f"{self._rhythm.save} steps, audited every {self._rhythm.audit}.",
-            "", *report.what_ran(self._whole.lines()), "", *report.table(self._ends), "", *lines,
+            "", *report.what_ran(self._whole.lines), "", *report.table(self._ends), "", *lines,
             "", wrong if self.failures else "All checks passed.",
         ]  # fmt: skip

@@ -1,9 +1,8 @@
 """Checks of two soaked runs, as Markdown: bit-identical losses, files, and growth of memory."""
 
 import dataclasses
-import importlib.util
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from benchmarks.soak.process import NAMES, SoakedRun
 
 # Lines of Markdown, and sentences about what is wrong.
 Found = tuple[list[str], list[str]]
+Steps = dict[int, list[dict[str, Any]]]  # compared values of the records of each step
 _COLUMNS = (
     "event", "meant for", "by", "where it fell", "exit status", "seconds to its end",
     "resumes from",
@@ -73,20 +73,25 @@ def table(ends: Sequence[Ended]) -> list[str]:
 
 def differences(runs: Path, complete: bool) -> Found:
     """Whether both runs are bit-identical; only common steps are compared if not `complete`."""
-    expected, found = (read_metrics(runs / name) for name in NAMES)
+    expected, found = (_by_step(read_metrics(runs / name)) for name in NAMES)
+    steps = expected.keys() | found.keys()
     if not complete:
-        last = min(max((x["step"] for x in run), default=0) for run in (expected, found))
-        expected, found = ([x for x in run if x["step"] <= last] for run in (expected, found))
-    if not expected:
+        last = min(max(run, default=0) for run in (expected, found))
+        steps = {step for step in steps if step <= last}
+    if not steps:
         return ["- no step to compare"], ["no step to compare"]
-    wrong = different_steps(expected, found)
-    audits = sum("output_error" in record for record in expected)
+    wrong = [step for step in sorted(steps) if expected.get(step) != found.get(step)]
+    first, last, audited = (
+        expected.get(min(steps)), expected.get(max(steps)),
+        sum(records[0]["output_error"] is not None for records in expected.values()),
+    )  # fmt: skip
+    losses = " -> ".join(f"{x[0]['loss']:.3f}" if x else "–" for x in (first, last))
     lines = [
         "- steps with a loss, gradient norm, density or audit that differs in any bit from the "
-        f"uninterrupted run: {len(wrong)} of {len(expected)} ({audits} audited)",
-        f"- loss {expected[0]['loss']:.3f} -> {expected[-1]['loss']:.3f}",
+        f"uninterrupted run: {len(wrong)} of {len(steps)} ({audited} audited)",
+        f"- loss {losses}",
     ]
-    return lines, [first_difference(expected, found, step) for step in wrong[:1]]
+    return lines, [_difference(step, expected, found) for step in wrong[:1]]
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -98,43 +103,30 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def different_steps(
-    expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]
-) -> list[int]:
-    """Steps that differ in any compared value, are missing, or were written twice."""
-    one, other = _by_step(expected), _by_step(found)
-    return sorted(step for step in one.keys() | other.keys() if one.get(step) != other.get(step))
+def _by_step(records: Sequence[dict[str, Any]]) -> Steps:
+    steps: Steps = {}
+    for record in records:
+        values = {name: record.get(name) for name in _COMPARED}
+        steps.setdefault(record["step"], []).append(values)
+    return steps
 
 
-def first_difference(
-    expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], step: int
-) -> str:
-    """Describes what differs in a step of `different_steps`."""
-    one, other = (_by_step(records).get(step, []) for records in (expected, found))
+def _difference(step: int, expected: Steps, found: Steps) -> str:
+    one, other = expected.get(step, []), found.get(step, [])
     if len(one) != 1 or len(other) != 1:
         return f"step {step} was written {len(other)} times instead of {len(one)}"
     return f"step {step}: " + ", ".join(
-        f"{name} {b!r} instead of {a!r}"
-        for name, a, b in zip(_COMPARED, one[0], other[0], strict=True)
-        if a != b
-    )
-
-
-def _by_step(records: Sequence[dict[str, Any]]) -> dict[int, list[tuple]]:
-    steps: dict[int, list[tuple]] = {}
-    for record in records:
-        values = tuple(record.get(name) for name in _COMPARED)
-        steps.setdefault(record["step"], []).append(values)
-    return steps
+        f"{name} {other[0][name]!r} instead of {value!r}"
+        for name, value in one[0].items() if value != other[0][name]
+    )  # fmt: skip
 
 
 def stop_times(ends: Sequence[Ended]) -> list[str]:
     """How long a run took to save and end after SIGTERM or SIGINT, except while compiling."""
     found = [
-        end.seconds
-        for end in ends
+        end.seconds for end in ends
         if end.event is not None and end.event.kind != "compile" and end.status == 75
-    ]
+    ]  # fmt: skip
     if not found:
         return []
     return [f"- after SIGTERM or SIGINT: saved and ended in {min(found):.1f} to {max(found):.1f} s"]
@@ -142,37 +134,29 @@ def stop_times(ends: Sequence[Ended]) -> list[str]:
 
 def leftovers(runs: Path) -> Found:
     """Whether there are files that a run should have removed."""
-    files = left_behind(runs, set(NAMES))
-    return [f"- files left behind: {', '.join(files) or 'none'}"], [
-        f"{name} was left behind" for name in files
+    wrong = [path for path in runs.iterdir() if path.name not in NAMES]
+    for folder in (runs / name for name in NAMES):
+        wrong += [path for path in folder.iterdir() if path.name not in _FILES]
+        steps = sorted((folder / "checkpoints").iterdir())
+        wrong += [path for path in steps if not path.name.isdecimal()] + steps[:-2]
+    names = sorted({str(path.relative_to(runs)) for path in wrong})
+    return [f"- files left behind: {', '.join(names) or 'none'}"], [
+        f"{name} was left behind" for name in names
     ]
 
 
-def left_behind(folder: Path, names: Collection[str]) -> list[str]:
-    """Unexpected files in the folder of the runs with these names."""
-    wrong = [path for path in folder.iterdir() if path.name not in names]
-    for name in names:
-        wrong += [path for path in (folder / name).iterdir() if path.name not in _FILES]
-        steps = list((folder / name / "checkpoints").iterdir())
-        wrong += [path for path in steps if not path.name.isdecimal()]
-        wrong += sorted(steps)[: max(0, len(steps) - 2)]
-    return sorted(str(path.relative_to(folder)) for path in wrong)
-
-
-def memory(whole: SoakedRun, stopped: SoakedRun, steps: int, picture: Path) -> Found:
-    """Whether memory of the process or of the device grows; plots both."""
+def memory(run: SoakedRun, steps: int) -> Found:
+    """Whether memory of the process or of the device grows."""
     lines, wrong = [], []
-    of_process = [(step, size) for _, step, size in whole.memory if step]
-    if of_process:
-        slope, last = per_step(of_process) / 2**10, of_process[-1][1] / 2**20
+    if run.memory:
+        slope, last = per_step(run.memory) / 2**10, run.memory[-1][1] / 2**20
         lines.append(
             f"- memory of the process: {slope:+.2f} KiB per step, at its end {last:,.0f} MiB"
         )
         if slope > 64 and steps >= 1000:  # in shorter runs, warm-up dominates
             wrong.append("memory of the process grows")
     names = ("step", "memory_bytes_in_use", "memory_bytes_peak")
-    records = read_metrics(whole.checkpoints.parent)
-    used = [tuple(x[name] for name in names) for x in records if x[names[1]] is not None]
+    used = [tuple(x[name] for name in names) for x in read_metrics(run.folder) if x[names[1]]]
     if used:
         slope, most = per_step([x[:2] for x in used]), used[-1][2] / 2**20
         lines.append(
@@ -180,10 +164,7 @@ def memory(whole: SoakedRun, stopped: SoakedRun, steps: int, picture: Path) -> F
         )
         if slope > 1024:
             wrong.append("memory of the device grows")
-    if importlib.util.find_spec("matplotlib") is None:
-        return [*lines, "- no plot of memory: it needs matplotlib"], wrong
-    _draw({"uninterrupted": whole, "stopped": stopped}, used, picture)
-    return [*lines, "", f"![Memory of processes and of the device]({picture.name})"], wrong
+    return lines, wrong
 
 
 def per_step(samples: Sequence[tuple[int, int]]) -> float:
@@ -194,26 +175,3 @@ def per_step(samples: Sequence[tuple[int, int]]) -> float:
     if len(least) < 2 or least[0, 0] == least[-1, 0]:
         return 0.0
     return float(np.polyfit(least[:, 0], least[:, 1], 1)[0])
-
-
-def _draw(
-    runs: dict[str, SoakedRun], on_device: Sequence[tuple[int, int, int]], path: Path
-) -> None:
-    """Plots memory of the processes, and of the device by step, bytes in use and peak."""
-    from matplotlib.figure import Figure
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    axes = figure.subplots(1, 2 if on_device else 1, squeeze=False)[0]
-    for name, run in runs.items():
-        points = [(seconds, size / 2**30) for seconds, _, size in run.memory]
-        axes[0].plot(*np.array(points).reshape(-1, 2).T, ".", markersize=2, label=name)
-    axes[0].set(xlabel="seconds", ylabel="GiB", title="resident memory of the process", ylim=0)
-    axes[0].legend()
-    if on_device:
-        steps, used, most = np.array(on_device).T
-        axes[1].plot(steps, used / 2**30, label="in use")
-        axes[1].plot(steps, most / 2**30, label="peak so far")
-        axes[1].set(xlabel="step", ylabel="GiB", title="memory of the device", ylim=0)
-        axes[1].legend()
-    figure.savefig(path, dpi=110)
