@@ -15,12 +15,10 @@ def even_order(costs: np.ndarray, replicas: int, parts: int = 1) -> np.ndarray:
     """Greedy balancing: assigns the most expensive sequences first, to the least loaded replica.
 
     All replicas get equally many sequences, the most expensive ones first, so that micro-batches
-    computed at the same time are balanced too. Keeps the order if it is already as balanced.
+    (`parts`) computed at the same time are balanced too. Keeps an order that is as balanced.
 
     Args:
-        costs: cost of each sequence, floats [B] above 0.
-        replicas: each takes consecutive rows of the batch.
-        parts: micro-batches per replica, consecutive rows as well. replicas * parts divides B.
+        costs: cost of each sequence, floats [B] above 0; replicas take consecutive rows.
 
     Returns:
         int64 [B]: the index of the sequence for each row.

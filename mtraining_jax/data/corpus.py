@@ -28,12 +28,10 @@ class Corpus:
     """Sequences of `data.seq_len` tokens in a stream.
 
     Attributes:
-        stream: all tokens.
         vocab_size: all token ids are below this.
         tokenizer: None if the source holds token ids.
         summary: description for the log.
-        starts: first position of each sequence in the stream, int64 [sequences] or a range; empty
-            if sequences are packed.
+        starts: first position of each sequence in the stream, int64; empty if they are packed.
         pack: packs the documents, for `data` and the tokens per block; None if unknown.
     """
 
@@ -46,11 +44,7 @@ class Corpus:
 
 
 def packs_of(corpus: Corpus, data: DataSpec, block_size: int) -> Packs:
-    """Packs the documents of a corpus into sequences, if `data.has_documents`.
-
-    Args:
-        block_size: tokens per attention block; divides `data.seq_len`.
-    """
+    """Packs the documents of a corpus into sequences, if `data.has_documents`."""
     if data.mode == "exact":
         starts = np.asarray(corpus.starts, np.int64)
         lengths, ends = np.full(starts.shape, data.seq_len), 1 + np.arange(starts.size)

@@ -30,13 +30,9 @@ class Repositioned(Exception):
 
 
 class Densities:
-    """Thread-safe moving averages by length class after each of the last steps.
+    """Thread-safe moving averages by length class, from `start` [K], after each of the last steps.
 
-    Args:
-        start: initial values, floats [K] in [0, 1].
-
-    Attributes:
-        generation: number of times that the loader was repositioned or closed.
+    `generation` counts how often the loader was repositioned or closed.
     """
 
     def __init__(self, start: np.ndarray) -> None:
@@ -46,13 +42,9 @@ class Densities:
         self.generation = 0
 
     def before(self, step: int, generation: int | None = None) -> np.ndarray:
-        """The averages [K] used for the batch of a step: after step - `DELAY`; waits for them.
+        """The averages [K] for the batch of a step: those after step - `DELAY`; waits for them.
 
-        Args:
-            generation: that of the scheduled read; None for the current one.
-
-        Raises:
-            Repositioned: `go_to` or `close` was called since then.
+        Raises `Repositioned` if `go_to` or `close` was called since `generation`.
         """
         with self._changed:
             generation = self.generation if generation is None else generation

@@ -104,17 +104,12 @@ class TableSource(FileSource, DocumentSource):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns documents into token ids of type `dtype`, which end with `eos`, if any.
+    """Turns documents into token ids of type `dtype`, which end with `eos`, if any."""
 
-    Attributes:
-        tokenizer: None for documents of token ids.
-        vocab_name: the origin of `vocab_size`, for messages.
-    """
-
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None for documents of token ids
     eos: int | None
     vocab_size: int
-    vocab_name: str
+    vocab_name: str  # origin of the vocabulary size, for messages
 
     @property
     def dtype(self) -> np.dtype:
@@ -129,11 +124,7 @@ class Encoder:
 
 
 def make_encoder(tokenizer: str | None, eos: int | str | None, vocab_size: int) -> Encoder:
-    """The encoder for values of `data.tokenizer`, None for token ids, and `data.eos`.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded, or has ids beyond the model's vocabulary.
-    """
+    """The encoder for values of `data.tokenizer`, None for token ids, and `data.eos`."""
     if tokenizer is None:
         eos = eos if isinstance(eos, int) else None  # `eos_id_problems` rejects strings
         return Encoder(None, eos, vocab_size, "model.vocab_size")

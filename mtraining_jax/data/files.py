@@ -19,9 +19,8 @@ def find_files(
 
     Args:
         paths: files, folders (searched recursively) or globs (``**`` crosses folders).
-        suffixes: suffixes of files in folders. Without suffixes, empty files from folders and globs
-            are skipped; all other empty files are errors.
-        field: the option with the paths, for error messages.
+        suffixes: of files in folders. Without suffixes, empty files from folders and globs are
+            skipped; all other empty files are errors.
     """
     files: dict[Path, None] = {}
     for entry in paths:

@@ -15,22 +15,16 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class PackReport:
-    """Statistics of packed sequences; `str` formats them as a table.
-
-    Attributes:
-        lengths: document lengths in tokens, in order, int64 [d].
-        ends: number of documents up to the end of each sequence, int64 [n].
-    """
+    """Statistics of packed sequences; `str` formats them as a table."""
 
     sequences: int
     seq_len: int
     block_size: int
-    lengths: np.ndarray
-    ends: np.ndarray
+    lengths: np.ndarray  # int64 [d], tokens of the documents in order
+    ends: np.ndarray  # int64 [n], number of documents up to the end of each sequence
 
     @property
     def documents_each(self) -> np.ndarray:
-        """Number of documents in each sequence, int64 [n]."""
         return np.diff(self.ends, prepend=0)
 
     @property
@@ -40,7 +34,6 @@ class PackReport:
 
     @property
     def waste(self) -> float:
-        """Fraction of padding."""
         return 1 - float(self.lengths.sum()) / (self.ends.size * self.seq_len)
 
     @property
@@ -50,11 +43,7 @@ class PackReport:
         return np.diff(sums, prepend=0) / self.seq_len**2
 
     def buckets(self) -> list[tuple[int, int, int, int, int]]:
-        """Histogram with powers of two as bounds.
-
-        Returns:
-            Tuples of: lower bound, upper bound (exclusive), documents, tokens, tokens with padding.
-        """
+        """Lower and upper bounds 2^k, documents, tokens, and tokens with padding."""
         kinds = np.frexp(self.lengths.astype(np.float64))[1]  # 2^(k-1) <= length < 2^k
         first = int(kinds.min())
         count, tokens, padded = (
@@ -138,7 +127,6 @@ def report_on(packs: Packs, seq_len: int, block_size: int) -> PackReport:
 
 
 def _short(number: int) -> str:
-    """Formats a power of two, e.g. 1024 as 1K."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if number >= size:
             return f"{number // size}{unit}"

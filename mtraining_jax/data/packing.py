@@ -16,11 +16,7 @@ def best_fit(blocks: np.ndarray, capacity: int) -> np.ndarray:
     documents can waste more than a tenth of all packs, and need at most 11/9 of the optimal number
     of packs (best fit decreasing). After Ding et al. (arXiv 2404.10830), who sort all documents.
 
-    Args:
-        blocks: number of blocks of each document, int64 [d], from 1 to `capacity`.
-
-    Returns:
-        The index of each document's pack, int64 [d]; no pack is empty.
+    Maps the blocks of each document, int64 [d], 1 to `capacity`, to the index of its pack.
     """
     packs = np.empty(blocks.shape, np.int64)
     is_long = blocks * _SHORT > capacity
@@ -88,11 +84,8 @@ def packed_order(blocks: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarr
     """Packs documents of `blocks`, int64 [d], in windows; shuffles packs and their documents.
 
     Random document order balances the ring over all positions of a sequence. Random pack order is
-    needed because best fit opens packs with long documents first.
-
-    Returns:
-        The documents in order of packs, int64 [d], and the number of documents up to the end of
-        each pack, int64 [packs].
+    needed because best fit opens packs with long documents first. Returns the documents in order
+    of packs [d], and the number of documents up to the end of each pack.
     """
     rng = np.random.default_rng([seed, 0x7061636B])
     packs = np.empty(blocks.shape, np.int64)
@@ -120,11 +113,8 @@ def consecutive(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Packs consecutive documents, int64 [d] in tokens, aligned to blocks.
 
-    Splits them at the ends of packs, and drops the last, incomplete pack.
-
-    Returns:
-        Starts and lengths of the pieces, int64 [p], and the number of pieces up to the end of each
-        pack, int64 [packs].
+    Splits them at the ends of packs, and drops the last, incomplete pack. Returns starts and
+    lengths of the pieces [p], and the number of pieces up to the end of each pack.
     """
     blocks = -(-lengths // block_size)
     ends = np.cumsum(blocks)

@@ -23,9 +23,7 @@ class Packs(Protocol):
         ...
 
     @property
-    def summary(self) -> str:
-        """Short description for the log."""
-        ...
+    def summary(self) -> str: ...
 
     @property
     def digest(self) -> str:
@@ -35,19 +33,11 @@ class Packs(Protocol):
 
 @dataclass(frozen=True)
 class PackArrays:
-    """Packs as arrays.
+    """Packs as arrays, with documents in order of packs."""
 
-    Attributes:
-        starts: starts of all documents, in order of packs, int64 [d].
-        lengths: their lengths in tokens, at least 1, int64 [d].
-        ends: number of documents up to the end of each pack, int64 [packs].
-        block_size: tokens per block.
-        seq_len: tokens per pack, including padding.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    ends: np.ndarray
+    starts: np.ndarray  # int64 [d]
+    lengths: np.ndarray  # int64 [d], tokens, at least 1
+    ends: np.ndarray  # int64 [packs], number of documents up to the end of each pack
     block_size: int
     seq_len: int
     notes: str = ""
@@ -78,12 +68,8 @@ def pack_documents(
 ) -> PackArrays:
     """Packs documents: ``pack`` by best fit, after splitting long ones; ``concat`` consecutively.
 
-    Skips documents with fewer than two tokens, which have no label.
-
-    Args:
-        starts: first token of each document in the stream, int64 [d].
-        lengths: tokens of each document, with its end token, int64 [d]; may be 0.
-        block_size: tokens per attention block; divides `data.seq_len`.
+    Documents have their `starts` in the stream and `lengths` in tokens, int64 [d]. Skips those with
+    fewer than two tokens, which have no label.
     """
     capacity = data.seq_len // block_size
     kept = lengths >= _SHORTEST
@@ -120,11 +106,7 @@ def _nothing(data: DataSpec, lengths: np.ndarray, kept: np.ndarray, block_size: 
 
 
 def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.ndarray:
-    """The document of each block of a sequence, in global order.
-
-    Args:
-        lengths: tokens of its documents in order, int64 [d].
-        block_size: tokens per block.
+    """The document of each block of a sequence with documents of `lengths`, int64 [d] in tokens.
 
     Returns:
         int32 [NB, 3]: first block and end block (exclusive) of the block's document, and its tokens
@@ -145,13 +127,8 @@ def stream_positions(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Maps positions in a sequence, int64 [n], to positions in the stream.
 
-    Args:
-        starts: starts of the documents in order, int64 [d].
-        table: int32 [NB, 3], from `block_table`.
-
-    Returns:
-        int64 [n] each: the position in the stream, and the remaining tokens of its document from
-        there, inclusive; 0 for padding, where the position is undefined.
+    Documents have `starts` [d] and a `block_table`. Also returns the remaining tokens of the
+    document from each position, inclusive; 0 for padding, where the position is undefined.
     """
     block = positions // block_size
     # A document begins where the table names the block itself.

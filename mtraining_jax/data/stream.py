@@ -15,10 +15,11 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a stream: its name, and integer ids [n], usually memory-mapped."""
+    """One file of a stream: integer ids [n], usually memory-mapped, and the row length if 2-D."""
 
     name: str
     ids: np.ndarray
+    row_len: int | None = None
 
 
 class TokenStream:
@@ -66,11 +67,7 @@ def check_ids(
     vocab_name: str,
     positions: np.ndarray | range | None = None,
 ) -> None:
-    """Rejects token ids [n] outside of ``range(vocab_size)``.
-
-    The error message has the origins `name` and `vocab_name`, and a position: an index of `ids`, or
-    the entry of `positions` there.
-    """
+    """Rejects token ids [n] outside of the vocabulary; by default `positions` are 0 to n - 1."""
     if not ids.size or (ids.min() >= 0 and ids.max() < vocab_size):
         return
     first = int(np.argmax((ids < 0) | (ids >= vocab_size)))

@@ -24,9 +24,7 @@ class Tokenizer(Protocol):
     eos: int  # end-of-document token
 
     @property
-    def start(self) -> int | None:
-        """Beginning-of-sequence token, if any."""
-        ...
+    def start(self) -> int | None: ...  # beginning-of-sequence token, if any
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a document without eos, integers [n]."""
@@ -36,9 +34,7 @@ class Tokenizer(Protocol):
         """Token ids of a prompt, including prefix tokens, integers [n]."""
         ...
 
-    def decode(self, ids: np.ndarray) -> str:
-        """Text of token ids, without special tokens."""
-        ...
+    def decode(self, ids: np.ndarray) -> str: ...
 
 
 class ByteTokenizer:

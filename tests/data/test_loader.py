@@ -250,19 +250,3 @@ def test_only_local_columns_of_token_files_are_read(tmp_path):
     loader = loader_of(options, rows=np.asarray([1]), columns=np.arange(0, 16))
     assert loader.num_sequences == 2**20
     assert next(loader)["tokens"].shape == (1, 16)
-
-
-@pytest.mark.parametrize(
-    "arguments, match",
-    [
-        ({"permutation": np.arange(7)}, "permutation of shape"),
-        ({"permutation": np.zeros(8, int)}, "permutation"),
-        ({"rows": np.asarray([2])}, "rows must be ascending indices from 0 to 1"),
-        ({"rows": np.asarray([-1, 0])}, "rows must be ascending indices from 0 to 1"),
-        ({"columns": np.asarray([3, 3])}, "columns must be ascending"),
-        ({"columns": np.asarray([], int)}, "columns must be ascending"),
-    ],
-)
-def test_invalid_arguments_are_rejected(tmp_path, arguments, match):
-    with pytest.raises(ValueError, match=match):
-        loader_of(token_options(tmp_path, np.arange(64)), **arguments)

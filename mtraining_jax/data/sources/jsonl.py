@@ -41,23 +41,19 @@ class JsonLines(FileSource, DocumentSource):
                         yield where, self._text(line, where)
 
     def _text(self, line: bytes, where: str) -> str:
-        field = self.text_field
         try:
             record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not valid JSON ({_reason(error)})") from error
         if not isinstance(record, dict):
             raise UserError(f"{where} is {_kind(record)}, not a JSON object")
-        if field not in record:
-            raise UserError(
-                f'{where} has no field of data.text_field = "{field}"; it has {shown_names(record)}'
-            )
-        if not isinstance(record[field], str):
-            raise UserError(
-                f'{where}: the field of data.text_field = "{field}" is {_kind(record[field])}, not '
-                "text"
-            )
-        return record[field]
+        field = f'data.text_field = "{self.text_field}"'
+        if self.text_field not in record:
+            raise UserError(f"{where} has no field of {field}; it has {shown_names(record)}")
+        text = record[self.text_field]
+        if not isinstance(text, str):
+            raise UserError(f"{where}: the field of {field} is {_kind(text)}, not text")
+        return text
 
 
 def _check_not_packed(line: bytes, path: Path) -> None:
@@ -67,12 +63,10 @@ def _check_not_packed(line: bytes, path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Why a line is not valid JSON, without its line number."""
-    match error:
-        case json.JSONDecodeError():
-            return f"{error.msg}: character {error.pos + 1}"
-        case UnicodeDecodeError():
-            return f"not UTF-8 at byte {error.start + 1}"
+    if isinstance(error, json.JSONDecodeError):  # without the line number
+        return f"{error.msg}: character {error.pos + 1}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start + 1}"
     return str(error)
 
 

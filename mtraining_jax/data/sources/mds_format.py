@@ -39,12 +39,12 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Shard:
-    """Index entry of a shard; `sizes` are bytes of each column, 0 if variable."""
+    """Index entry of a shard."""
 
     path: Path
     names: tuple[str, ...]
     encodings: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of each column, 0 if variable
     samples: int
     size: int
     hashes: dict[str, str]
@@ -52,7 +52,6 @@ class Shard:
     compression: str | None
 
     def column(self, name: str, field: str) -> int:
-        """The index of a column."""
         if name not in self.names:
             raise UserError(
                 f'{self.path} has no column of {field} = "{name}"; it has {shown_names(self.names)}'
@@ -200,11 +199,7 @@ def _check_columns(shard: Shard, text: np.ndarray) -> None:
 
 
 def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
-    """Decodes an array from uint8 [n].
-
-    `encoding` is ``ndarray``, ``ndarray:DTYPE`` or ``ndarray:DTYPE:SHAPE``; omitted parts
-    are stored before the values.
-    """
+    """Decodes uint8 [n] of encoding ndarray[:DTYPE[:SHAPE]]; what it omits precedes the values."""
     kind, _, rest = encoding.partition(":")
     if kind != "ndarray":
         raise Damaged(f'has encoding "{encoding}" instead of ndarray')

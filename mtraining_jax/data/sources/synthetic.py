@@ -47,7 +47,7 @@ class Synthetic(Source):
         return True
 
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
-        """If data.eos is not set, the last id of the vocabulary ends documents."""
+        # Without data.eos, the last id of the vocabulary ends documents.
         eos = data.eos if isinstance(data.eos, int) else vocab_size - 1
         stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
         starts = range(0, len(stream), data.seq_len)

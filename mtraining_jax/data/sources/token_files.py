@@ -1,7 +1,6 @@
 """Opens token files, and files of document lengths."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,19 +24,9 @@ _OTHER_FILES = (
     (0, b"MMIDIDX\x00\x00", "a Megatron index: the token ids are in the .bin file next to it"),
     (257, b"ustar", "a tar archive"),
 )
-# A safetensors file begins with the size of its JSON header, uint64.
-_SAFETENSORS = 8, b'{"'
 
 
-@dataclass(frozen=True)
-class TokenFile:
-    """A token file: ids [n], and the row length of 2-D files."""
-
-    part: Part
-    row_len: int | None
-
-
-def open_token_file(path: Path, token_dtype: str) -> TokenFile:
+def open_token_file(path: Path, token_dtype: str) -> Part:
     """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw, little-endian ``.bin`` file."""
     size, row_len = path.stat().st_size, None
     if path.suffix == ".npy":
@@ -72,7 +61,7 @@ def open_token_file(path: Path, token_dtype: str) -> TokenFile:
         ids = np.memmap(path, dtype, mode="r", offset=offset, shape=(count,))
     except OSError as error:
         raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
-    return TokenFile(Part(str(path), ids), row_len)
+    return Part(str(path), ids, row_len)
 
 
 def _check_raw(path: Path) -> None:
@@ -83,18 +72,14 @@ def _check_raw(path: Path) -> None:
     except OSError as error:
         raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
     found = [kind for at, begins, kind in _OTHER_FILES if head[at:].startswith(begins)]
-    at, begins = _SAFETENSORS
-    if head[at:].startswith(begins) and int.from_bytes(head[:at], "little") < 2**27:
+    # A safetensors file begins with the size of its JSON header, uint64.
+    if head[8:].startswith(b'{"') and int.from_bytes(head[:8], "little") < 2**27:
         found.append("a safetensors file of model weights")
-    if found:
+    if found or path.suffix != ".bin":
+        problem = f"is {found[0]}" if found else "has neither the suffix .npy nor .bin"
         raise UserError(
-            f'data.paths: {path} is {found[0]}; data.source = "tokens" reads .npy files and raw '
-            "token ids"
-        )
-    if path.suffix != ".bin":
-        raise UserError(
-            f"data.paths: {path} has neither the suffix .npy nor .bin; data.source = "
-            '"tokens" reads NumPy files and raw token ids'
+            f'data.paths: {path} {problem}; data.source = "tokens" reads NumPy files and raw token '
+            "ids"
         )
 
 

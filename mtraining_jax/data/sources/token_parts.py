@@ -55,10 +55,7 @@ def read_record(folder: Path, number: int) -> PartRecord | None:
 
 
 def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Creates a folder of parts, or resumes one with the same identity.
-
-    `identity` has JSON-serializable values that determine the content of all parts.
-    """
+    """Creates a folder of parts, or resumes one with the same (JSON-serializable) identity."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():

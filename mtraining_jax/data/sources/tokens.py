@@ -11,10 +11,10 @@ import numpy as np
 from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
 from mtraining_jax.data.packs import pack_documents
 from mtraining_jax.data.source import FileSource, eos_id_problems
-from mtraining_jax.data.sources.token_files import TokenFile, open_token_file, read_lengths
+from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
 from mtraining_jax.data.sources.token_parts import LENGTHS, check_complete
 from mtraining_jax.data.spec import DataSpec
-from mtraining_jax.data.stream import TokenStream, chunks
+from mtraining_jax.data.stream import Part, TokenStream, chunks
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
@@ -54,7 +54,7 @@ class TokenFiles(FileSource):
         for folder in dict.fromkeys(path.parent for path in paths):
             check_complete(folder)
         files = [open_token_file(path, self.token_dtype) for path in paths]
-        stream = TokenStream([file.part for file in files], vocab_size, "model.vocab_size")
+        stream = TokenStream(files, vocab_size, "model.vocab_size")
         summary, starts, pack = counted(len(files), "file"), range(0), None
         if data.mode == "exact":
             all_starts, lengths = _exact_documents(files, data)
@@ -75,11 +75,11 @@ class TokenFiles(FileSource):
         return Corpus(stream, vocab_size, None, summary, starts, pack)
 
 
-def _exact_documents(files: list[TokenFile], data: DataSpec) -> tuple[np.ndarray, np.ndarray]:
+def _exact_documents(files: list[Part], data: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     """Starts and lengths of all non-empty documents, without eos, int64 [d] each."""
     starts, lengths, offset = [], [], 0
     for file in files:
-        size = file.part.ids.size
+        size = file.ids.size
         if file.row_len is not None:
             begins = np.arange(0, size, file.row_len, dtype=np.int64)
             ends = begins + file.row_len
@@ -93,9 +93,9 @@ def _exact_documents(files: list[TokenFile], data: DataSpec) -> tuple[np.ndarray
     return np.concatenate(starts), np.concatenate(lengths)
 
 
-def _document_lengths(file: TokenFile, data: DataSpec) -> np.ndarray:
+def _document_lengths(file: Part, data: DataSpec) -> np.ndarray:
     """Lengths of the documents of a file, with their end tokens, int64 [d]."""
-    size = file.part.ids.size
+    size = file.ids.size
     if file.row_len is not None:
         return np.full(size // file.row_len, file.row_len, np.int64)
     if (path := _lengths_path(file)).is_file():
@@ -106,19 +106,19 @@ def _document_lengths(file: TokenFile, data: DataSpec) -> np.ndarray:
     return np.diff(ends, prepend=0)
 
 
-def _eos_positions(file: TokenFile, data: DataSpec) -> np.ndarray:
+def _eos_positions(file: Part, data: DataSpec) -> np.ndarray:
     """Positions of data.eos, which is required to find the documents of a 1-D file, int64 [n]."""
     if data.eos is None:
         why = (
             f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.mask_documents = true"
         )
         raise UserError(
-            f"data.eos is not set; {why} needs it to find the documents of {file.part.name}, "
+            f"data.eos is not set; {why} needs it to find the documents of {file.name}, "
             "which is 1-D: set it to the id of the end token"
         )
-    found = [start + np.flatnonzero(chunk == data.eos) for start, chunk in chunks(file.part.ids)]
+    found = [start + np.flatnonzero(chunk == data.eos) for start, chunk in chunks(file.ids)]
     return np.concatenate(found).astype(np.int64)
 
 
-def _lengths_path(file: TokenFile) -> Path:
-    return Path(file.part.name + LENGTHS)
+def _lengths_path(file: Part) -> Path:
+    return Path(file.name + LENGTHS)
