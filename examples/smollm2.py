@@ -229,7 +229,7 @@ def mean_loss(folder: Path, text: str) -> float:
     from mtraining_jax.models.huggingface.read import load_hf
     from mtraining_jax.models.loss import linear_cross_entropy
     from mtraining_jax.models.transformer import graph_definition
-    from mtraining_jax.patterns import Dense
+    from mtraining_jax.patterns.dense import Dense
 
     spec = read_hf_config(folder, dtype="float32", remat="none")
     model = nnx.merge(graph_definition(spec), load_hf(folder, spec))

@@ -13,48 +13,45 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.flax_modules import attention_fn
     from mtraining_jax.attention.inspection import Inspection, inspect
     from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
-    from mtraining_jax.evaluation.decode.options import GenerateOptions
     from mtraining_jax.evaluation.engine.engine import Engine
+    from mtraining_jax.evaluation.engine.options import GenerateOptions
     from mtraining_jax.evaluation.generate import generate
     from mtraining_jax.parallel.layout import Layout
-    from mtraining_jax.patterns import (
-        AdaSpa,
-        BlockTopK,
-        Dense,
-        FixedBudget,
-        FlexPrefill,
-        MoBA,
-        Pattern,
-        SampledRows,
-        VerticalSlash,
-        XAttention,
-        load_budgets,
-    )
+    from mtraining_jax.patterns.adaspa import AdaSpa
+    from mtraining_jax.patterns.base import Pattern
+    from mtraining_jax.patterns.block_topk import BlockTopK
+    from mtraining_jax.patterns.budgets import FixedBudget, load_budgets
+    from mtraining_jax.patterns.dense import Dense
+    from mtraining_jax.patterns.flex_prefill import FlexPrefill
+    from mtraining_jax.patterns.moba import MoBA
+    from mtraining_jax.patterns.sampled_rows import SampledRows
+    from mtraining_jax.patterns.vertical_slash import VerticalSlash
+    from mtraining_jax.patterns.xattention import XAttention
     from mtraining_jax.selection.context import Selection, SelectionContext
     from mtraining_jax.selection.documents import Documents
 
 _HOMES = {
-    "AdaSpa": "patterns",
-    "BlockTopK": "patterns",
+    "AdaSpa": "patterns.adaspa",
+    "BlockTopK": "patterns.block_topk",
     "Selection": "selection.context",
-    "Dense": "patterns",
+    "Dense": "patterns.dense",
     "Documents": "selection.documents",
     "Engine": "evaluation.engine.engine",
-    "FixedBudget": "patterns",
-    "FlexPrefill": "patterns",
-    "GenerateOptions": "evaluation.decode.options",
+    "FixedBudget": "patterns.budgets",
+    "FlexPrefill": "patterns.flex_prefill",
+    "GenerateOptions": "evaluation.engine.options",
     "Inspection": "attention.inspection",
     "Layout": "parallel.layout",
-    "MoBA": "patterns",
-    "Pattern": "patterns",
-    "SampledRows": "patterns",
+    "MoBA": "patterns.moba",
+    "Pattern": "patterns.base",
+    "SampledRows": "patterns.sampled_rows",
     "SelectionContext": "selection.context",
-    "VerticalSlash": "patterns",
-    "XAttention": "patterns",
+    "VerticalSlash": "patterns.vertical_slash",
+    "XAttention": "patterns.xattention",
     "attention_fn": "attention.flax_modules",
     "generate": "evaluation.generate",
     "inspect": "attention.inspection",
-    "load_budgets": "patterns",
+    "load_budgets": "patterns.budgets",
     "sequence_layout": "attention.order",
     "sparse_attention": "attention.api",
     "stripe": "attention.order",

@@ -29,7 +29,7 @@ from experiments.time_budget import TimeBudget
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.models.label_scores import LabelScores
-from mtraining_jax.patterns import ModelSizes
+from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.utils.errors import UserError
 
 SMOLLM2 = {
@@ -70,7 +70,7 @@ def test_arms_with_dense_steps_differ_from_their_pattern_only_in_these_steps(ove
     for arm, pattern in variants.MIXED.items():
         mixed, sparse = (variants.arm_config("c", name, overrides("c")) for name in (arm, pattern))
         assert mixed.dense_steps.count() == 10 and mixed.run.steps == 100
-        assert mixed.sparsity.settings == sparse.sparsity.settings
+        assert mixed.sparsity.pattern == sparse.sparsity.pattern
         assert 100 in mixed.dense_steps and 1 not in mixed.dense_steps  # audits begin with step 1
         # A probe compiles both programs.
         command = run.train_command("c", arm, 0, data.FOLDER, overrides("c"), 1)
@@ -83,7 +83,7 @@ def test_arms_with_dense_steps_differ_from_their_pattern_only_in_these_steps(ove
 @pytest.mark.parametrize("tier", ["a", "b", "c"])
 def test_the_window_has_fixed_budgets(tier, overrides):
     config = variants.arm_config(tier, "window", overrides(tier))
-    model, settings = config.model, config.sparsity.settings
+    model, settings = config.model, config.sparsity.pattern
     sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len)
     budgets = settings.pattern(sizes)
     assert np.all(np.asarray(budgets.slashes) == settings.sliding_window)

@@ -10,7 +10,8 @@ from jax import Array
 import pallas_kernels
 from benchmarks.kernels.masks import BLOCK, SlashMask, padded
 from benchmarks.kernels.rows import Shape
-from mtraining_jax.patterns import VerticalSlash, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from pallas_kernels import DenseIndex, Index, Plan, VerticalSlashIndex
 
 HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim

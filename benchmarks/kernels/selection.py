@@ -8,7 +8,10 @@ nothing about a model. They do not matter here, because the time of a selection 
 them.
 """
 
+import argparse
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +23,17 @@ from benchmarks.options import BACKENDS, make_parser
 from benchmarks.quality.patterns import parse
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
-from mtraining_jax.patterns import ModelSizes, VerticalSlash, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.patterns.row_pattern import RowPattern
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import kept_blocks
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.utils.errors import UserError
-from pallas_kernels import plan
-from pallas_kernels.index import BlockMaskIndex, Index
+from pallas_kernels import Plan, plan
+from pallas_kernels.index import Index
+from pallas_kernels.tiles import Tiles
 
 PATTERNS = (
     "xattention,stride=16", "xattention,stride=8", "xattention,stride=4",
@@ -67,7 +73,7 @@ def main(argv: list[str] | None = None) -> str:
     return page.text
 
 
-def _cells(args, seq_len: int, text: str) -> list[str]:
+def _cells(args: argparse.Namespace, seq_len: int, text: str) -> list[str]:
     """Times one pattern at one length."""
     pattern = parse(text, ModelSizes(1, args.heads, seq_len))
     if not isinstance(pattern, RowPattern | VerticalSlash):
@@ -83,66 +89,43 @@ def _cells(args, seq_len: int, text: str) -> list[str]:
         for n in (args.heads, args.kv_heads)
     )
 
-    @jax.jit
+    def time(function: Callable[..., Any], *arguments: Any) -> str:
+        run = functools.partial(jax.jit(function), *arguments)
+        return f"{median_ms(run, args.repeats):.2f}"
+
     def select(q: Array, k: Array) -> Index:
         return select_index(
             q, k, pattern, block_ids=blocks, num_blocks=num_blocks, backend=args.backend
         )
 
-    def time(function, *arguments) -> str:
-        return f"{median_ms(functools.partial(function, *arguments), args.repeats):.2f}"
+    def rule(scores: Array) -> Array:
+        return kept_blocks(scores, blocks, pattern.rule(SelectionContext(blocks, num_blocks)))
 
-    index = select(q, k)
+    def lists(index: Index) -> Tiles | None:
+        return index.on_one_device(1, seq_len, args.heads, seq_len)[0]
+
+    def work(tiles: Tiles | None) -> Plan:
+        return plan(q, k, tiles, whole=True, backend=args.backend)
+
+    def probe_queries(q: Array, k: Array) -> tuple[Array, ...]:
+        """The scores alone, by kernels of the backend or by XLA."""
+        return estimate.softmax_scores(
+            q[:, -pattern.num_probe_queries :].swapaxes(1, 2), k, scale=args.head_dim**-0.5,
+            block_ids=blocks, num_blocks=num_blocks, axis_names=(), backend=args.backend,
+        )  # fmt: skip
+
+    index = jax.jit(select)(q, k)
     if isinstance(pattern, RowPattern):
-        parts = ["–", *_row_parts(args, pattern, q, k, index, time)]
+        scores = jnp.asarray(rng.random((1, args.heads, num_blocks, num_blocks), np.float32))
+        tiles = jax.jit(lists)(index)
+        parts = ["–", time(rule, scores), time(lists, index), time(work, tiles)]
     else:
-        parts = [_probe_queries(args, pattern, q, k, time), "–", "–", "–"]
+        parts = [time(probe_queries, q, k), "–", "–", "–"]
     density = float(np.mean(index.computed_pairs(seq_len))) / (seq_len * (seq_len + 1) / 2)
     return [str(seq_len), pattern.describe(), time(select, q, k), *parts, f"{density:.3f}"]
 
 
-def _row_parts(args, pattern: RowPattern, q, k, index, time) -> list[str]:
-    """Times of rule, lists and work lists."""
-    seq_len, num_blocks = q.shape[1], q.shape[1] // pattern.block_size
-    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-
-    @jax.jit
-    def rule(scores: Array) -> Array:
-        return kept_blocks(scores, blocks, pattern.rule(SelectionContext(blocks, num_blocks)))
-
-    @jax.jit
-    def lists(index: BlockMaskIndex):
-        return index.on_one_device(1, seq_len, args.heads, seq_len)[0]
-
-    @jax.jit
-    def work(tiles):
-        return plan(q, k, tiles, whole=True, backend=args.backend)
-
-    shape = 1, args.heads, num_blocks, num_blocks
-    scores = jnp.asarray(np.random.default_rng(args.seed).random(shape, np.float32))
-    return [time(rule, scores), time(lists, index), time(work, lists(index))]
-
-
-def _probe_queries(args, pattern: VerticalSlash, q, k, time) -> str:
-    """Time of the scores alone, by kernels of the backend or by XLA."""
-    blocks = jnp.arange(q.shape[1] // pattern.block_size, dtype=jnp.int32)
-
-    @jax.jit
-    def scores(q: Array, k: Array) -> tuple[Array, ...]:
-        return estimate.softmax_scores(
-            q[:, -pattern.num_probe_queries :].swapaxes(1, 2),
-            k,
-            scale=args.head_dim**-0.5,
-            block_ids=blocks,
-            num_blocks=blocks.shape[0],
-            axis_names=(),
-            backend=args.backend,
-        )
-
-    return time(scores, q, k)
-
-
-def _parse(argv: list[str] | None):
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, "heads", "kv-heads", "head-dim", "repeats", "seed", "out")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[32768, 131072], metavar="S")
     parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), metavar="NAME,OPTION=...")

@@ -12,8 +12,8 @@ and compares the losses with those of dense attention, on all tokens and on far 
 values of real layers, against dense attention in the same run. YaRN stretches the context of the
 model if needed.
 
-Writes RESULT.jsonl, with a line per setting as soon as it is measured, RESULT.md and RESULT.png.
-`python -m benchmarks.quality.frontier_report` joins several such files.
+Writes RESULT.jsonl, with a line per setting as soon as it is measured, RESULT.md and, with
+matplotlib (the extra "plot"), RESULT.png.
 """
 
 import argparse
@@ -41,7 +41,8 @@ from benchmarks.quality.measure import (
 from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, parse
 from benchmarks.quality.stepped_model import SteppedModel, read_model
 from benchmarks.timing import log
-from mtraining_jax.patterns import Dense, ModelSizes
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex
 

@@ -13,8 +13,7 @@ import pallas_kernels
 from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.timing import median_ms
 from mtraining_jax.evaluation.far_copies import far_copies
-from mtraining_jax.patterns import Pattern
-from mtraining_jax.patterns.select import select
+from mtraining_jax.patterns.base import Pattern, select_pairs
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.metrics import attention_recall, causal_pairs
 from pallas_kernels.index import Index
@@ -51,7 +50,7 @@ class Selector:
         context = SelectionContext(
             jnp.asarray(self._blocks), len(self._blocks), backend=self._backend
         )
-        return select(self._pattern if pattern is None else pattern, q, k, context).index
+        return select_pairs(self._pattern if pattern is None else pattern, q, k, context).index
 
 
 class Programs:

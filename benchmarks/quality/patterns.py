@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.patterns import ModelSizes, Pattern
-from mtraining_jax.patterns.setting_text import parse_settings
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.registry import parse_options
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_limits
@@ -107,7 +108,7 @@ def parse(text: str, model: ModelSizes) -> Pattern:
         UserError: if there is no such pattern or option, or a value is not allowed.
     """
     try:
-        return parse_settings(text, {"window": Window}).pattern(model)
+        return parse_options(text, {"window": Window}).pattern(model)
     except ValueError as error:
         raise UserError(f'"{text}": {error}') from None
 

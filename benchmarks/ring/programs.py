@@ -19,7 +19,8 @@ from benchmarks.kernels.programs import PATTERN
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.patterns import Dense, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.dense import Dense
 from pallas_kernels.index import DenseIndex, Index, VerticalSlashIndex
 
 

@@ -53,8 +53,7 @@ class DrawnLists(Pattern):
         block_size: tokens on a side of a block.
     """
 
-    by_rows = True
-    reads_documents = True
+    supports_documents = True
     selects = False
     density_name = "drawn density"
 
@@ -81,7 +80,7 @@ class DrawnLists(Pattern):
             raise UserError("DrawnLists draws by the length of documents: set data.mask_documents")
         rows, num_blocks = context.block_ids, context.num_blocks
         min_blocks = -(-self.min_sparse_tokens // self.block_size)
-        own = context.documents.min_sparse_tokens(min_blocks).of(rows)
+        own = context.documents.dense_below(min_blocks).of(rows)
         table = densities_by_length(self.draw, num_blocks * self.block_size, self.min_sparse_tokens)
         density = jnp.where(own.dense, 1.0, jnp.asarray(table, jnp.float32)[own.tokens])
         # No compiler knows whether the first query is NaN. So each layer draws and lists again, as

@@ -27,7 +27,7 @@ from benchmarks.options import make_parser, overrides
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.step.compiled_step import CompiledStep, Steps
 from mtraining_jax.config import Config, load_config
-from mtraining_jax.patterns.setting_text import split_settings
+from mtraining_jax.patterns.registry import split_options
 from mtraining_jax.training.build import build_layout, build_mesh
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> list[str]:
 
 
 def _sparsity(text: str, budgets: Path) -> list[tuple[str, str]]:
-    name, options = split_settings(text)
+    name, options = split_options(text)
     options = {key: str(budgets) if x == "budgets" else x for key, x in options.items()}
     return [("sparsity.kind", name), *((f"sparsity.{key}", x) for key, x in options.items())]
 

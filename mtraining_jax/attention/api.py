@@ -1,26 +1,19 @@
 """The public `sparse_attention` function, for one device or a mesh."""
 
-import functools
-
 import jax
 from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention import checks
+from mtraining_jax.attention.inputs import AttentionInputs, AttentionSpec
 from mtraining_jax.attention.order import global_order, ring_layout
 from mtraining_jax.attention.placement import find_placement
-from mtraining_jax.attention.sharded import (
-    AttentionOutput,
-    AttentionSpec,
-    attend,
-    combine,
-    partition,
-)
+from mtraining_jax.attention.sharded import attend
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import check_ring
-from mtraining_jax.patterns import Pattern, SampledRows
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import Index
 
@@ -93,7 +86,7 @@ def sparse_attention(
             Must have the pattern's block size. Queries attend only to their own document, and
             pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens` use dense
             attention. Blocks without a document get output 0, lse -inf and zero gradients.
-            Requires a pattern with `reads_documents` (every causal pattern of this package), or
+            Requires a pattern with `supports_documents` (every causal pattern of this package), or
             a `BlockMaskIndex` or `DenseDocumentsIndex` that is then restricted to
             the documents.
         return_lse: also return the log-sum-exp of the logits, differentiable.
@@ -143,8 +136,8 @@ def sparse_attention(
     if order is not None:
         q, k, v = (placement.take(x, order[0]) for x in (q, k, v))
     spec = AttentionSpec(placement, shard_layout, ring, scale, causal, backend)
-    arrays, static = partition(pattern)
-    output = _attend(spec, static, q, k, v, arrays, valid_len, blocks)
+    inputs = AttentionInputs(pattern=pattern, documents=blocks, valid_len=valid_len)
+    output = _attend(spec, q, k, v, inputs)
     out, lse, index = output.out, output.lse, output.index
     if order is not None:
         out, lse = placement.take(out, order[1]), placement.take(lse, order[1], axis=2)
@@ -155,16 +148,4 @@ def sparse_attention(
 
 
 # Jitted as a whole for eager calls; under `jax.jit` it is traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(
-    spec: AttentionSpec,
-    static: object,
-    q: Array,
-    k: Array,
-    v: Array,
-    arrays: list[Array],
-    valid_len: Array | None,
-    documents: DocumentBlocks | None,
-) -> AttentionOutput:
-    pattern = combine(static, arrays)
-    return attend(spec, q, k, v, pattern, valid_len=valid_len, documents=documents)
+_attend = jax.jit(attend, static_argnums=0)

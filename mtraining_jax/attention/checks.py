@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Placement
-from mtraining_jax.patterns import Pattern
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import Index
@@ -94,8 +94,10 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
     else:
         _check_hashable(pattern)
         _check_pattern_arrays(pattern, q.shape[-2])
-    also_not_causal = pattern.also_not_causal if isinstance(pattern, Pattern) else True
-    if not causal and not also_not_causal:
+    supports_bidirectional = (
+        pattern.supports_bidirectional if isinstance(pattern, Pattern) else True
+    )
+    if not causal and not supports_bidirectional:
         raise ValueError(
             f"causal=False is not supported by {type(pattern).__name__}; use pattern=Dense() or "
             "AdaSpa()"

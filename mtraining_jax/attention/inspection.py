@@ -14,10 +14,9 @@ from jax.core import Tracer
 
 from mtraining_jax.attention.picture import Panel, block_shares, draw, of_one_head
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import attention_recall
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.documents import Documents
-from mtraining_jax.selection.metrics import pairs_to_share
+from mtraining_jax.selection.metrics import attention_recall, pairs_to_share
 from pallas_kernels.index import Index
 from pallas_kernels.reference import mask_from_index
 

@@ -7,22 +7,24 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from mtraining_jax.cli.argument_parser import ArgumentParser
-from mtraining_jax.cli.evaluate import forwarded_options, token_count
+from mtraining_jax.cli.model_command import (
+    at_least,
+    check_required,
+    forwarded_options,
+    model_parser,
+    run_command,
+    token_count,
+)
 from mtraining_jax.config import Config, load_config
-from mtraining_jax.config.fields import toml_value
-from mtraining_jax.patterns import Settings
-from mtraining_jax.patterns.setting_text import parse_settings, split_settings
-from mtraining_jax.utils.errors import UserError, print_error
-from mtraining_jax.utils.text import print_text
-
-if TYPE_CHECKING:
-    from mtraining_jax.evaluation.proposal import Measured
+from mtraining_jax.evaluation.proposal import Measured, proposed
+from mtraining_jax.patterns.registry import parse_options, split_options
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
+from mtraining_jax.utils.jax_platform import set_platform
 
 SETTINGS = (
     "sampled_rows,tau=0.95",
@@ -70,121 +72,86 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 on success; 1 if all settings exceed the limits; 2 after a user error.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        if {"-h", "--help"} & set(arguments):
-            return print_text(_USAGE)
-        return _run(arguments)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 2
-    except UserError as error:
-        return print_error(error)
+    return run_command(arguments, lambda: _USAGE, _run)
 
 
 def _run(arguments: list[str]) -> int:
-    parser = ArgumentParser(
-        prog="python -m mtraining_jax.cli.propose_sparsity", allow_abbrev=False, add_help=False
-    )
-    for name in ("model", "length", "config", "output", "tokenizer"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--text", nargs="+", default=[])
-    parser.add_argument("--settings", nargs="+", default=SETTINGS)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--cpu-devices", type=int)
-    parser.add_argument("--most-rise", type=float, default=0.01)
-    parser.add_argument("--most-copies", type=float, default=0.05)
-    own, rest = parser.parse_known_args(arguments)
-    overrides = forwarded_options(rest, ("parallel",))["parallel"]
-    for name in ("model", "text", "length"):
-        if not getattr(own, name):
-            raise UserError(f"--{name} is missing; see --help")
-    for name in ("sequences", "cpu_devices"):
-        if (value := getattr(own, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
-    length = token_count("--length", own.length)
-    settings = {text: _checked(text) for text in dict.fromkeys(own.settings)}
+    own, overrides = _parse(arguments)
+    settings = {text: parse_options(text) for text in dict.fromkeys(own.settings)}
+    for text, one in settings.items():
+        if not one.sparse or not one.selects:
+            raise UserError(
+                f'--settings has "{text}", which does not select pairs; use a sparse pattern, e.g. '
+                f"{SETTINGS[0]}"
+            )
     configs = {text: config_with(own.config, text) for text in ("dense", *settings)}
-
-    from mtraining_jax.utils.jax_platform import set_platform
-
     set_platform(own.cpu_devices)
-    from mtraining_jax.evaluation.load import load
-    from mtraining_jax.evaluation.proposal import (
-        check_length,
-        checked_paths,
-        measure,
-        proposed,
-        read_sequences,
-    )
+    # Imported here, because they import JAX, which reads the number of devices when it starts.
+    from mtraining_jax.evaluation.engine.engine import Engine
+    from mtraining_jax.evaluation.setting_losses import check_length, measure, read_sequences
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 160  # for the table
-    loaded = load(
-        own.model,
-        attention="dense",
-        dtype=own.dtype,
-        tokenizer=own.tokenizer,
-        overrides=[(f"parallel.{name}", value) for name, value in overrides.items()],
+    engine = Engine.load(
+        own.model, dtype=own.dtype, tokenizer=own.tokenizer, overrides=list(overrides.items())
     )
-    check_length(loaded, list(settings.values()), length)
-    sequences = read_sequences(loaded, checked_paths(own.text), length, own.sequences)
-    console.print(f"{loaded.source}: {len(sequences)} sequences of {length:,} tokens", markup=False)
-    found = list(
-        measure(
-            loaded,
-            sequences,
-            settings,
-            lambda text: console.print(f"measuring {text} ...", markup=False),
-        )
-    )
-    seconds = {one.text: forecast_seconds(configs[one.text], one.density) for one in found}
-
-    def cost(one: "Measured") -> float:
-        predicted = seconds[one.text]
-        return one.density if predicted is None else predicted
-
-    best = proposed(found[1:], cost, own.most_rise, own.most_copies)
-    console.print(_table(found, seconds))
+    check_length(engine, settings.values(), own.length)
+    sequences = read_sequences(engine, own.text, own.length, own.sequences)
+    about = f"{engine.loaded.source}: {len(sequences)} sequences of {own.length:,} tokens"
+    console.print(about, markup=False)
+    found = []
+    for measured in measure(engine, sequences, settings):
+        console.print(f"measured {measured.text}", markup=False)
+        seconds = forecast_seconds(configs[measured.text], measured.density)
+        found.append(dataclasses.replace(measured, step_seconds=seconds))
+    best = proposed(found[1:], own.most_rise, own.most_copies)
+    console.print(_table(found))
     if own.output is not None:
-        _write(Path(own.output), own, length, sequences.shape[0], found, seconds, best)
+        _write(own, len(sequences), found, best)
     config = configs["dense"]
-    if config is not None and config.data.seq_len != length:
+    if config is not None and config.data.seq_len != own.length:
         console.print(
             f"note: step times are for {config.data.seq_len:,} tokens, with densities measured at "
-            f"{length:,}; shorter sequences have a higher density",
+            f"{own.length:,}; shorter sequences have a higher density",
             markup=False,
         )
     limits = f"--most-rise {own.most_rise} and --most-copies {own.most_copies}"
     if best is None:
         console.print(f"all settings exceed {limits}: try denser ones", markup=False)
         return 1
-    console.print(f"{_why(seconds[best.text])} within {limits}:", markup=False)
-    name, options = split_settings(best.text)
-    lines = ["[sparsity]", f"kind = {toml_value(name)}"]
-    chosen = settings[best.text]
-    lines += [f"{key} = {toml_value(getattr(chosen, key))}" for key in options]
+    why = "lowest density"
+    if best.step_seconds is not None:
+        why = f"fastest (predicted {best.step_seconds:.2f} s/step)"
+    kind, options = split_options(best.text)
+    lines = [f"{why} within {limits}:", "[sparsity]", f"kind = {toml_value(kind)}"]
+    lines += [f"{key} = {toml_value(getattr(settings[best.text], key))}" for key in options]
     console.print("\n".join(lines), markup=False)
     return 0
 
 
-def _checked(text: str) -> Settings:
-    settings = parse_settings(text)
-    if not settings.sparse or not settings.selects:
-        raise UserError(
-            f'--settings has "{text}", which does not select pairs; use a sparse pattern, e.g. '
-            f"{SETTINGS[0]}"
-        )
-    return settings
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Returns the options, and fields of [parallel] by dotted name."""
+    parser = model_parser("python -m mtraining_jax.cli.propose_sparsity")
+    parser.add_argument("--text", nargs="+", default=[])
+    parser.add_argument("--length", type=token_count)
+    parser.add_argument("--sequences", type=at_least(1), default=8)
+    parser.add_argument("--settings", nargs="+", default=SETTINGS)
+    parser.add_argument("--most-rise", type=float, default=0.01)
+    parser.add_argument("--most-copies", type=float, default=0.05)
+    parser.add_argument("--config")
+    parser.add_argument("--output", type=Path)
+    own, rest = parser.parse_known_args(arguments)
+    overrides = forwarded_options(rest, ("parallel",))
+    check_required(own, "model", "text", "length")
+    return own, overrides
 
 
 def config_with(name: str | None, text: str) -> Config | None:
     """The planned run with a setting; None without a run."""
     if name is None:
         return None
-    kind, options = split_settings(text)
+    kind, options = split_options(text)
     fields = [("sparsity.kind", kind), *((f"sparsity.{key}", x) for key, x in options.items())]
     return load_config(name, fields)
 
@@ -205,8 +172,8 @@ def forecast_seconds(config: Config | None, density: float) -> float | None:
     return sum(parts.values())
 
 
-def _table(found: "Sequence[Measured]", seconds: dict[str, float | None]) -> Table:
-    timed = any(value is not None for value in seconds.values())
+def _table(found: Sequence[Measured]) -> Table:
+    timed = any(one.step_seconds is not None for one in found)
     table = Table("setting")
     for name in ("density", "loss", "increase", "far copies", *(["s/step"] if timed else [])):
         table.add_column(name, justify="right")
@@ -219,31 +186,21 @@ def _table(found: "Sequence[Measured]", seconds: dict[str, float | None]) -> Tab
             "none" if math.isnan(one.copies) else f"{one.copies:+.4f}",
         ]
         if timed:
-            cells.append(f"{seconds[one.text]:.2f}")
+            cells.append("unknown" if one.step_seconds is None else f"{one.step_seconds:.2f}")
         table.add_row(one.text, *cells)
     return table
 
 
-def _why(seconds: float | None) -> str:
-    return "lowest density" if seconds is None else f"fastest (predicted {seconds:.2f} s/step)"
-
-
 def _write(
-    path: Path,
-    own: argparse.Namespace,
-    length: int,
-    sequences: int,
-    found: "Sequence[Measured]",
-    seconds: dict[str, float | None],
-    best: "Measured | None",
+    own: argparse.Namespace, sequences: int, found: Sequence[Measured], best: Measured | None
 ) -> None:
-    rows = [dataclasses.asdict(one) | {"step_seconds": seconds[one.text]} for one in found]
+    rows = [dataclasses.asdict(one) for one in found]
     for row in rows:
         row |= {key: None for key, x in row.items() if isinstance(x, float) and math.isnan(x)}
     result = {
-        "model": own.model,
+        "model": str(own.model),
         "text": own.text,
-        "length": length,
+        "length": own.length,
         "sequences": sequences,
         "most_rise": own.most_rise,
         "most_copies": own.most_copies,
@@ -251,9 +208,11 @@ def _write(
         "proposed": None if best is None else best.text,
     }
     try:
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        own.output.write_text(
+            json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
     except OSError as error:
-        raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
+        raise UserError(f"--output {own.output} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
 import re
 from collections.abc import Iterator
 
-from mtraining_jax.config.fields import infos, toml_value
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
-from mtraining_jax.config.schema import Config, RopeScalingConfig
+from mtraining_jax.config.schema import Config
 from mtraining_jax.data.sources import problems as data_problems
-from mtraining_jax.data.sources import selected_source
 from mtraining_jax.models.huggingface.config import FREE
 from mtraining_jax.models.spec import spec_problems
-from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.file_limits import is_url
 from mtraining_jax.utils.limits import MAX_BLOCKS, MAX_POSITIONS
 
@@ -82,8 +80,6 @@ def _cut(text: str) -> str:
 def _model(config: Config) -> Iterator[str]:
     model = config.model
     yield from spec_problems(model, prefix="model.")
-    if model.rope_scaling is not None:
-        yield from _rope_scaling(model.rope_scaling)
     for name in model.override:
         if name not in FREE:
             yield f'model.override: "{name}" cannot be overridden; choose from {", ".join(FREE)}'
@@ -103,18 +99,6 @@ def _positions(config: Config) -> Iterator[str]:
         )
 
 
-def _rope_scaling(scaling: RopeScalingConfig) -> Iterator[str]:
-    """Rejects fields that the selected type does not use."""
-    for name, kinds in RopeScalingConfig.owners.items():
-        value, default = getattr(scaling, name), infos(RopeScalingConfig)[name].default
-        if scaling.type not in kinds and value != default:
-            yield (
-                f"model.rope_scaling.{name} = {toml_value(value)} is only used by type"
-                f" {' and '.join(kinds)}, but model.rope_scaling.type ="
-                f" {toml_value(scaling.type)}; remove it"
-            )
-
-
 def _sequence(config: Config) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     block = config.sparsity.block_size
@@ -129,7 +113,7 @@ def _sequence(config: Config) -> Iterator[str]:
             f"use {nearest_multiples(data.seq_len, unit)}"
         )
     most, why = MAX_POSITIONS, "up to which rotary position embeddings are exact"
-    pattern = PATTERNS.get(config.sparsity.kind)
+    pattern = config.sparsity.pattern
     if pattern.sparse and pattern.selects and MAX_BLOCKS * block < most:
         most = MAX_BLOCKS * block
         why = f"{MAX_BLOCKS} blocks of sparsity.block_size = {block}"
@@ -146,24 +130,9 @@ def _sequence(config: Config) -> Iterator[str]:
 
 
 def _sparsity(config: Config) -> Iterator[str]:
-    try:
-        settings = config.sparsity.settings
-    except ValueError as error:
-        # Patterns name their fields as in Python.
-        yield re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))
-        return
+    settings = config.sparsity.pattern
     if config.data.has_documents:
         yield from _within_documents(config)
-    parallel = config.parallel
-    devices = parallel.devices_per_node
-    turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
-    if settings.row_sharded(False) and turns and not config.data.has_documents:
-        yield (
-            f'sparsity.kind = "{config.sparsity.kind}" lists key blocks for each query block, '
-            f'which a ring that rotates keys (parallel.ring = "{parallel.ring}", '
-            f"parallel.devices_per_node = {devices}) does not support; set parallel.ring = "
-            '"gather" with at least 2 devices per node, or sparsity.kind = "vertical_slash"'
-        )
     yield from _tuning(config)
     if settings.sparse:
         yield from _dense_steps(config)
@@ -190,7 +159,7 @@ def _dense_steps(config: Config) -> Iterator[str]:
             " + ".join(f"{name} = {values[name]}" for name in ends)
             + f" is more than run.steps = {steps}: dense warm-up and cooldown must fit into the run"
         )
-    if not sparsity.settings.selects:
+    if not sparsity.pattern.selects:
         yield (
             f'{given} cannot be combined with sparsity.kind = "{sparsity.kind}", which measures '
             "speed and does not select pairs; set 0"
@@ -237,17 +206,17 @@ def _tuning(config: Config) -> Iterator[str]:
     sparsity = config.sparsity
     if sparsity.tune == "none":
         return
-    tuned, kept = f'sparsity.tune = "{sparsity.tune}"', sparsity.settings.kept_share()
+    tuned, kept = f'sparsity.tune = "{sparsity.tune}"', sparsity.pattern.mass_fraction()
     if kept is None:
         of = f'sparsity.kind = "{sparsity.kind}"'
         if sparsity.kind == "vertical_slash":
-            of += f' with sparsity.preset = "{getattr(sparsity, "preset", None)}"'
+            of += f' with sparsity.preset = "{getattr(sparsity.pattern, "preset", None)}"'
         yield (
             f"{tuned} tunes the mass fraction of a pattern, and {of} has none; set sparsity.kind = "
             '"sampled_rows", or "vertical_slash" with sparsity.preset = "safe"'
         )
         return
-    share, low, high = getattr(sparsity, kept.name), sparsity.tune_min, sparsity.tune_max
+    share, low, high = getattr(sparsity.pattern, kept.name), sparsity.tune_min, sparsity.tune_max
     if not low <= share <= high:
         yield (
             f"{tuned} starts from sparsity.{kept.name} = {share}, which must lie between "
@@ -256,23 +225,13 @@ def _tuning(config: Config) -> Iterator[str]:
 
 
 def _within_documents(config: Config) -> Iterator[str]:
-    parallel, name = config.parallel, config.data.mode
+    name = config.data.mode
     documents = f'data.mode = "{name}"' if name == "pack" else "data.mask_documents = true"
     kind = f'sparsity.kind = "{config.sparsity.kind}"'
     try:
-        config.sparsity.settings.check_documents()
+        config.sparsity.pattern.check_documents()
     except UserError as error:
         yield f"{documents} cannot be combined with {kind}: {error}"
-        return
-    devices = parallel.devices_per_node
-    turns = config.ranks > 1 and (parallel.ring != "gather" or devices == 1)
-    if turns and config.sparsity.settings.row_sharded(True):
-        yield (
-            f"{documents} with {kind} lists key blocks for each query block, which a ring that "
-            f'rotates keys (parallel.ring = "{parallel.ring}", parallel.devices_per_node = '
-            f'{devices}) does not support; set parallel.ring = "gather" with at least 2 devices '
-            "per node"
-        )
 
 
 def _devices(config: Config, device_count: int | None) -> Iterator[str]:
@@ -321,7 +280,7 @@ def _held_out(config: Config) -> Iterator[str]:
             "eval.data.paths or eval.data.source"
         )
         return
-    if selected_source(held_out.data) == selected_source(config.data):
+    if held_out.data.source_options == config.data.source_options:
         yield (
             f'eval.data reads the training data (source = "{config.data.source}"); set '
             "eval.data.paths or eval.data.source to validation data"
@@ -333,7 +292,7 @@ def _held_out(config: Config) -> Iterator[str]:
             'their batches in the order of the data; set eval.data.balance = "none"'
         )
         return
-    if held_out.attention != "dense" and not PATTERNS.get(config.sparsity.kind).selects:
+    if held_out.attention != "dense" and not config.sparsity.pattern.selects:
         yield (
             f'eval.attention = "{held_out.attention}" needs a pattern that selects pairs, and '
             f'sparsity.kind = "{config.sparsity.kind}" does not; set eval.attention = "dense"'

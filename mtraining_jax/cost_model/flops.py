@@ -17,7 +17,7 @@ import dataclasses
 from mtraining_jax.config import Config
 from mtraining_jax.models.families import family_of
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.patterns import attention_flops, causal_pairs
+from mtraining_jax.selection.metrics import causal_pairs
 
 # Dense bf16 FLOP/s from NVIDIA's data sheets, by JAX device kind. SXM modules only; other variants
 # are slower.
@@ -31,19 +31,12 @@ PEAK_BF16_FLOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """FLOP of one optimizer step, forward and backward, on all devices.
+    """FLOP of one optimizer step, forward and backward, on all devices."""
 
-    Attributes:
-        matrices: products with parameters.
-        attention_executed: attention in entire tiles, five products backward.
-        attention_dense: the same for all causal pairs (within documents).
-        attention_model: attention over computed pairs only, four products backward.
-    """
-
-    matrices: float
-    attention_executed: float
-    attention_dense: float
-    attention_model: float
+    matrices: float  # products with parameters
+    attention_executed: float  # in entire tiles, five products backward
+    attention_dense: float  # the same for all causal pairs (within documents)
+    attention_model: float  # over computed pairs only, four products backward
 
     @property
     def executed(self) -> float:
@@ -73,63 +66,53 @@ def step_flops(
         causal: causal pairs over S (S + 1) / 2; less than 1 with documents.
     """
     model, data = config.model, config.data
-    forward, backward = map(float, attention_flops(causal_pairs(data.seq_len), model.head_dim))
-    heads: float = data.batch_size * model.num_layers * model.num_heads
-    heads *= causal
-    dense = heads * (forward + backward)
+    heads = causal * data.batch_size * model.num_layers * model.num_heads
+    product = 2.0 * heads * model.head_dim * causal_pairs(data.seq_len)
     return StepFlops(
         matrices=6.0 * matrix_parameters(config) * config.tokens_per_step,
-        attention_executed=dense * executed,
-        attention_dense=dense,
-        attention_model=heads * density * (forward + backward * 4 / 5),
+        attention_executed=7 * product * executed,
+        attention_dense=7 * product,
+        attention_model=6 * product * density,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class AuditFlops:
-    """FLOP of one audit on all devices.
+def audit_flops(config: Config) -> tuple[float, float]:
+    """FLOP on all devices of audited rows and of a gradient comparison, whether enabled or not.
 
-    Attributes:
-        rows: dense attention of the audited rows: seven products, three of them forward. Finding
-            starved keys needs only comparisons, which do not count.
-        gradients: comparison of gradients: two forward and backward passes over the first tokens of
-            a micro-batch, both counted with dense attention.
+    Audited rows have dense attention: seven products, three of them forward. Finding starved keys
+    needs only comparisons, which do not count. The comparison of gradients takes two forward and
+    backward passes over the first tokens of a micro-batch, both counted with dense attention.
     """
-
-    rows: float
-    gradients: float
-
-    def share(self, config: Config, step: float) -> float:
-        """Fraction of `step` FLOP that audits add, averaged over all steps of a run."""
-        audit = config.audit
-        rows = self.rows / audit.interval if audit.interval else 0.0
-        gradients = self.gradients / audit.gradient_interval if audit.gradient_interval else 0.0
-        return (rows + gradients) / step
-
-
-def audit_flops(config: Config) -> AuditFlops:
-    """Counts the FLOP of audits, whether enabled or not."""
-    model, data = config.model, config.data
+    model, data, parts = config.model, config.data, config.optimizer.accumulation_steps
     heads = data.batch_size * model.num_layers * model.num_heads
     short = config.gradient_tokens
-    share = short / data.seq_len / config.optimizer.accumulation_steps
-    dense = sum(map(float, attention_flops(causal_pairs(short), model.head_dim)))
-    attention = heads / config.optimizer.accumulation_steps * dense
-    matrices = 6.0 * matrix_parameters(config) * config.tokens_per_step * share
-    return AuditFlops(
-        rows=14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim,
-        gradients=2 * (matrices + attention),
+    attention = 14.0 * heads / parts * model.head_dim * causal_pairs(short)
+    tokens = config.tokens_per_step * short / data.seq_len / parts
+    return (
+        14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim,
+        2 * (6.0 * matrix_parameters(config) * tokens + attention),
     )
+
+
+def mean_audit_flops(config: Config) -> float:
+    """FLOP of audits, averaged over all steps of a run."""
+    intervals = config.audit.interval, config.audit.gradient_interval
+    both = zip(audit_flops(config), intervals, strict=True)
+    return sum(flops / interval for flops, interval in both if interval)
+
+
+def layer_products(config: Config) -> dict[str, int]:
+    """Number of entries of each matrix of a layer, by name."""
+    spec = ModelSpec.from_config(config.model)
+    return family_of(spec.family).layer_products(spec)
+
+
+def head_products(config: Config) -> int:
+    """Number of entries of the output matrix."""
+    spec = ModelSpec.from_config(config.model)
+    return family_of(spec.family).head_products(spec)
 
 
 def matrix_parameters(config: Config) -> int:
     """Number of matrix parameters, without the token embedding lookup."""
-    spec = ModelSpec.from_config(config.model)
-    family = family_of(spec.family)
-    layers = spec.num_layers * sum(family.layer_products(spec).values())
-    return layers + family.head_products(spec)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one device from its data sheet; None if unknown."""
-    return PEAK_BF16_FLOPS.get(device_kind)
+    return config.model.num_layers * sum(layer_products(config).values()) + head_products(config)

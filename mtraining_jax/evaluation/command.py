@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,15 @@ from typing import Any
 import jax
 from rich.console import Console
 
+import mtraining_jax
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.request import Request
 from mtraining_jax.evaluation.results import Results, check_settings
-from mtraining_jax.evaluation.runner import Plan, check, check_lengths, check_vocabulary, evaluate
+from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values
-from mtraining_jax.patterns.row_pattern import PROMPT_END
+from mtraining_jax.patterns.options.rows import PROMPT_END
 from mtraining_jax.training.checkpoint import newest_step, read_record
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
@@ -29,30 +29,25 @@ def run(request: Request, console: Console, command: str) -> None:
 
     `command` is the command line, for the report. Raises UserError after an interruption, too.
     """
-    plan = Plan(
-        tasks=make_tasks(request.tasks, request.options),
-        lengths=request.lengths,
-        samples=request.samples,
-        seed=request.seed,
-        generate=request.generate,
-    )
-    names = _names(request.models)
-    settings = settings_of(request, plan, names)
+    tasks = make_tasks(request.tasks, request.options)
+    plan = Plan(tasks, request.lengths, request.samples, request.seed, request.generate)
+    names = {label: path.resolve().name for label, path in request.models.items()}
+    if len(set(names.values())) < len(names):
+        names = {x: "/".join(path.resolve().parts[-2:]) for x, path in request.models.items()}
+    settings = _settings(request, plan, names)
     check_settings(request.output, settings)  # before minutes of loading
     for label, path in request.models.items():
-        check_lengths(plan.lengths, max_positions(path), names[label])
+        check_lengths(plan.lengths, _max_positions(path), names[label])
     engines = _load(request, "model", console)
-    check(plan, engines[request.attentions[0]], names["model"])
-    vocab_size = engines[request.attentions[0]].spec.vocab_size
-    check_vocabulary(plan.tasks, vocab_size, names["model"])
+    check(plan, next(iter(engines.values())), names["model"])
     with Results(request.output, settings) as results, Watch(console) as watch:
-        results.note(facts(command))
+        results.note(_facts(command))
         try:
             for label in request.models:
                 if label != "model":
-                    engines = {}  # frees memory for the next model
+                    engines.clear()  # frees memory for the next model
                     engines = _load(request, label, console)
-                    check(plan, engines[request.attentions[0]], names[label])
+                    check(plan, next(iter(engines.values())), names[label])
                 evaluate(plan, engines, label, results, watch)
         except KeyboardInterrupt:
             raise UserError(
@@ -61,33 +56,33 @@ def run(request: Request, console: Console, command: str) -> None:
             ) from None
 
 
-def settings_of(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[str, Any]:
+def _settings(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[str, Any]:
     """Returns what all lines of a folder must have in common; see `Results`."""
-
-    def text(fields: Mapping[str, str]) -> str:
-        return " ".join(f"{name}={value}" for name, value in sorted(fields.items()))
-
-    tasks = {task.name: dataclasses.asdict(task) for task in plan.tasks}
+    sparsity = sorted(
+        f"{name.removeprefix('sparsity.')}={value}"
+        for name, value in request.overrides
+        if name.startswith("sparsity.")
+    )
+    options = {task.name: dataclasses.asdict(task) for task in plan.tasks}
+    for task in options.values():
+        del task["name"]
     return {
         "models": {
-            label: {"name": names[label], **identity(path)}
+            label: {"name": names[label], **_identity(path)}
             for label, path in request.models.items()
         },
         "seed": plan.seed,
         "generate": plan.generate,
         "sparse answers": request.sparse_answers,
-        "sparsity": text(request.sparsity) or "as the model says",
+        "sparsity": " ".join(sparsity) or "as the model says",
         "end of prompts": f"dense_suffix_tokens = {PROMPT_END} unless given",
         "dtype": request.dtype or "as the model says",
         "tokenizer": request.tokenizer or "the model's own",
-        "tasks": {
-            name: {option: x for option, x in options.items() if option != "name"}
-            for name, options in tasks.items()
-        },
+        "tasks": options,
     }
 
 
-def identity(folder: Path) -> dict[str, Any]:
+def _identity(folder: Path) -> dict[str, Any]:
     """Returns the step of a run's newest checkpoint.
 
     For a Hugging Face checkpoint, a hash of config.json and the size of its weights in bytes.
@@ -105,7 +100,7 @@ def identity(folder: Path) -> dict[str, Any]:
     return {"config": hashlib.sha256(config.read_bytes()).hexdigest()[:16], "bytes": size}
 
 
-def max_positions(folder: Path) -> int:
+def _max_positions(folder: Path) -> int:
     """Returns the maximum context length of a model, without reading its parameters."""
     checkpoints = folder / CHECKPOINTS_NAME
     step = newest_step(checkpoints)
@@ -114,45 +109,24 @@ def max_positions(folder: Path) -> int:
     return read_record(checkpoints, step)["config"]["model"]["max_position_embeddings"]
 
 
-def facts(command: str) -> dict[str, str]:
+def _facts(command: str) -> dict[str, str]:
     """Returns date, devices, versions and command of an evaluation."""
     devices = jax.devices()
-    versions = [f"{name} {_version(name)}" for name in ("jax", "mtraining-jax")]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "versions": ", ".join(versions),
+        "versions": f"jax {jax.__version__}, mtraining-jax {mtraining_jax.__version__}",
         "command": command,
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a source checkout
-        return "not installed"
-
-
-def _names(models: Mapping[str, Path]) -> dict[str, str]:
-    """Returns short folder names for tables; with the parent folder if two names are equal."""
-    short = {label: path.resolve().name for label, path in models.items()}
-    if len(set(short.values())) == len(short):
-        return short
-    return {label: "/".join(path.resolve().parts[-2:]) for label, path in models.items()}
-
-
 def _load(request: Request, label: str, console: Console) -> dict[str, Engine]:
     """Loads the engines of one model by attention kind; they share its parameters."""
-    overrides = [
-        (f"{section}.{field}", value)
-        for section in ("sparsity", "parallel")
-        for field, value in getattr(request, section).items()
-    ]
     sparse = "sparse" in request.attentions
     engine = Engine.load(
         request.models[label],
         attention="sparse" if sparse else "dense",
-        overrides=overrides,
+        overrides=request.overrides,
         dtype=request.dtype,
         tokenizer=request.tokenizer,
         sparse_answers=request.sparse_answers,
@@ -160,7 +134,9 @@ def _load(request: Request, label: str, console: Console) -> dict[str, Engine]:
     console.print(f"{label}: {engine.loaded.source}", markup=False)
     if not sparse and (note := engine.loaded.note_on_dense_use()) is not None:
         console.print(note, markup=False)
-    engines = {"sparse" if sparse else "dense": engine}
-    if sparse and "dense" in request.attentions:
-        engines["dense"] = engine.dense()
-    return {name: engines[name] for name in request.attentions}
+    dense_too = sparse and "dense" in request.attentions
+    return (
+        {"dense": engine.dense(), "sparse": engine}
+        if dense_too
+        else {request.attentions[0]: engine}
+    )

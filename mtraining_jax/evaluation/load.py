@@ -9,13 +9,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 from mtraining_jax.config import Config, config_of_model
 from mtraining_jax.data.documents import DocumentSource
-from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
-from mtraining_jax.evaluation.engine.network import Attending, Network
+from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_json
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.parameters import LAYERS
@@ -23,7 +21,8 @@ from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import Dense, Settings
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
@@ -45,7 +44,6 @@ class Loaded:
     Attributes:
         state: parameters on the mesh: matrices in the compute dtype, vectors fp32.
         stop_ids: ids that end a text.
-        loss_chunk_size: number of tokens per device with logits in memory at a time.
         source: name for messages: the folder, and the step of a run.
         trained_sparse: whether a run trained with sparse attention, without dense cooldown or
             periodic dense steps.
@@ -55,7 +53,6 @@ class Loaded:
     state: nnx.State
     tokenizer: Tokenizer | None
     stop_ids: frozenset[int]
-    loss_chunk_size: int
     source: str
     trained_sparse: bool = False
 
@@ -67,10 +64,18 @@ class Loaded:
             "little quality; use --attention=sparse for best quality"
         )
 
+    def needed_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; raises UserError without one."""
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.source} has no tokenizer; set one with --tokenizer=PATH/tokenizer.json or "
+                "--tokenizer=bytes (in Python tokenizer=...)"
+            )
+        return self.tokenizer
+
 
 def load(
     folder: str | Path,
-    *,
     attention: AttentionKind,
     overrides: Overrides = (),
     dtype: str | None = None,
@@ -79,7 +84,8 @@ def load(
 ) -> Loaded:
     """Loads a model; for arguments and errors see `Engine.load`."""
     folder = Path(folder).expanduser()
-    step = newest_step(folder / CHECKPOINTS_NAME)
+    checkpoints = folder / CHECKPOINTS_NAME
+    step = newest_step(checkpoints)
     if step is None and not (folder / CONFIG_FILE).is_file():
         raise UserError(
             f"{folder} contains no model: neither {CHECKPOINTS_NAME}/STEP of a run nor "
@@ -90,33 +96,50 @@ def load(
     check_devices()
     if dtype is not None:
         overrides = [*overrides, ("model.dtype", dtype)]
-    trained_sparse = False
     if step is None:
-        table: dict[str, Any] = {"model": {"init_from": str(folder), "dtype": _usual_dtype()}}
-        source = str(folder)
+        source, trained_sparse = str(folder), False
+        # bfloat16 is slow on a CPU.
+        usual = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
     else:
-        table = _table_of_run(read_record(folder / CHECKPOINTS_NAME, step)["config"])
         source = f"{folder}, step {step}"
+        saved = read_record(checkpoints, step)["config"]
+        table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
+        # The saved sizes are complete, and the folder of the initial weights may no longer exist.
+        table["model"] |= {"init_from": None, "override": []}
+        table["parallel"]["cpu_devices"] = None
         trained_sparse = _is_sparse_to_the_end(table["sparsity"])
-    table["parallel"] = table.get("parallel", {}) | _devices(table.get("parallel", {}))
+    table["parallel"] |= _devices(table["parallel"])
     config = config_of_model(table, source, overrides)
-    spec, mesh = _spec(config, source), _mesh(config)
-    attending = Attending(
+    parallel = config.parallel
+    try:
+        spec = ModelSpec.from_config(config.model)
+        mesh = make_mesh(1, parallel.nodes, parallel.devices_per_node)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
+    network = Network(
+        spec,
+        mesh,
         _settings(config, attention, source),
-        config.parallel.layout,
-        config.parallel.ring,
-        None if config.parallel.backend == "auto" else config.parallel.backend,
+        parallel.layout,
+        parallel.ring,
+        None if parallel.backend == "auto" else parallel.backend,
+        parallel.fsdp,
         sparse_answers,
+        config.loss.chunk_size,
     )
-    network = Network(spec, mesh, attending, config.parallel.fsdp)
-    found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
+    if step is None:
+        found, stop_ids = _tokenizer_of_folder(folder, config, tokenizer)
+    else:
+        found, stop_ids = _tokenizer_of_run(config, tokenizer)
     shardings = param_shardings(spec, mesh, network.fsdp)
     if step is None:
         state = load_hf(folder, spec, shardings, override=config.model.override)
     else:
-        state = _read_run(folder / CHECKPOINTS_NAME, step, spec, shardings)
-    state = in_compute_dtype(state, spec)
-    return Loaded(network, state, found, stop_ids, config.loss.chunk_size, source, trained_sparse)
+        state = _read_run(checkpoints, step, spec, shardings)
+    return Loaded(
+        network, in_compute_dtype(state, spec), found, frozenset(stop_ids), source, trained_sparse
+    )
 
 
 def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
@@ -136,26 +159,12 @@ def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:
         is_matrix = x.ndim > (2 if name.startswith(LAYERS) else 1)
         return x.astype(spec.dtype) if is_matrix else x
 
-    shardings = jax.tree.map(lambda x: x.sharding, state)
     run = jax.jit(
         lambda state: jax.tree.map(cast, names, state),
-        out_shardings=shardings,
+        out_shardings=jax.tree.map(lambda x: x.sharding, state),
         donate_argnums=0 if spec.dtype == "float32" else (),
     )
     return run(state)
-
-
-def _usual_dtype() -> str:
-    """Default dtype of a Hugging Face checkpoint: bfloat16 is slow on a CPU."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def _table_of_run(saved: Mapping[str, Any]) -> dict[str, Any]:
-    table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
-    # The saved sizes are complete, and the folder of the initial weights may no longer exist.
-    table["model"] |= {"init_from": None, "override": []}
-    table["parallel"]["cpu_devices"] = None
-    return table
 
 
 def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
@@ -167,27 +176,12 @@ def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
     return {"data": 1, "nodes": nodes, "devices_per_node": local}
 
 
-def _mesh(config: Config) -> Mesh:
-    parallel = config.parallel
-    try:
-        return make_mesh(1, parallel.nodes, parallel.devices_per_node)
-    except ValueError as error:
-        raise UserError(f"the mesh sizes under [parallel] do not fit: {error}") from None
-
-
-def _spec(config: Config, source: str) -> ModelSpec:
-    try:
-        return ModelSpec.from_config(config.model)
-    except ValueError as error:
-        raise UserError(f"{source}: {error}") from None
-
-
-def _settings(config: Config, attention: AttentionKind, source: str) -> Settings:
+def _settings(config: Config, attention: AttentionKind, source: str) -> PatternOptions:
     """Returns settings of the configured pattern, or of dense attention with its block size."""
     if attention == "dense":
         return Dense(block_size=config.sparsity.block_size)
     try:
-        settings = config.sparsity.settings
+        settings = config.sparsity.pattern
     except ValueError as error:
         # A pattern class names its fields as Python does.
         raise UserError(re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))) from None
@@ -211,31 +205,40 @@ def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) ->
     return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in names])
 
 
-def _find_tokenizer(
-    folder: Path, config: Config, is_run: bool, given: str | None
-) -> tuple[Tokenizer | None, frozenset[int]]:
-    ids = () if is_run else _end_ids(folder)
-    name, eos = given, ids[0] if ids else None
-    if name is None and not is_run and (folder / _TOKENIZER_FILE).is_file():
-        name = str(folder / _TOKENIZER_FILE)
-    if is_run:
-        eos = config.data.eos
-        # Token files and random ids need none, but the run may name the one they were made with.
-        reads_text = isinstance(selected_source(config.data), DocumentSource)
-        if name is None and (reads_text or config.data.tokenizer != BYTES):
-            name = config.data.tokenizer
+def _tokenizer_of_run(config: Config, name: str | None) -> tuple[Tokenizer | None, list[int]]:
+    # Token files and random ids need none, but the run may name the one they were made with.
+    reads_text = isinstance(config.data.source_options, DocumentSource)
+    if name is None and (reads_text or config.data.tokenizer != BYTES):
+        name = config.data.tokenizer
     if name is None:
-        return None, frozenset(ids)
+        return None, []
+    tokenizer = _fitting_tokenizer(name, config.data.eos, config)
+    return tokenizer, [tokenizer.eos]
+
+
+def _tokenizer_of_folder(
+    folder: Path, config: Config, name: str | None
+) -> tuple[Tokenizer | None, list[int]]:
+    ids = _end_ids(folder)
+    if name is None and (folder / _TOKENIZER_FILE).is_file():
+        name = str(folder / _TOKENIZER_FILE)
+    if name is None:
+        return None, ids
+    tokenizer = _fitting_tokenizer(name, ids[0] if ids else None, config)
+    return tokenizer, [*ids, tokenizer.eos]
+
+
+def _fitting_tokenizer(name: str, eos: int | str | None, config: Config) -> Tokenizer:
     tokenizer = make_tokenizer(name, eos)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model in "
-            f"{folder} has only {config.model.vocab_size} (model.vocab_size)"
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model has "
+            f"only {config.model.vocab_size} (model.vocab_size)"
         )
-    return tokenizer, frozenset((*ids, tokenizer.eos))
+    return tokenizer
 
 
-def _end_ids(folder: Path) -> tuple[int, ...]:
+def _end_ids(folder: Path) -> list[int]:
     for file in (_GENERATION_FILE, CONFIG_FILE):
         path = folder / file
         found = read_json(path).get("eos_token_id") if path.is_file() else None
@@ -245,5 +248,5 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
                 raise UserError(
                     f"{path}: eos_token_id = {found!r} must be an id or a non-empty list of ids"
                 )
-            return tuple(ids)
-    return ()
+            return ids
+    return []

@@ -1,14 +1,17 @@
 """AdaSpa: key blocks by exact attention mass, for non-causal denoising models."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
+
+import jax.numpy as jnp
+from jax import Array
 
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.utils.limits import Ge, Lt, NonNegativeInt, PositiveInt, check_limits
-
-if TYPE_CHECKING:
-    from jax import Array
+from mtraining_jax.selection.rules import top_p
+from mtraining_jax.selection.scores import row_scores
+from mtraining_jax.utils.limits import Ge, Lt, NonNegativeInt, PositiveInt
+from pallas_kernels.index import BlockSparseIndex
 
 # A head that keeps more than this fraction of its mass at the given sparsity can be made sparser.
 _ENOUGH = 0.8
@@ -43,7 +46,7 @@ class AdaSpa(Pattern):
         block_size: Block size in tokens (g).
     """
 
-    also_not_causal = True
+    supports_bidirectional = True
 
     sparsity: Annotated[float, Ge(1 / 3), Lt(1)] = 0.8
     adaptive: bool = True
@@ -51,13 +54,8 @@ class AdaSpa(Pattern):
     last_blocks: NonNegativeInt = 0
     block_size: PositiveInt = 128
 
-    def __post_init__(self) -> None:
-        check_limits(self)
-
-    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
+    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         """Selects lists for all rows and reports the fraction of mass kept as `recall`."""
-        from pallas_kernels.index import BlockSparseIndex
-
         if context.causal or context.axis_names:
             raise ValueError(
                 "AdaSpa needs causal=False and a sequence on one device; for causal attention use "
@@ -68,9 +66,7 @@ class AdaSpa(Pattern):
         index = BlockSparseIndex.from_block_mask(kept, self.block_size, causal=False)
         return Selection(index, {"recall": recall(masses, kept)})
 
-    def kept(self, masses: "Array") -> "Array":
-        import jax.numpy as jnp
-
+    def kept(self, masses: Array) -> Array:
         num_heads, num_blocks = masses.shape[1], masses.shape[-1]
         counts = [
             max(round((1 - level) * num_blocks), 1, self.first_blocks + self.last_blocks)
@@ -87,12 +83,8 @@ class AdaSpa(Pattern):
         of_heads = jnp.where(rank < able, few, jnp.where(rank >= num_heads - able, many, middle))
         return self._largest(masses, of_heads[..., None])
 
-    def _largest(self, masses: "Array", count: "Array") -> "Array":
+    def _largest(self, masses: Array, count: Array) -> Array:
         """Returns the blocks of largest mass of each row, forced ones first."""
-        import jax.numpy as jnp
-
-        from mtraining_jax.selection.rules import top_p
-
         blocks = jnp.arange(masses.shape[-1], dtype=jnp.int32)
         forced = (blocks < self.first_blocks) | (blocks >= masses.shape[-1] - self.last_blocks)
         keys = jnp.where(forced, jnp.inf, masses)
@@ -102,18 +94,8 @@ class AdaSpa(Pattern):
     def describe(self) -> str:
         return f"AdaSpa, {100 * self.sparsity:g} % of the key blocks skipped"
 
-    def expected_density(self, tokens: int) -> tuple[float, str]:
-        return 1 - self.sparsity, "1 - sparsity"
 
-    def scoring_share(self) -> float:
-        # One of the two products of a forward pass.
-        return 0.5
-
-    def softmax_share(self) -> float:
-        return 1.0
-
-
-def exact_masses(q: "Array", k: "Array", context: SelectionContext, block_size: int) -> "Array":
+def exact_masses(q: Array, k: Array, context: SelectionContext, block_size: int) -> Array:
     """Computes the mean softmax mass that each query block gives to each key block.
 
     Args:
@@ -125,31 +107,22 @@ def exact_masses(q: "Array", k: "Array", context: SelectionContext, block_size: 
     Returns:
         fp32 [B, Hq, S/g, S/g], multiples of 2^-30; rows sum to 1 up to rounding.
     """
-    import jax.numpy as jnp
-
-    from mtraining_jax.selection.scores import row_scores
-
-    def blocks(x: "Array") -> "Array":  # [B, S, H, D] -> [B, H, S/g, g, D]
-        return x.reshape(x.shape[0], -1, block_size, *x.shape[2:]).transpose(0, 3, 1, 2, 4)
-
-    places = jnp.full((q.shape[1] // block_size, block_size), k.shape[1] - 1, jnp.int32)
+    positions = jnp.full((q.shape[1] // block_size, block_size), k.shape[1] - 1, jnp.int32)
     return row_scores.block_masses(
-        blocks(q),
-        blocks(k),
-        places,
+        row_scores.by_blocks(q, block_size),
+        row_scores.by_blocks(k, block_size),
+        positions,
         scale=context.scale_for(q.shape[-1]),
         like=q,
         backend=context.backend,
     )
 
 
-def recall(masses: "Array", kept: "Array") -> "Array":
+def recall(masses: Array, kept: Array) -> Array:
     """Returns the fraction of mass on kept blocks: fp32 [B, Hq].
 
     Args:
         masses: fp32 [B, Hq, NB, NB], from `exact_masses`.
         kept: bool [B, Hq, NB, NB].
     """
-    import jax.numpy as jnp
-
     return jnp.where(kept, masses, 0.0).sum((-2, -1)) / masses.sum((-2, -1))

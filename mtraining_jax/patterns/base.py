@@ -1,175 +1,63 @@
-"""The interface of sparse patterns: settings, selection of pairs, and description.
+"""The interface of sparse patterns, and selection with one.
 
-A pattern is one file, registered in `registry.py` or referenced as `package.module:Class`; see
-`examples/strided_pattern.py` for a complete one. This file imports no JAX, so that a configuration
-can be read and checked before JAX is loaded.
+A pattern is one class in one file: its fields, and how it selects pairs. It is registered in
+`registry.py` or referenced as `package.module:Class`; see `examples/strided_pattern.py` for a
+complete one.
 """
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
-from mtraining_jax.cost_model.density import density_of_vertical_slash
+import jax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from jax import Array
+from pallas_kernels import names
+from pallas_kernels.index import Index
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelSizes:
-    """Properties of the model and run that a pattern may depend on.
-
-    Attributes:
-        num_layers: L.
-        num_heads: query heads, Hq.
-        seq_len: S, tokens.
-        seed: seed of the run, for random patterns.
-    """
-
-    num_layers: int
-    num_heads: int
-    seq_len: int
-    seed: int = 0
-
-
-class KeptShare(NamedTuple):
-    """A pattern's mass fraction, which can be tuned during a run.
-
-    Monotone: raising it never drops a pair.
-
-    Attributes:
-        name: name of the field.
-        bits: it is rounded to multiples of 2^-bits; at most 30.
-    """
-
-    name: str
-    bits: int
-
-
-class Settings:
-    """The fields of the section `[sparsity]` for one kind of pattern: a frozen dataclass.
-
-    Field types may carry limits (`mtraining_jax.utils.limits`); "Attributes:" of the docstring is
-    their help text. The message of a ValueError begins with the name of the field.
-
-    Attributes:
-        block_size: Block size in tokens (g).
-        selects: whether pairs are selected by queries and keys; otherwise recall is not measured,
-            and densities are reported under another name.
-        density_name: name of the density in what a run prints.
-        sparse: whether pairs may be skipped at all.
-        by_rows: whether its indices are `by_rows`: each rank of a sequence holds its own rows.
-            A pattern whose answer depends on documents overrides `row_sharded`.
-        reads_documents: whether `select` selects within `SelectionContext.documents`; otherwise packed
-            documents are rejected.
-    """
-
-    block_size: int
-    sparse: ClassVar[bool] = True
-    by_rows: ClassVar[bool] = False
-    reads_documents: ClassVar[bool] = False
-    selects: ClassVar[bool] = True
-    density_name: ClassVar[str] = "density"
-
-    def pattern(self, model: ModelSizes) -> "Pattern":
-        """Returns the pattern for a model; arrays that differ between layers lead with that axis.
-
-        Raises:
-            UserError: if a file cannot be read, or the settings do not fit the model.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.pattern")
-
-    def check_documents(self) -> None:
-        """Raises a UserError if the pattern does not support packed documents."""
-        if not self.reads_documents:
-            raise UserError(
-                f"{type(self).__name__} does not support packed documents; use sampled_rows, "
-                "vertical_slash or dense"
-            )
-
-    def row_sharded(self, documents: bool) -> bool:
-        """Whether indices are `by_rows`, for sequences with or without packed documents."""
-        del documents
-        return self.by_rows
-
-    def for_prompts(self) -> "Settings":
-        """Returns the variant for prompts, with the question at the end; unchanged by default."""
-        return self
-
-    def kept_share(self) -> KeptShare | None:
-        """The mass fraction that `SelectionContext.shares` may override, or None."""
-        return None
-
-    def describe(self) -> str:
-        """Describes the pattern in a few words, for the banner of a run."""
-        return type(self).__name__
-
-    def expected_density(self, tokens: int) -> tuple[float, str]:
-        """Returns the density to expect of sequences or documents of some tokens, and why."""
-        why = "assumed by length, as measured with SmolLM2-135M and, at 512K, by MTraining"
-        return density_of_vertical_slash(tokens), why
-
-    def takes_selection(self) -> bool:
-        """Whether a step selects an index, used or not. For time estimates, as the next two."""
-        return self.selects
-
-    def scoring_share(self) -> float:
-        """FLOP of scoring pairs over those of a dense forward pass; 0 if probe queries are few."""
-        return 0.0
-
-    def softmax_share(self) -> float:
-        """Fraction of all pairs whose scores go through a softmax, which may be the slower part."""
-        return 0.0
-
-    def more_pairs(self) -> str:
-        """Advice on which field to change to keep more pairs, and so more attention mass."""
-        return "change the settings in [sparsity] to keep more pairs"
-
-    def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-        """Returns the int32 numbers an index stores per head, and how many of them are columns.
-
-        For memory estimates, of sequences of NB blocks with or without packed documents. Columns
-        are keys gathered per head. The default is a `BlockSparseIndex` with room for every block.
-        """
-        del documents
-        return 2 * num_blocks * (num_blocks + 1), 0
-
-    def query_copies(self, num_blocks: int) -> int:
-        """Number of copies of all queries and outputs that a layer needs, for memory estimates."""
-        del num_blocks
-        return 0
-
-
-class Pattern(Settings):
+class Pattern(PatternOptions):
     """Selects the pairs that attention computes.
 
-    A frozen dataclass, static under `jax.jit`. A pattern with arrays lists them in `arrays` and is
-    then a pytree. Each array has query heads as its leading axis; a pattern for all layers of a
+    A frozen dataclass, and a pytree: arrays are the fields in `arrays`, and other fields are static
+    under `jax.jit`. Each array has query heads as its leading axis; a pattern for all layers of a
     model has a layer axis before that.
 
     Attributes:
         arrays: names of the fields that are arrays.
-        also_not_causal: whether `select` supports non-causal attention.
+        supports_bidirectional: whether `select` supports non-causal attention.
     """
 
     arrays: ClassVar[tuple[str, ...]] = ()
-    also_not_causal: ClassVar[bool] = False
+    supports_bidirectional: ClassVar[bool] = False
 
-    def __new__(cls, *_args, **_fields):
-        """Registers a pattern with arrays as a pytree when its first instance is created."""
-        if cls.arrays:
-            _register(cls)
+    def __new__(cls, *_args: object, **_fields: object) -> Self:
+        """Registers a pattern as a pytree when its first instance is created."""
+        _register(cls)
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if not self.arrays:  # else values may be tracers, and options were checked before
+            super().__post_init__()
+
+    @classmethod
+    def from_options(cls, options: PatternOptions, model: ModelSizes) -> "Pattern":
+        """Returns the pattern with the values of its options."""
+        del model
+        names = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+        return cls(**{name: getattr(options, name) for name in names})
 
     def pattern(self, model: ModelSizes) -> "Pattern":
         return self
 
-    def select(self, q: "Array", k: "Array", context: SelectionContext) -> Selection:
+    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         """Selects the pairs to compute, per batch entry and query head.
 
-        Called by `patterns.select`, inside `jax.shard_map` on the shards of a sequence or on one
+        Called by `select_pairs`, inside `jax.shard_map` on the shards of a sequence or on one
         device. All ranks must get the same index, or their own rows of it, for any number of ranks.
 
         Args:
@@ -182,19 +70,56 @@ class Pattern(Settings):
         )
 
 
-def blocks_of(tokens: int, block_size: int) -> int:
-    """Returns the number of blocks of some tokens."""
-    return -(-tokens // block_size)
-
-
-def most_documents(num_blocks: int, least_blocks: int) -> int:
-    """Returns how many documents of `least_blocks` blocks fit into NB blocks, at least 1."""
-    return max(num_blocks // max(least_blocks, 1), 1)
-
-
 @functools.cache
-def _register(cls: type) -> None:
-    import jax
-
+def _register(cls: type[Pattern]) -> None:
+    if not cls.arrays:
+        jax.tree_util.register_static(cls)
+        return
     static = [field.name for field in dataclasses.fields(cls) if field.name not in cls.arrays]
     jax.tree_util.register_dataclass(cls, data_fields=list(cls.arrays), meta_fields=static)
+
+
+def select_pairs(pattern: Pattern, q: Array, k: Array, context: SelectionContext) -> Selection:
+    """Selects an index with a pattern; no gradient flows through it.
+
+    The index has the checkpoint name `names.INDEX`. A rematerialization policy that saves this name
+    avoids a second selection.
+
+    Args:
+        pattern: any pattern.
+        q, k, context: as in `Pattern.select`.
+
+    Raises:
+        UserError: if there are documents, and the pattern does not support them.
+        ValueError: if a mass fraction is given for a pattern without one.
+        TypeError: if the pattern does not return a `Selection`.
+    """
+    if context.documents is not None:
+        pattern.check_documents()
+    if context.mass_fraction is not None and pattern.mass_fraction() is None:
+        raise ValueError(f"{type(pattern).__name__} has no mass fraction to override")
+    selection = pattern.select(*lax.stop_gradient((q, k)), context)
+    if not isinstance(selection, Selection):
+        raise TypeError(
+            f"{type(pattern).__name__}.select returned {type(selection).__name__}; "
+            "it must return Selection(index, statistics)"
+        )
+    leaves, structure = jax.tree.flatten(selection.index)
+    leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
+    return Selection(jax.tree.unflatten(structure, leaves), selection.statistics)
+
+
+def select_index(
+    q: Array,
+    k: Array,
+    pattern: Pattern,
+    *,
+    block_ids: Array,
+    num_blocks: int,
+    axis_names: Sequence[str] = (),
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Index:
+    """Selects an index; the arguments are those of `select_pairs` and `SelectionContext`."""
+    context = SelectionContext(block_ids, num_blocks, tuple(axis_names), scale, backend)
+    return select_pairs(pattern, q, k, context).index

@@ -1,20 +1,69 @@
-"""The built-in patterns, one line each."""
+"""The built-in patterns by name, and their options in one command-line word."""
 
+import ast
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.plugins import Registry
 
+_OPTIONS = "mtraining_jax.patterns.options"
 PATTERNS = Registry(
     "sparse pattern",
-    base="mtraining_jax.patterns.base:Settings",
+    base=f"{_OPTIONS}.base:PatternOptions",
     built_in={
-        "dense": "mtraining_jax.patterns.dense:Dense",
-        "vertical_slash": "mtraining_jax.patterns.vertical_slash:VerticalSlash",
-        "fixed": "mtraining_jax.patterns.fixed_budget:BudgetFile",
-        "xattention": "mtraining_jax.patterns.xattention:XAttention",
-        "sampled_rows": "mtraining_jax.patterns.sampled_rows:SampledRows",
-        "minference": "mtraining_jax.patterns.minference:MInferenceFile",
-        "flex_prefill": "mtraining_jax.patterns.flex_prefill:FlexPrefill",
-        "moba": "mtraining_jax.patterns.moba:MoBA",
-        "block_topk": "mtraining_jax.patterns.block_topk:BlockTopK",
-        "replay": "mtraining_jax.patterns.replay:ReplaySettings",
+        "dense": f"{_OPTIONS}.base:DenseOptions",
+        "vertical_slash": f"{_OPTIONS}.probes:VerticalSlashOptions",
+        "fixed": f"{_OPTIONS}.probes:FixedBudgetOptions",
+        "xattention": f"{_OPTIONS}.rows:XAttentionOptions",
+        "sampled_rows": f"{_OPTIONS}.rows:SampledRowsOptions",
+        "minference": f"{_OPTIONS}.probes:MInferenceOptions",
+        "flex_prefill": f"{_OPTIONS}.rows:FlexPrefillOptions",
+        "moba": f"{_OPTIONS}.rows:MoBAOptions",
+        "block_topk": f"{_OPTIONS}.rows:BlockTopKOptions",
+        "replay": f"{_OPTIONS}.probes:ReplayOptions",
     },
 )
+
+
+def parse_options(
+    text: str, others: Mapping[str, type[PatternOptions]] | None = None
+) -> PatternOptions:
+    """Parses options such as "vertical_slash,top_p=0.8".
+
+    Args:
+        text: the name of a pattern, or package.module:Class, followed by options ",name=value".
+        others: additional patterns by name.
+
+    Raises:
+        UserError: if the pattern or an option is unknown, or a value is invalid.
+    """
+    name, options = split_options(text)
+    kind: Any = (others or {}).get(name) or PATTERNS.get(name)
+    fields = [field.name for field in dataclasses.fields(kind)]
+    for key, value in options.items():
+        if key not in fields or not value:
+            raise UserError(
+                f'"{key}{"=" if value else ""}{value}" in "{text}" is not an option of {name}; '
+                f"choose from {', '.join(fields)}, written as name=value"
+            )
+    try:
+        return kind(**{key: _value(value) for key, value in options.items()})
+    except (ValueError, TypeError) as error:
+        raise UserError(f'"{text}": {error}') from None
+
+
+def split_options(text: str) -> tuple[str, dict[str, str]]:
+    """Splits off the name; returns options as text, empty if an option has no value."""
+    name, *options = text.split(",")
+    pairs = (option.partition("=") for option in options)
+    return name, {key: value for key, _, value in pairs}
+
+
+def _value(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

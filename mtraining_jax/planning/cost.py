@@ -3,15 +3,14 @@
 import dataclasses
 
 from mtraining_jax.config import Config
-from mtraining_jax.cost_model.flops import step_flops
+from mtraining_jax.cost_model import pattern_costs
+from mtraining_jax.cost_model.flops import head_products, layer_products, step_flops
 from mtraining_jax.cost_model.kernel_times import (
     KERNEL_RATES,
     SCORES_PER_SECOND,
     kernel_seconds,
     matmul_rate,
 )
-from mtraining_jax.models.families import family_of
-from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_tokens
@@ -19,54 +18,46 @@ from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_to
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOP of one step on all devices, forward and backward.
+    """FLOP of one step on all devices, forward and backward."""
 
-    Attributes:
-        layers: matrix products of all layers, without attention.
-        head: output layer.
-        recomputed: rematerialized matrix products of the layers; not included in `layers`.
-        attention: attention over computed pairs.
-        attention_recomputed: rematerialized attention; not included in `attention`.
-        attention_dense: attention over all causal pairs (within documents), for comparison.
-        model: model FLOP as in MFU; see `reporting.flops`.
-        density: computed pairs over causal pairs (within documents).
-    """
+    layers: float  # matrix products of all layers, without attention
+    head: float  # output layer
+    recomputed: float  # rematerialized matrix products; not included in `layers`
+    attention: float  # over computed pairs
+    attention_recomputed: float  # rematerialized; not included in `attention`
+    attention_dense: float  # over all causal pairs (within documents), for comparison
+    model: float  # as in MFU; see `cost_model.flops`
+    density: float  # computed pairs over causal pairs (within documents)
 
-    layers: float
-    head: float
-    recomputed: float
-    attention: float
-    attention_recomputed: float
-    attention_dense: float
-    model: float
-    density: float
+    @property
+    def executed(self) -> float:
+        """All of them, with recomputation."""
+        matrices = self.layers + self.head + self.recomputed
+        return matrices + self.attention + self.attention_recomputed
 
 
 def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
     """Counts the FLOP of a step from the shapes of its products; a multiply-add is two FLOP."""
     pairs = planned_pairs(config) if pairs is None else pairs
     model, tokens = config.model, config.tokens_per_step
-    spec = ModelSpec.from_config(model)
-    family = family_of(spec.family)
-    products = family.layer_products(spec)
+    products = layer_products(config)
     forward = 2.0 * tokens * sum(products.values()) * model.num_layers
     # One of the three products of the MLP. The backward pass does not need the output of the last.
     third = 2.0 * tokens * products["mlp.down_proj.weight"] * model.num_layers
     again = 1 - kept_mlp_tokens(config) / config.local_tokens
-    recomputed = {"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third)
-    share = pairs.density
-    step = step_flops(config, density=share, executed=share, causal=pairs.causal)
-    dense = step.attention_dense
+    density = pairs.density
+    step = step_flops(config, density=density, executed=density, causal=pairs.causal)
+    attention = step.attention_executed
     return Flops(
         layers=3 * forward,
-        head=6.0 * tokens * family.head_products(spec),
-        recomputed=recomputed,
-        attention=share * dense,
+        head=6.0 * tokens * head_products(config),
+        recomputed={"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third),
+        attention=attention,
         # 4 of the 14 FLOP per pair and head dimension are forward.
-        attention_recomputed=share * dense * 4 / 14 if model.remat == "full" else 0.0,
-        attention_dense=dense,
+        attention_recomputed=attention * 4 / 14 if model.remat == "full" else 0.0,
+        attention_dense=step.attention_dense,
         model=step.model,
-        density=share,
+        density=density,
     )
 
 
@@ -75,50 +66,46 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
 
     `rates_missing` must return None; `memory` is that of one device.
     """
-    model, parallel, width = config.model, config.parallel, config.model.head_dim
-    devices = config.devices
-    dense = not config.sparsity.settings.sparse
-    forward = flops.attention * 4 / 14 + flops.attention_recomputed
-    attention = kernel_seconds(
-        width,
-        flops.density,
-        forward / gpu.forward_share,
-        flops.attention * 10 / 14 / gpu.backward_share,
-    )
+    model, devices, settings = config.model, config.devices, config.sparsity.pattern
+    micro_batches, width = config.optimizer.accumulation_steps, model.head_dim
+    forward = (flops.attention * 4 / 14 + flops.attention_recomputed) / gpu.forward_share
+    backward = flops.attention * 10 / 14 / gpu.backward_share
     matmul = matmul_rate(model.hidden_size, config.ranks) * gpu.matmul_share
     products = flops.layers + flops.head + flops.recomputed
-    result = {"attention": attention / devices, "matrix products": products / (devices * matmul)}
-    if not dense:
+    result = {
+        "attention": kernel_seconds(width, flops.density, forward, backward) / devices,
+        "matrix products": products / (devices * matmul),
+    }
+    if settings.sparse:
         passes = 2 if model.remat == "full" else 1
-        indices = passes * model.num_layers * config.data.batch_size * model.num_heads
-        indices *= config.data.seq_len
-        # Assumes that scores are computed at the rate of a dense forward pass. Scores with a
-        # softmax (one product each) take as long as their exponentials if that is longer.
-        settings, pairs = config.sparsity.settings, passes * flops.attention_dense / (14 * width)
-        share = settings.softmax_share()
-        one, others = (
-            kernel_seconds(width, 1.0, part * 4 * width * pairs, 0.0)
-            for part in (share / 2, settings.scoring_share() - share / 2)
-        )
-        scoring = others + max(one, share * pairs / SCORES_PER_SECOND)
-        choosing = indices * gpu.index_seconds + scoring / gpu.forward_share
-        if settings.takes_selection():
-            result["index selection"] = choosing / devices
+        indices = passes * model.num_layers * model.num_heads * config.tokens_per_step
+        if pattern_costs.selects_an_index(settings):
+            # Assumes that scores are computed at the rate of a dense forward pass. Scores with a
+            # softmax (one product each) take as long as their exponentials if that is longer.
+            pairs, softmax = (
+                passes * flops.attention_dense / (14 * width),
+                pattern_costs.softmax_share(settings),
+            )
+            one, others = (
+                kernel_seconds(width, 1.0, part * 4 * width * pairs, 0.0)
+                for part in (softmax / 2, pattern_costs.scoring_share(settings) - softmax / 2)
+            )
+            scoring = others + max(one, softmax * pairs / SCORES_PER_SECOND)
+            selection = indices * gpu.index_seconds + scoring / gpu.forward_share
+            result["index selection"] = selection / devices
         else:
             result["building work lists"] = indices * gpu.lists_seconds / devices
     if kept := kept_mlp_products(config):
-        kept *= model.num_layers * config.optimizer.accumulation_steps
         # Each is copied into the stack of all layers and out of it: two reads and two writes.
-        result["MLP products kept"] = 4 * kept / gpu.copy_bytes
+        result["MLP products kept"] = 4 * kept * model.num_layers * micro_batches / gpu.copy_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     result["optimizer"] = touched / gpu.copy_bytes
-    if parallel.fsdp:
+    if config.parallel.fsdp:
         # All-gather of parameters in forward and backward, reduce-scatter of gradients, all in the
         # compute dtype.
-        size = 2 if model.dtype == "bfloat16" else 4
-        share = memory.parameters / 4 * size
-        moved = 3 * config.optimizer.accumulation_steps * share * (config.ranks - 1)
+        shard = memory.parameters / 4 * (2 if model.dtype == "bfloat16" else 4)
+        moved = 3 * micro_batches * shard * (config.ranks - 1)
         result["gathering parameters"] = moved / gpu.link_bytes
     return result
 

@@ -5,30 +5,21 @@ import dataclasses
 import numpy as np
 
 from mtraining_jax.config import Config
+from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.data.corpus import packs_of
-from mtraining_jax.data.pack_report import PackReport, report_on
-from mtraining_jax.data.sources import selected_source
-from mtraining_jax.patterns.base import Settings
+from mtraining_jax.data.pack_report import report_on
 from mtraining_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Causal pairs of a sequence and the fraction of them that a step computes.
+    """Causal pairs of a sequence and the fraction of them that a step computes."""
 
-    Attributes:
-        causal: causal pairs within documents over all causal pairs; 1 without documents.
-        density: computed pairs over causal pairs within documents.
-        why: explanation of `density`.
-        source: explanation of `causal`; empty without documents.
-        counted: whether the data source was opened to count.
-    """
-
-    causal: float
-    density: float
-    why: str
-    source: str = ""
-    counted: bool = False
+    causal: float  # causal pairs within documents over all causal pairs; 1 without documents
+    density: float  # computed pairs over causal pairs within documents
+    why: str  # explains `density`
+    source: str = ""  # explains `causal`; empty without documents
+    counted: bool = False  # whether the data source was opened to count
 
 
 def planned_pairs(config: Config) -> Pairs:
@@ -36,46 +27,42 @@ def planned_pairs(config: Config) -> Pairs:
 
     Otherwise assumes one document per sequence, which is the upper bound.
     """
-    settings = config.sparsity.settings
-    density, why = settings.expected_density(config.data.seq_len)
-    if not config.data.has_documents:
-        return Pairs(1.0, density, why)
-    if config.data.mode == "exact":
-        return Pairs(1.0, density, why, 'one document per sequence: data.mode = "exact"')
-    source = selected_source(config.data)
-    if not source.has_lengths(config.data):
-        unknown = f'data.source = "{config.data.source}" knows no lengths before it is read'
-        return Pairs(1.0, density, why, _assumed(unknown))
+    settings, data = config.sparsity.pattern, config.data
+    one_document = Pairs(1.0, *pattern_costs.expected_density(settings, data.seq_len))
+    if not data.has_documents:
+        return one_document
+    if data.mode == "exact":
+        source = 'one document per sequence: data.mode = "exact"'
+        return dataclasses.replace(one_document, source=source)
+    source = data.source_options
     try:
-        corpus = source.open(config.data, config.model.vocab_size)
-        packs = packs_of(corpus, config.data, config.sparsity.block_size)
+        if not source.has_lengths(data):
+            raise UserError(f'data.source = "{data.source}" knows no lengths before it is read')
+        corpus = source.open(data, config.model.vocab_size)
+        packs = packs_of(corpus, data, config.sparsity.block_size)
     except UserError as error:
-        return Pairs(1.0, density, why, _assumed(str(error)))
-    report = report_on(packs, config.data.seq_len, config.sparsity.block_size)
+        assumed = (
+            f"ASSUMED one document per sequence: {error}; python -m "
+            "mtraining_jax.cli.inspect_data counts them"
+        )
+        return dataclasses.replace(one_document, source=assumed)
+    report = report_on(packs, data.seq_len, config.sparsity.block_size)
     # Patterns that select pairs keep short documents dense; replayed indices are cut instead.
     below = getattr(settings, "min_sparse_tokens", 0) if settings.selects and settings.sparse else 0
-    causal, density, short = _shares(report, settings, below)
+    padded, counts = np.unique(report.padded, return_counts=True)
+    pairs = counts * (padded * (padded + 1.0) / 2)
+    expected = [pattern_costs.expected_density(settings, tokens)[0] for tokens in padded.tolist()]
+    computed = pairs * np.where(padded < below, 1.0, expected)
+    why = one_document.why
     if below:
-        why = f"{why}; {short:.1%} of the pairs are in documents shorter than {below:,} tokens"
+        short = pairs[padded < below].sum() / pairs.sum()
+        why += f"; {short:.1%} of the pairs are in documents shorter than {below:,} tokens"
     seen = report.ends.size
     of = f"{seen:,} sequences" if seen == report.sequences else f"the first {seen:,} sequences"
-    found = f"lengths of {report.lengths.size:,} documents in {of}"
-    return Pairs(causal, density, why, found, counted=True)
-
-
-def _shares(report: PackReport, settings: Settings, below: int) -> tuple[float, float, float]:
-    """Pairs within documents over causal pairs; and of these, computed and in short documents."""
-    padded, which = np.unique(report.padded, return_inverse=True)
-    size = padded.astype(np.float64)
-    pairs = np.bincount(which) * (size * (size + 1) / 2)
-    expected = [settings.expected_density(tokens)[0] for tokens in padded.tolist()]
-    density = (pairs * np.where(padded < below, 1.0, expected)).sum() / pairs.sum()
-    total = report.ends.size * (report.seq_len * (report.seq_len + 1) / 2)
-    return pairs.sum() / total, density, pairs[padded < below].sum() / pairs.sum()
-
-
-def _assumed(reason: str) -> str:
-    return (
-        f"ASSUMED one document per sequence: {reason}; python -m mtraining_jax.cli.inspect_data "
-        "counts them"
+    return Pairs(
+        causal=pairs.sum() / (seen * (report.seq_len * (report.seq_len + 1) / 2)),
+        density=computed.sum() / pairs.sum(),
+        why=why,
+        source=f"lengths of {report.lengths.size:,} documents in {of}",
+        counted=True,
     )

@@ -45,7 +45,7 @@ def banner(
         f" {counted(mesh.size, device.device_kind + ' device')}"
         f" in {counted(jax.process_count(), 'process')}"
         + (", parameters sharded" if parallel.fsdp else ""),
-        "attention": f"{sparsity.settings.describe()}, blocks of {sparsity.block_size} tokens,"
+        "attention": f"{sparsity.pattern.describe()}, blocks of {sparsity.block_size} tokens,"
         f" {parallel.layout}, {parallel.ring} ring",
         "tuned": None if sparsity.tune == "none" else _tuning(config),
         "dense": config.dense_steps.describe() if config.dense_steps.count() else None,
@@ -60,7 +60,7 @@ def banner(
 
 def _tuning(config: Config) -> str:
     sparsity = config.sparsity
-    kept = sparsity.settings.kept_share()
+    kept = sparsity.pattern.mass_fraction()
     text = (
         f"{'' if kept is None else kept.name} from {sparsity.tune_min:g} to {sparsity.tune_max:g}"
         f" per data-parallel replica, to match the {_ANCHORS[sparsity.tune]}"

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from jax import Array
+import jax.numpy as jnp
+from jax import Array
 
-    from mtraining_jax.selection.document_blocks import DocumentBlocks
-    from pallas_kernels.index import Index
+from mtraining_jax.selection.document_blocks import DocumentBlocks
+from pallas_kernels.index import Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +30,21 @@ class SelectionContext:
         documents: documents of each batch entry, or None for one document each. Queries see their
             own document only, and each document gets the same selection as on its own; `valid_len`
             is then None.
-        shares: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
-            units of its `KeptShare`; may be traced.
+        mass_fraction: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
+            units of its `MassFraction`; may be traced.
     """
 
-    block_ids: "Array"
+    block_ids: Array
     num_blocks: int
     axis_names: tuple[str, ...] = ()
     scale: float | None = None
     backend: str | None = None
     causal: bool = True
-    valid_len: "Array | None" = None
-    documents: "DocumentBlocks | None" = None
-    shares: "Array | None" = None
+    valid_len: Array | None = None
+    documents: DocumentBlocks | None = None
+    mass_fraction: Array | None = None
 
-    def ends(self, blocks: "Array", block_size: int) -> "Array | None":
+    def ends(self, blocks: Array, block_size: int) -> Array | None:
         """Returns where readable tokens end, for the document or sequence of each given block.
 
         Args:
@@ -55,8 +55,6 @@ class SelectionContext:
             int32 [B or 1, n], global positions, one past the last token; before the document's
             first token if nothing is to be read (dense or no document). None if all are valid.
         """
-        import jax.numpy as jnp
-
         if self.documents is not None:
             own = self.documents.of(blocks)
             return jnp.where(own.dense, 0, own.ends(block_size))
@@ -64,7 +62,7 @@ class SelectionContext:
             return None
         return jnp.broadcast_to(self.valid_len, (1, blocks.shape[0]))
 
-    def first_blocks(self, blocks: "Array") -> "Array | None":
+    def first_blocks(self, blocks: Array) -> Array | None:
         """Returns the first block of the document of each given block int32 [n]: int32 [B, n].
 
         NB for a block without a document; None without documents.
@@ -85,5 +83,5 @@ class Selection(NamedTuple):
             are averaged.
     """
 
-    index: "Index"
-    statistics: Mapping[str, "Array"] = {}
+    index: Index
+    statistics: Mapping[str, Array] = {}

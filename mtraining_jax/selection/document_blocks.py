@@ -30,7 +30,7 @@ class DocumentBlocks(NamedTuple):
         inside = tokens > 0
         return cls(first, jnp.where(inside, end - first, 0), tokens, jnp.zeros_like(inside))
 
-    def min_sparse_tokens(self, blocks: int) -> "DocumentBlocks":
+    def dense_below(self, blocks: int) -> "DocumentBlocks":
         """Returns a copy in which documents of fewer blocks are dense."""
         return self._replace(dense=self.length < blocks)
 

@@ -14,7 +14,7 @@ from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.config import Config
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import Pattern
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.training.build import build_attention
 from mtraining_jax.training.state import PRNG_IMPL, TrainState
 
@@ -74,7 +74,7 @@ def make_step_audit(
     config: Config, mesh: Mesh, layout: Layout, pattern: Pattern
 ) -> StepAudit | None:
     """Builds the audit of a run's steps; None without audits or with dense attention."""
-    if not config.audit.interval or not config.sparsity.settings.sparse:
+    if not config.audit.interval or not config.sparsity.pattern.sparse:
         return None
     seq_len, count = config.data.seq_len, config.audit.num_queries
 

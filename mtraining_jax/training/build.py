@@ -10,7 +10,8 @@ from mtraining_jax.config import Config, validate
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import ModelSizes, Pattern
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.training.tuning.replica_load import measures_by_length
 from mtraining_jax.utils.errors import UserError
 
@@ -48,7 +49,7 @@ def build_pattern(config: Config) -> Pattern:
     """
     model = config.model
     sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len, config.run.seed)
-    return config.sparsity.settings.pattern(sizes)
+    return config.sparsity.pattern.pattern(sizes)
 
 
 def layer_inputs(pattern: Pattern) -> Pattern | None:

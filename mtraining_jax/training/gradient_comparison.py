@@ -20,7 +20,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.models.loss import count_labels
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
-from mtraining_jax.patterns import Dense
+from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch, make_gradients
@@ -41,7 +41,7 @@ def make_gradient_comparison(
         over that of the dense one; and, where layers are trained,
         `global_gradient_cosine_per_layer` fp32 [L]. NaN where the dense gradient is 0.
     """
-    if not config.audit.gradient_interval or not config.sparsity.settings.sparse:
+    if not config.audit.gradient_interval or not config.sparsity.pattern.sparse:
         return None
     short = dataclasses.replace(
         config,

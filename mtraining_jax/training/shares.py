@@ -6,7 +6,7 @@ from typing import Any
 from jax import Array
 
 from mtraining_jax.models.transformer import Attention
-from mtraining_jax.patterns import Pattern
+from mtraining_jax.patterns.base import Pattern
 
 
 def with_shares(

@@ -17,7 +17,8 @@ from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
-from mtraining_jax.patterns import Dense, Pattern
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.record import Record, validation_record
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -120,7 +121,7 @@ class Evaluator:
 def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
     """Returns the patterns to evaluate, by the name of their loss in a record."""
     dense = Dense(config.sparsity.block_size)
-    asked = config.eval.attention if config.sparsity.settings.sparse else "same"
+    asked = config.eval.attention if config.sparsity.pattern.sparse else "same"
     own = {} if asked == "dense" else {"eval_loss": build_pattern(evaluation)}
     return own if asked == "same" else {**own, "eval_loss_dense": dense}
 

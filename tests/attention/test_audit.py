@@ -16,7 +16,7 @@ from mtraining_jax.attention.audit.figures import (
 from mtraining_jax.attention.audit.starved_keys import starved_keys
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import VerticalSlash
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.row_attention import Keys

@@ -11,7 +11,11 @@ from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, VerticalSlash, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.budgets import FixedBudget
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.documents import Documents
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices

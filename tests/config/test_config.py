@@ -20,14 +20,16 @@ from mtraining_jax.config import (
     available_configs,
     config_folder,
     config_from_dict,
+    config_of_model,
     config_to_dict,
     config_to_toml,
     help_text,
     load_config,
+    renamed,
     validate,
 )
-from mtraining_jax.config.fields import all_fields
-from mtraining_jax.patterns import PATTERNS
+from mtraining_jax.config.tables import all_fields
+from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import MAX_BLOCKS, MAX_POSITIONS
@@ -87,8 +89,9 @@ def test_every_shipped_configuration_loads(name):
 
 def test_tiny_and_its_dense_twin_differ_in_name_and_kind_only():
     tiny, dense = (config_to_dict(load_config(name)) for name in ("tiny", "tiny_dense"))
-    assert tiny["sparsity"].pop("kind") == "sampled_rows"
-    assert dense["sparsity"].pop("kind") == "dense"
+    assert tiny["sparsity"]["kind"] == "sampled_rows" and dense["sparsity"]["kind"] == "dense"
+    assert dense["sparsity"].items() - {("kind", "dense")} <= tiny["sparsity"].items()
+    del tiny["sparsity"], dense["sparsity"]
     assert tiny["run"].pop("name") != dense["run"].pop("name")
     assert tiny == dense
 
@@ -253,8 +256,8 @@ def test_a_mistake_in_a_base_names_its_file(tmp_path, write):
     wrong = "is not allowed: it must be an integer (at least 1)"
     assert messages(path) == [
         f"{base}: sparcity is not a section; did you mean sparsity?",
-        f'{base}: run.steps = "x" {wrong}',
         f'{path}: run.log_interval = "y" {wrong}',
+        f'{base}: run.steps = "x" {wrong}',
     ]
 
 
@@ -342,11 +345,11 @@ def test_missing_fields(write):
         ("optimizer.b1", "1.0", "a finite number (at least 0 and less than 1)"),
         ("optimizer.trainable", "[1]", "a list of non-empty strings"),
         ("optimizer.trainable", '[""]', "a list of non-empty strings"),
-        ("sparsity.top_p", "1.5", "a finite number (greater than 0 and at most 1)"),
+        ("sparsity.tau", "1.5", "a finite number (greater than 0 and at most 1)"),
         ("parallel.fsdp", "1", "true or false"),
         ("parallel.cpu_devices", "0", "an integer (at least 1) or none"),
         ("data.seq_len", "1", "an integer (at least 2)"),
-        ("data.paths", '"a.txt"', "a list of non-empty strings"),
+        ("eval.data", "3", "a table of source, tokenizer, "),
         ("data.eos", "-1", "an integer (at least 0) or a non-empty string or none"),
         ("checkpoint.resume", '"maybe"', 'true or false or "auto"'),
         ("run.name", '""', "a non-empty string"),
@@ -409,7 +412,6 @@ def test_integers_are_valid_floats(write):
         ("run.name", "none", "none"),
         ("run.output_dir", "1\nsteps=2", "1\nsteps=2"),
         ("run.compile_cache_dir", "/tmp/x", "/tmp/x"),
-        ("sparsity.budget_file", "none", None),
         ("optimizer.lr", "1e-4", 1e-4),
         ("optimizer.lr", "2", 2.0),
         ("optimizer.schedule", "cosine", "cosine"),
@@ -455,7 +457,7 @@ def test_wrong_overrides(minimal):
     assert messages(minimal, run="1") == [
         "command line: run is a section; set one of its fields: run.FIELD=VALUE"
     ]
-    assert messages(minimal, data__paths="[a.txt]") == [
+    assert messages(minimal, data__source="text", data__paths="[a.txt]") == [
         'command line: data.paths=[a.txt] is not a TOML list; write it like ["one", "two"]'
     ]
 
@@ -483,9 +485,13 @@ def test_wrong_overrides(minimal):
             "512",
         ),
         (
-            {"data__batch_size": "5", "parallel__replicas": "2", "optimizer__accumulation_steps": "2"},
-            "data.batch_size = 5 is not a multiple of parallel.replicas * optimizer.accumulation_steps "
-            "= 2 * 2 = 4; use 4 or 8",
+            {
+                "data__batch_size": "5",
+                "parallel__replicas": "2",
+                "optimizer__accumulation_steps": "2",
+            },
+            "data.batch_size = 5 is not a multiple of parallel.replicas * "
+            "optimizer.accumulation_steps = 2 * 2 = 4; use 4 or 8",
         ),
         (
             {"model__num_heads": "5"},
@@ -546,8 +552,8 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"run__steps": "9", "sparsity__dense_first": "4", "sparsity__dense_last": "6"},
-            "sparsity.dense_warmup_steps = 4 + sparsity.dense_cooldown_steps = 6 is more than run.steps = 9: dense "
-            "warm-up and cooldown must fit into the run",
+            "sparsity.dense_warmup_steps = 4 + sparsity.dense_cooldown_steps = 6 is more than "
+            "run.steps = 9: dense warm-up and cooldown must fit into the run",
         ),
         (
             {"sparsity__kind": "replay", "sparsity__dense_every": "5"},
@@ -562,8 +568,8 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"sparsity__dense_last": "2", "data__balance": "density"},
-            'sparsity.dense_cooldown_steps = 2 cannot be combined with data.balance = "density", which '
-            "learns densities from every step: dense steps have none to learn from; set "
+            'sparsity.dense_cooldown_steps = 2 cannot be combined with data.balance = "density", '
+            "which learns densities from every step: dense steps have none to learn from; set "
             'data.balance = "length"',
         ),
         (
@@ -572,8 +578,8 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"sparsity__kind": "replay", "sparsity__least_share": "0.04"},
-            "sparsity.min_block_mass = 0.04 is an option of sparsity.preset = 'joint', but preset is "
-            "'safe'; set sparsity.preset = 'joint' or sparsity.min_block_mass = 0",
+            "sparsity.min_block_mass = 0.04 is an option of sparsity.preset = 'joint', but "
+            "sparsity.preset is 'safe'; set sparsity.preset = 'joint' or sparsity.min_block_mass = 0",
         ),
         (
             {"profile__start": "1000", "profile__steps": "2"},
@@ -590,20 +596,10 @@ def test_wrong_overrides(minimal):
                 "parallel__nodes": "4",
                 "distributed__initialize": "never",
             },
-            "parallel.replicas * parallel.nodes * parallel.devices_per_node = 1 * 4 * 1 = 4 devices, "
-            "more than the 2 of parallel.cpu_devices = 2 in 1 process",
+            "parallel.replicas * parallel.nodes * parallel.devices_per_node = 1 * 4 * 1 = 4 "
+            "devices, more than the 2 of parallel.cpu_devices = 2 in 1 process",
         ),
         ({"data__source": "jsonl"}, 'data.source = "jsonl" needs data.paths, the files to read'),
-        (
-            {"data__paths": "a.txt"},
-            'data.paths has 1 entries, but data.source = "python_stdlib" does not use it; '
-            'set data.source = "text" to read text files',
-        ),
-        (
-            {"data__source": "synthetic", "data__paths": "a.txt"},
-            'data.paths has 1 entries, but data.source = "synthetic" does not use it; '
-            'set data.source = "text" to read text files',
-        ),
         (
             {"data__source": "synthetic", "data__mode": "exact"},
             'data.mode = "exact" is not possible with data.source = "synthetic": it must be '
@@ -711,14 +707,16 @@ def test_output_to_a_url(minimal):
     ]
 
 
-def test_settings_are_built_once(minimal):
-    config = load_config(minimal)
-    assert config.sparsity.settings is config.sparsity.settings
-    assert dataclasses.replace(config.sparsity, tau=0.5).settings.tau == 0.5
+def test_options_are_typed(minimal):
+    sparsity = load_config(minimal).sparsity
+    assert (sparsity.kind, sparsity.pattern) == ("sampled_rows", PATTERNS.get("sampled_rows")())
+    dense = dataclasses.replace(sparsity, pattern=PATTERNS.get("dense")(block_size=64))
+    assert (dense.kind, dense.block_size) == ("dense", 64)
+    with pytest.raises(ValueError, match="tau=2 must be a finite number .greater than 0"):
+        PATTERNS.get("sampled_rows")(tau=2)
 
 
 def test_valid_combinations(columns):
-    override(columns, sparsity__kind="dense", sparsity__last_q="256")
     override(columns, optimizer__warmup_steps="5000")  # a constant rate has no end
     override(columns, parallel__cpu_devices="2", parallel__nodes="4")  # more processes may come
     override(
@@ -737,8 +735,8 @@ def test_more_devices_than_there_are(columns):
     with pytest.raises(UserError) as error:
         validate(config, device_count=7)
     assert str(error.value) == (
-        "parallel.replicas * parallel.nodes * parallel.devices_per_node = 2 * 4 * 1 = 8 devices, but "
-        "only 7 are available"
+        "parallel.replicas * parallel.nodes * parallel.devices_per_node = 2 * 4 * 1 = 8 devices, "
+        "but only 7 are available"
     )
 
 
@@ -789,13 +787,8 @@ def test_printed_text_loads_back(name, write):
 
 def test_printed_text_has_every_field():
     text = config_to_toml(load_config("tiny", [("model.rope_scaling", "{factor = 2.0}")]))
-    shipped = {
-        field.name for kind in PATTERNS.names for field in dataclasses.fields(PATTERNS.get(kind))
-    } | {"kind"}
     for name in all_fields():
-        section, _, leaf = name.rpartition(".")
-        if section == "sparsity" and leaf not in shipped:
-            continue  # a pattern loaded by another test
+        leaf = name.rpartition(".")[2]
         assert f"\n{leaf} = " in text or f"\n# {leaf} = none" in text or f"[{name}]" in text
 
 
@@ -825,10 +818,10 @@ def test_any_value_survives_text(folder, trainable, lr, seed, factor):
 
 def test_help_lists_every_field():
     text = help_text()
-    for field in all_fields().values():
-        if not field.name.startswith("eval.data."):  # as those of [data]
-            assert f"  --{field.name}  {field.allowed}; " in text
-        assert field.doc.strip(), f"{field.name} has no docstring"
+    for name, field in all_fields().items():
+        if not name.startswith("eval.data."):  # as those of [data]
+            assert f"  --{name}  {field.allowed}; " in text
+        assert field.doc.strip(), f"{name} has no description"
 
 
 def test_the_paper_gives_the_defaults():
@@ -847,12 +840,73 @@ def test_the_folder_of_configurations_is_where_they_are():
 
 
 def test_the_command_line_has_no_slow_imports():
-    slow = "{'jax', 'grain', 'pyarrow', 'tokenizers'}"
+    slow = "{'jax', 'grain', 'pyarrow'}"
     code = f"import sys, mtraining_jax.cli.train; sys.exit(str({slow} & set(sys.modules) or ''))"
     found = subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.PIPE)
     assert found.stderr.strip() == b""
 
 
-def test_former_field_names_are_accepted(write):
-    config = load_config(write(f"[metrics]\nrecall_every = 7\nrecall_rows = 9\n{MODEL}"))
+def test_former_field_names_are_accepted(write, caplog):
+    renamed._notify.cache_clear()
+    text = f"[metrics]\nrecall_every = 7\nrecall_rows = 9\n{MODEL}[sparsity]\ndense_last = 3\n"
+    config = load_config(write(text), [("parallel.data", "2"), ("data.batch_size", "2")])
     assert (config.audit.interval, config.audit.num_queries) == (7, 9)
+    assert (config.sparsity.dense_cooldown_steps, config.parallel.replicas) == (3, 2)
+    assert sorted(caplog.messages) == [
+        "note: metrics.recall_every is now audit.interval",
+        "note: metrics.recall_rows is now audit.num_queries",
+        "note: parallel.data is now parallel.replicas",
+        "note: sparsity.dense_last is now sparsity.dense_cooldown_steps",
+    ]
+    load_config(write(text))
+    assert len(caplog.messages) == 4  # once per field
+    for old, new in renamed.RENAMED.items():
+        assert old not in all_fields() and old.count(".") == new.count(".")
+
+
+# ---- options of plug-ins -----------------------------------------------------------------------
+
+
+OTHER = (
+    'sparsity.top_p is an option of sparsity.kind = "vertical_slash" or "replay", but '
+    'sparsity.kind = "sampled_rows"; remove it or change sparsity.kind'
+)
+
+
+def test_options_of_another_plugin_are_errors(write, minimal):
+    path = write(f"{MODEL}[sparsity]\ntop_p = 0.5\n")
+    assert messages(path) == [f"{path}: {OTHER}"]
+    assert messages(minimal, sparsity__top_p="0.9") == [f"command line: {OTHER}"]
+    assert override(path, sparsity__kind="vertical_slash").sparsity.pattern.top_p == 0.5
+    path = write(f"{MODEL}[sparsity]\ntop_pp = 0.5\n")
+    assert "did you mean sparsity.top_p?" not in messages(path)[0]
+    path = write(f"{MODEL}[model.rope_scaling]\ntype = 'linear'\nfactor = 2.0\nbeta_fast = 3.0")
+    assert "is an option of model.rope_scaling.type = " in messages(path)[0]
+
+
+def test_options_of_a_plugin_that_is_selected_no_more_are_ignored(tmp_path, write):
+    base = tmp_path / "first.toml"
+    base.write_text(f"{MODEL}[sparsity]\nkind = 'vertical_slash'\ntop_p = 0.5\nblock_size = 64")
+    path = write("base = 'first.toml'\n[sparsity]\nkind = 'sampled_rows'\ntau = 0.8")
+    pattern = load_config(path).sparsity.pattern
+    assert (pattern.tau, pattern.block_size) == (0.8, 64)
+    assert override(path, sparsity__kind="dense").sparsity.block_size == 64
+    base.write_text(f"{MODEL}[sparsity]\nkind = 'vertical_slash'")
+    path = write("base = 'first.toml'\n[sparsity]\ntau = 0.8")
+    assert messages(path)[0].startswith(f"{path}: sparsity.tau is an option of sparsity.kind = ")
+
+
+def test_files_printed_by_earlier_versions_load(write):
+    # They have the options of all kinds.
+    options = "tau = 0.8\ntop_p = 0.9\nmax_slashes = 4096\nlast_q = 64\nkind = 'sampled_rows'"
+    path = write(f"{MODEL}[sparsity]\n{options}\n[data]\npaths = []\n")
+    assert load_config(path).sparsity.pattern == PATTERNS.get("sampled_rows")(tau=0.8)
+
+
+def test_a_stored_configuration_may_have_options_of_all_plugins():
+    table = {"model": tomllib.loads(MODEL)["model"], "sparsity": {"tau": 0.8, "top_p": 0.3}}
+    assert config_of_model(table, "a run").sparsity.pattern.tau == 0.8
+    changed = config_of_model(table, "a run", [("sparsity.kind", "vertical_slash")])
+    assert changed.sparsity.pattern.top_p == 0.3
+    with pytest.raises(UserError, match="command line: sparsity.stride is an option of"):
+        config_of_model(table, "a run", [("sparsity.stride", "8")])

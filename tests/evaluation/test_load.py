@@ -13,7 +13,9 @@ from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import Dense, SampledRows, VerticalSlash
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder

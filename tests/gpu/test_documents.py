@@ -10,14 +10,12 @@ import pytest
 
 from mtraining_jax import Dense, Documents, FixedBudget, VerticalSlash, sparse_attention
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import (
-    BlockTopK,
-    FlexPrefill,
-    MoBA,
-    SampledRows,
-    XAttention,
-)
-from mtraining_jax.patterns.minference import MInference
+from mtraining_jax.patterns.block_topk import BlockTopK
+from mtraining_jax.patterns.budgets import MInference
+from mtraining_jax.patterns.flex_prefill import FlexPrefill
+from mtraining_jax.patterns.moba import MoBA
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.reference import mask_from_index

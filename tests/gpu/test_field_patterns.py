@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.patterns import AdaSpa, BlockTopK, FlexPrefill, MoBA, VerticalSlash
+from mtraining_jax.patterns.adaspa import AdaSpa
+from mtraining_jax.patterns.block_topk import BlockTopK
+from mtraining_jax.patterns.flex_prefill import FlexPrefill
+from mtraining_jax.patterns.moba import MoBA
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.gpu_tools.ring_errors import own_device

@@ -12,7 +12,8 @@ from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import init_model
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import Dense, VerticalSlash
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 
 PROMPT, NEW = 1900, 8  # padded to 2048
 TEXT = np.random.default_rng(0).integers(0, 1000, PROMPT + NEW).astype(np.int32)

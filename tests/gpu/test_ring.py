@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.patterns import select_index
+from mtraining_jax.patterns.base import select_index
 from pallas_kernels.index import DenseIndex
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right

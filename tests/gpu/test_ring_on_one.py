@@ -13,7 +13,7 @@ import pytest
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns import select_index
+from mtraining_jax.patterns.base import select_index
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import INDICES, LISTS, NAMES, assert_right, own_device
 from tests.gpu_tools.ring_problem import SIZE

@@ -11,7 +11,9 @@ import pytest
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns import SampledRows, XAttention, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.xattention import XAttention
 from pallas_kernels.index import BlockMaskIndex
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import NAMES, assert_right, own_device

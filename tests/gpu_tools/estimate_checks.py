@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import VerticalSlash, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.scores import estimate
 from pallas_kernels import backends
+from pallas_kernels.interface import ProbeCall
 from tests.patterns import inputs
 
 # batch, seq_len, q heads, kv heads, head_dim, dtype
@@ -68,10 +70,13 @@ def check_bits_of_ranks(backend: str, shape: tuple) -> None:
     """Checks that tiles are bit-identical on every rank of every layout."""
     q, k = inputs.random(1, *shape)
     num_blocks = shape[1] // BLOCK
-    settings = dict(num_blocks=num_blocks, scale=shape[4] ** -0.5)
     kernels = backends.named(backend).estimate
-    statistics = jax.jit(functools.partial(kernels.block_statistics, **settings))
-    masses = jax.jit(functools.partial(kernels.block_masses, **settings))
+
+    def call(*where):
+        return ProbeCall(*where, num_blocks, shape[4] ** -0.5)
+
+    statistics = jax.jit(lambda *where: kernels.block_statistics(call(*where)))
+    masses = jax.jit(lambda *where, **rows: kernels.block_masses(call(*where), **rows))
     queries = q[:, -LAST_Q:].transpose(0, 2, 1, 3)
     ids = jnp.arange(num_blocks, dtype=jnp.int32)
     whole = statistics(queries, k, ids)

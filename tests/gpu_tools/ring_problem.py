@@ -20,7 +20,8 @@ from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
-from mtraining_jax.patterns import Dense, VerticalSlash
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from pallas_kernels import BlockMaskIndex, BlockSparseIndex, Index, VerticalSlashIndex
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size

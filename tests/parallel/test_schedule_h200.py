@@ -12,7 +12,7 @@ from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
-from mtraining_jax.patterns import Dense
+from mtraining_jax.patterns.dense import Dense
 from pallas_kernels import VerticalSlashIndex
 from tests.pallas_kernels.mosaic_gpu.hopper import described_h200s
 from tests.parallel.hlo_schedule import Transfer, transfers

@@ -9,9 +9,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax import sparse_attention
+from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import ModelSizes, Pattern, Settings, select_index
+from mtraining_jax.patterns.base import Pattern, select_index
+from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 from mtraining_jax.utils.fields import attribute_docs
 from pallas_kernels.index import Index
 from pallas_kernels.reference import mask_from_index, reference_attention
@@ -83,7 +85,7 @@ def queries_and_keys():
 class ChoiceContract:
     """Requirements for a selection; for patterns that reuse the attention of another pattern."""
 
-    settings: Settings
+    settings: PatternOptions
     # Whether every token is guaranteed to see something.
     rows_may_be_empty = False
 
@@ -100,7 +102,7 @@ class ChoiceContract:
         assert set(cls.__dict__.get("__annotations__", {})) <= set(attribute_docs(cls))
         assert isinstance(self.settings.describe(), str) and self.settings.describe()
         for tokens in (SEQ_LEN, 2**20):
-            share, why = self.settings.expected_density(tokens)
+            share, why = pattern_costs.expected_density(self.settings, tokens)
             assert 0 < share <= 1 and why
         assert hash(self.settings) == hash(dataclasses.replace(self.settings))
 
@@ -140,7 +142,7 @@ class ChoiceContract:
 
     def test_an_index_has_the_capacity_assumed_by_memory_estimates(self):
         index, _ = self.chosen()
-        numbers, columns = self.settings.capacities(NUM_BLOCKS)
+        numbers, columns = pattern_costs.capacities(self.settings, NUM_BLOCKS)
         room = sum(np.prod(leaf.shape[2:], dtype=int) for leaf in jax.tree.leaves(index))
         assert room <= numbers and columns <= numbers
 

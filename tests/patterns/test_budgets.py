@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import load_budgets
+from mtraining_jax.patterns.budgets import load_budgets
 from mtraining_jax.utils.errors import UserError
 
 HEAD = ["vertical_and_slash", 1000, 6096, 0.98]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import FlexPrefill
+from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.flex_cut import _quotient

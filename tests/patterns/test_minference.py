@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import ModelSizes, select_index
-from mtraining_jax.patterns.minference import MInferenceFile
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.options.probes import MInferenceOptions
 from mtraining_jax.utils.errors import UserError
 from tests.patterns import inputs, oracle
 
@@ -23,7 +24,7 @@ LAYER = [
 
 def settings(path, heads, **options):
     path.write_text(json.dumps([heads, heads]))
-    return MInferenceFile(
+    return MInferenceOptions(
         str(path),
         num_probe_queries=LAST_Q,
         sink_tokens=SINKS,

@@ -10,10 +10,12 @@ import pytest
 from mtraining_jax import sparse_attention, stripe
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import BlockTopK, MoBA, density
+from mtraining_jax.patterns.block_topk import BlockTopK
+from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
+from mtraining_jax.selection.metrics import density
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.patterns import inputs
 

@@ -5,19 +5,19 @@ import json
 import pytest
 
 from examples.strided_pattern import Strided
-from mtraining_jax.patterns import (
-    PATTERNS,
-    BlockTopK,
-    Dense,
-    FlexPrefill,
-    MoBA,
-    SampledRows,
-    VerticalSlash,
-    XAttention,
+from mtraining_jax.patterns.block_topk import BlockTopK
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.flex_prefill import FlexPrefill
+from mtraining_jax.patterns.moba import MoBA
+from mtraining_jax.patterns.options.probes import (
+    FixedBudgetOptions,
+    MInferenceOptions,
+    ReplayOptions,
 )
-from mtraining_jax.patterns.fixed_budget import BudgetFile
-from mtraining_jax.patterns.minference import MInferenceFile
-from mtraining_jax.patterns.replay import ReplaySettings
+from mtraining_jax.patterns.registry import PATTERNS
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.patterns.xattention import XAttention
 from tests.patterns.contract import BLOCK, HEADS, LAYERS, ChoiceContract, PatternContract
 
 SMALL = dict(
@@ -46,11 +46,11 @@ class TestJoint(PatternContract):
 
 
 class TestReplay(PatternContract):
-    settings = ReplaySettings(replay_density=0.3, **SMALL | dict(max_slashes=32))
+    settings = ReplayOptions(replay_density=0.3, **SMALL | dict(max_slashes=32))
 
 
 class TestReplayOfLists(PatternContract):
-    settings = ReplaySettings(
+    settings = ReplayOptions(
         replay_of="sampled_rows", replay_density=0.3, probe_queries_per_block=2, **SMALL
     )
 
@@ -62,7 +62,7 @@ class TestFixed(PatternContract):
         path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 5 * head, 3 + head, 1.0] for head in range(HEADS)]
         path.write_text(json.dumps([heads] * LAYERS))
-        cls.settings = BudgetFile(
+        cls.settings = FixedBudgetOptions(
             str(path), num_probe_queries=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
         )
 
@@ -74,7 +74,7 @@ class TestMInference(ChoiceContract):
         path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 2
         path.write_text(json.dumps([heads] * LAYERS))
-        cls.settings = MInferenceFile(
+        cls.settings = MInferenceOptions(
             str(path), num_probe_queries=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
         )
 
@@ -131,11 +131,11 @@ def test_every_registered_pattern_is_tested_here():
     tested = {
         Dense,
         VerticalSlash,
-        ReplaySettings,
-        BudgetFile,
+        ReplayOptions,
+        FixedBudgetOptions,
         XAttention,
         SampledRows,
-        MInferenceFile,
+        MInferenceOptions,
         FlexPrefill,
         MoBA,
         BlockTopK,

@@ -11,17 +11,15 @@ import pytest
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import (
-    Dense,
-    ModelSizes,
-    VerticalSlash,
-    density,
-    make_replay,
-    select_index,
-)
-from mtraining_jax.patterns.replay import ReplaySettings
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.options.probes import ReplayOptions
+from mtraining_jax.patterns.replay import make_replay
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
+from mtraining_jax.selection.metrics import density
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
@@ -121,7 +119,7 @@ def test_an_impossible_density_raises():
 
 
 def test_lists_have_their_density_and_forced_blocks():
-    settings = ReplaySettings(
+    settings = ReplayOptions(
         replay_of="sampled_rows",
         replay_density=0.3,
         replay_estimate=False,
@@ -214,7 +212,7 @@ def test_attention_waits_for_the_selection_even_if_unused():
 
 
 def test_a_pack_replays_the_pairs_within_its_documents():
-    settings = ReplaySettings(
+    settings = ReplayOptions(
         replay_of="sampled_rows",
         replay_density=0.3,
         block_size=8,

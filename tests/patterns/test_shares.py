@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import SampledRows, VerticalSlash
-from mtraining_jax.patterns.select import select
+from mtraining_jax.patterns.base import select_pairs
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.collectives import all_rows
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
@@ -54,7 +55,7 @@ def untuned(name):
     def run(q, k, documents):
         blocks = None if documents is None else documents.blocks()
         context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
-        return select(pattern, q, k, context).index
+        return select_pairs(pattern, q, k, context).index
 
     return mask_from_index(run(*arrays(), documents_of(packed)), SEQ_LEN)
 
@@ -68,8 +69,8 @@ def tuned(name):
     def local(q, k, documents, shares):
         blocks = None if documents is None else documents.blocks()
         own = layout.block_ids(jax.lax.axis_index(AXES))
-        context = SelectionContext(own, NUM_BLOCKS, AXES, documents=blocks, shares=shares)
-        index = select(pattern, q, k, context).index
+        context = SelectionContext(own, NUM_BLOCKS, AXES, documents=blocks, mass_fraction=shares)
+        index = select_pairs(pattern, q, k, context).index
         return jax.tree.map(lambda x: x[None], all_rows(index, own, NUM_BLOCKS, AXES))
 
     run = jax.jit(
@@ -85,7 +86,7 @@ def tuned(name):
     q, k = (x[:, order] for x in arrays())
 
     def keep(shares):
-        unit = 1 << pattern.kept_share().bits
+        unit = 1 << pattern.mass_fraction().bits
         shares = jnp.array([round(x * unit) for x in shares], jnp.int32)
         index = run(q, k, documents_of(packed), shares)
         return np.asarray(mask_from_index(jax.tree.map(lambda x: x[0], index), SEQ_LEN))
@@ -96,7 +97,7 @@ def tuned(name):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(name):
     keep, run = tuned(name)
-    own = getattr(PATTERNS[name][0], PATTERNS[name][0].kept_share().name)
+    own = getattr(PATTERNS[name][0], PATTERNS[name][0].mass_fraction().name)
     np.testing.assert_array_equal(keep([own, own]), untuned(name))
     found = [keep([share, own]) for share in (0.2, own, 0.7, 1.0)]
     pairs = [mask[0].sum() for mask in found]
@@ -109,6 +110,6 @@ def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(n
 
 def test_a_pattern_without_mass_fraction_raises():
     joint = VerticalSlash(preset="joint")
-    context = SelectionContext(jnp.arange(2), 2, shares=jnp.zeros(1, jnp.int32))
+    context = SelectionContext(jnp.arange(2), 2, mass_fraction=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="VerticalSlash has no mass fraction"):
-        select(joint, *(jnp.zeros((1, 256, 1, 16)),) * 2, context)
+        select_pairs(joint, *(jnp.zeros((1, 256, 1, 16)),) * 2, context)

@@ -9,7 +9,7 @@ from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import Tensors
-from mtraining_jax.patterns.fixed_budget import load_budgets
+from mtraining_jax.patterns.budgets import load_budgets
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError

@@ -19,7 +19,7 @@ from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import Tensors
-from mtraining_jax.patterns.fixed_budget import load_budgets
+from mtraining_jax.patterns.budgets import load_budgets
 from mtraining_jax.reporting.writers.jsonl import _lines_until
 from mtraining_jax.utils.errors import UserError
 from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of

@@ -11,7 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns import FixedBudget, VerticalSlash, attention_recall, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.budgets import FixedBudget
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.selection.metrics import attention_recall
 from tests.patterns import inputs
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, DIM, BLOCK = 2, 640, 4, 2, 32, 16

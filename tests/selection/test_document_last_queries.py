@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import FixedBudget, ModelSizes, VerticalSlash
-from mtraining_jax.patterns.fixed_budget import BudgetFile
-from mtraining_jax.patterns.minference import MInference, MInferenceFile
+from mtraining_jax.patterns.budgets import FixedBudget, MInference
+from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.options.probes import FixedBudgetOptions, MInferenceOptions
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from tests.pallas_kernels.helpers.brute_force import index_mask
@@ -153,7 +154,7 @@ def test_the_column_capacity_covers_the_budgets_of_each_document():
     assert budgets.capacities(4096, documents=True)[1] == 26 * 128
 
 
-@pytest.mark.parametrize("kind", [BudgetFile, MInferenceFile])
+@pytest.mark.parametrize("kind", [FixedBudgetOptions, MInferenceOptions])
 def test_budget_files_have_the_capacities_of_their_pattern(kind, tmp_path):
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps([[["stream_llm", 40, 5, 1.0], ["vertical_and_slash", 60, 7, 1.0]]]))
@@ -164,7 +165,7 @@ def test_budget_files_have_the_capacities_of_their_pattern(kind, tmp_path):
         assert settings.row_sharded(documents) == pattern.row_sharded(documents) == documents
         assert settings.capacities(64, documents) == pattern.capacities(64, documents)
     # 64 blocks: 120 columns by length, and the sinks of 4 documents; at most 60 of each.
-    sinks = 9 if kind is BudgetFile else 40
+    sinks = 9 if kind is FixedBudgetOptions else 40
     assert settings.capacities(64, True)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
 
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import VerticalSlash, select_index
+from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.scores import estimate
 from tests.pallas_kernels.mosaic_gpu.hopper import hopper
 from tests.patterns import oracle

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import SampledRows
-from mtraining_jax.patterns.sampled_rows import samples
+from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_columns
+from mtraining_jax.selection.scores.probe_rows import probe_rows
 from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs, oracle
 
@@ -69,7 +69,7 @@ def test_column_mass_is_excluded_from_block_mass(heads):
     @jax.jit
     def masses(own, k):
         context = SelectionContext(jnp.asarray(blocks), NUM_BLOCKS)
-        rows, places = samples(own, context, SIZE, 4)
+        rows, places = probe_rows(own, context, SIZE, 4)
         found = row_columns.masses_without(
             rows, k, places, jnp.asarray(tokens)[None], context, SIZE, like=own
         )

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtraining_jax.patterns import BlockTopK, SampledRows, XAttention
+from mtraining_jax.patterns.block_topk import BlockTopK
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import attention_recall, density

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns import SampledRows, XAttention
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.row_scores import rows_at_once
 from tests.patterns import inputs, oracle

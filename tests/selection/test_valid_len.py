@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.patterns import Dense, FixedBudget, SampledRows, VerticalSlash
-from mtraining_jax.patterns.select import select
+from mtraining_jax.patterns.base import select_pairs
+from mtraining_jax.patterns.budgets import FixedBudget
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.index import bits as sets
 from tests.patterns import inputs, oracle
@@ -29,7 +32,7 @@ PATTERNS = {
 def choose_all(q, k, valid_len):
     num_blocks = q.shape[1] // BLOCK
     context = SelectionContext(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
-    return {name: select(pattern, q, k, context).index for name, pattern in PATTERNS.items()}
+    return {name: select_pairs(pattern, q, k, context).index for name, pattern in PATTERNS.items()}
 
 
 def listed(index, head):
@@ -103,7 +106,7 @@ def test_rows_at_the_end_of_a_prompt_keep_all_of_their_blocks(heads):
         num_blocks = SEQ_LEN // BLOCK
         context = SelectionContext(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
         patterns = SampledRows(**settings), SampledRows(dense_suffix_tokens=30, **settings)
-        return [select(pattern, q, k, context).index.bits for pattern in patterns]
+        return [select_pairs(pattern, q, k, context).index.bits for pattern in patterns]
 
     plain, ended = (
         np.asarray(sets.unpack(bits, SEQ_LEN // BLOCK)) for bits in choose_both(q, k, 300)

@@ -5,7 +5,7 @@ import pytest
 
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml
-from mtraining_jax.patterns import PATTERNS
+from mtraining_jax.patterns.registry import PATTERNS
 from tests.training.common import changed, written
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
@@ -43,7 +43,7 @@ def test_its_fields_are_written_only_where_it_is_selected(plain_config):
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--sparsity.strid=3", "unknown option --sparsity.strid; did you mean --sparsity.stri"),
+        ("--sparsity.strid=3", "sparsity.strid is not a field; did you mean sparsity.stride?"),
         ("--sparsity.stride=0", "sparsity.stride = 0 is not allowed: it must be an integer"),
     ],
 )

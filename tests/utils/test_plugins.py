@@ -119,9 +119,9 @@ def test_conflicting_fields_of_plugins_are_an_error():
 def test_a_conflicting_plugin_is_reported_and_forgotten(tmp_path, monkeypatch, capsys):
     (tmp_path / "conflicting_pattern.py").write_text(
         "import dataclasses\n"
-        "from mtraining_jax.patterns.base import Settings\n"
+        "from mtraining_jax.patterns.options.base import PatternOptions\n"
         "@dataclasses.dataclass(frozen=True)\n"
-        "class Strided(Settings):\n"
+        "class Strided(PatternOptions):\n"
         "    tau: int = 3\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -3,61 +3,24 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 import numpy as np
-from jax import Array
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.evaluation.decode.cache import Cache
-from mtraining_jax.evaluation.decode.options import GenerateOptions
-from mtraining_jax.evaluation.decode.sampling import judge
-from mtraining_jax.evaluation.decode.step import Stepped
-from mtraining_jax.evaluation.decode.text import GrowingText
-from mtraining_jax.evaluation.engine.programs import Programs
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.engine.programs import Programs, first_token
+from mtraining_jax.evaluation.engine.sampling import judge
+from mtraining_jax.evaluation.engine.text import GrowingText
 from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
-from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.patterns import Dense, Settings
+from mtraining_jax.evaluation.model import Forced, Generated
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
-
-
-class Forced(NamedTuple):
-    """Scores of a given answer of n tokens after a prompt; see `Engine.forced`.
-
-    Attributes:
-        log_probs: fp32 [n], natural log probability of each token after those before it.
-        is_argmax: bool [n], whether it is the most likely one.
-        density: computed over causal pairs of the padded sequence, mean over layers; of the
-            prompt's pass if the answer is scored in steps.
-    """
-
-    log_probs: np.ndarray
-    is_argmax: np.ndarray
-    density: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Generated:
-    """A generated continuation of a prompt.
-
-    Attributes:
-        tokens: new ids, without the end token.
-        text: their text up to a stop text; "" without a tokenizer.
-        stopped: "end" (end token), "stop" (stop text) or "length" (token limit).
-        prefill_seconds: time to the first new token, without compilation.
-        density: of the prompt's pass, as in `Forced`.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    stopped: str
-    prefill_seconds: float
-    decode_seconds: float
-    density: float
 
 
 class Engine:
@@ -75,7 +38,6 @@ class Engine:
 
     def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
         self.loaded = loaded
-        self._network = loaded.network
         self.programs = Programs(loaded, like and like.programs)
 
     @classmethod
@@ -110,28 +72,14 @@ class Engine:
             UserError: if the folder has no readable model of a supported family, or an argument
                 does not fit it.
         """
-        return cls(
-            load(
-                path,
-                attention=attention,
-                overrides=overrides,
-                dtype=dtype,
-                tokenizer=tokenizer,
-                sparse_answers=sparse_answers,
-            )
-        )
+        return cls(load(path, attention, overrides, dtype, tokenizer, sparse_answers))
 
-    def with_pattern(self, settings: Settings) -> Self:
-        attending = dataclasses.replace(self._network.attending, settings=settings)
-        network = dataclasses.replace(self._network, attending=attending)
+    def with_pattern(self, settings: PatternOptions) -> Self:
+        network = dataclasses.replace(self.loaded.network, settings=settings)
         return type(self)(dataclasses.replace(self.loaded, network=network), like=self)
 
     def dense(self) -> Self:
-        return self.with_pattern(Dense(self._network.attending.settings.block_size))
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._network.spec
+        return self.with_pattern(Dense(self.loaded.network.settings.block_size))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -139,8 +87,12 @@ class Engine:
         return self.loaded.tokenizer
 
     @property
+    def vocab_size(self) -> int:
+        return self.loaded.network.spec.vocab_size
+
+    @property
     def max_positions(self) -> int:
-        return self.spec.max_position_embeddings
+        return self.loaded.network.spec.max_position_embeddings
 
     def token_losses(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Computes -log p of each token except the first, given those before it.
@@ -174,8 +126,8 @@ class Engine:
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
         ids = np.concatenate([prompt, answer])
         self._check_length(len(ids) - 1, 0)
-        attending = self._network.attending
-        if attending.settings.sparse and not attending.sparse_answers:
+        network = self.loaded.network
+        if network.settings.sparse and not network.sparse_answers:
             return self._forced_by_steps(prompt, answer)
         first = len(prompt) - 1
         scores, density = self.programs.score(ids[:-1], ids[1:], len(ids) - 1)
@@ -184,20 +136,17 @@ class Engine:
         )
 
     def _forced_by_steps(self, prompt: np.ndarray, answer: np.ndarray) -> Forced:
-        total = len(prompt) + len(answer)
-        read = self.programs.prefill(prompt, total)()
+        read = self.programs.prefill(prompt, len(answer))()
         logits, labels = read.logits, [np.array([label], np.int32) for label in answer]
         judged = [judge(logits, labels[0])]
         if len(labels) > 1:
-            drawing = np.float32(0), np.float32(1), np.uint32(0)
-            token = self.programs.draw(logits, "greedy", drawing)
-            cache = self.programs.cache(read, len(prompt), len(answer))
-            step = self.programs.step(cache, token, len(prompt), total, "greedy", drawing)
+            greedy = GenerateOptions()
+            token = first_token(logits, greedy)
+            cache, step = self.programs.decoder(read, token, len(prompt), len(answer), greedy)
             for given, label in itertools.pairwise(labels):
                 cache, _, logits = step(cache, jax.device_put(given, token.sharding))
                 judged.append(judge(logits, label))
-        found = zip(*jax.device_get(judged), strict=True)
-        log_probs, is_argmax = (np.concatenate(x) for x in found)
+        log_probs, is_argmax = map(np.concatenate, zip(*jax.device_get(judged), strict=True))
         return Forced(log_probs, is_argmax, float(read.density))
 
     def generate(
@@ -222,27 +171,25 @@ class Engine:
         options = GenerateOptions() if options is None else options
         if options.stop and self.tokenizer is None:
             raise UserError(f"stop = {list(options.stop)} needs a tokenizer; this model has none")
-        ids = self._checked(prompt_ids, least=1)
-        self._check_length(len(ids), options.max_new_tokens)
-        total = len(ids) + options.max_new_tokens
-        drawing = (
-            np.float32(options.temperature),
-            np.float32(options.top_p),
-            np.uint32(options.seed),
-        )
-        read = self.programs.prefill(ids, total)
+        ids, count = self._checked(prompt_ids, least=1), options.max_new_tokens
+        self._check_length(len(ids), count)
+        read = self.programs.prefill(ids, count)
         begin = time.perf_counter()
         prompt = read()
-        token = jax.block_until_ready(self.programs.draw(prompt.logits, options.kind, drawing))
+        token = jax.block_until_ready(first_token(prompt.logits, options))
         prefill_seconds = time.perf_counter() - begin
-        density = float(prompt.density)
-        cache = self.programs.cache(prompt, len(ids), options.max_new_tokens)
-        step = self.programs.step(cache, token, len(ids), total, options.kind, drawing)
+        cache, step = self.programs.decoder(prompt, token, len(ids), count, options)
         begin = time.perf_counter()
         text = GrowingText(self.tokenizer, options.stop, on_text)
         tokens: list[int] = []
         stopped = "length"
-        for new in _new_tokens(step, cache, token, options.max_new_tokens):
+        for number in range(count):
+            following = token
+            if number + 1 < count:
+                # The devices compute the next step while this thread handles a token.
+                cache, following, _ = step(cache, token)
+            new = int(np.asarray(token)[0])
+            token = following
             if new in self.loaded.stop_ids:
                 stopped = "end"
                 break
@@ -251,9 +198,13 @@ class Engine:
             if text.stopped:
                 stopped = "stop"
                 break
-        decode_seconds = time.perf_counter() - begin
         return Generated(
-            tuple(tokens), text.end(), stopped, prefill_seconds, decode_seconds, density
+            tuple(tokens),
+            text.end(),
+            stopped,
+            prefill_seconds,
+            time.perf_counter() - begin,
+            float(prompt.density),
         )
 
     def _checked(self, ids: Sequence[int] | np.ndarray, least: int) -> np.ndarray:
@@ -261,11 +212,11 @@ class Engine:
         if ids.ndim != 1 or len(ids) < least:
             what = "one token" if least == 1 else f"{least} tokens"
             raise UserError(f"the tokens have shape {list(ids.shape)}; at least {what} is needed")
-        vocab_size = self.spec.vocab_size
-        if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
+        size = self.vocab_size
+        if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= size:
             raise UserError(
                 f"the tokens range from {ids.min()} to {ids.max()}; they must be ids from 0 to "
-                f"{vocab_size - 1} (model.vocab_size = {vocab_size})"
+                f"{size - 1} (model.vocab_size = {size})"
             )
         return ids.astype(np.int32)
 
@@ -277,20 +228,3 @@ class Engine:
                 "positions of the model (model.max_position_embeddings); shorten the prompt or ask "
                 "for fewer tokens"
             )
-
-
-def _new_tokens(
-    step: Callable[[Cache, Array], Stepped], cache: Cache, token: Array, count: int
-) -> Iterator[int]:
-    """Yields new tokens as they are computed.
-
-    The devices compute the next step while the caller handles a token. The last step is discarded.
-    """
-    for number in range(count):
-        following = None
-        if number + 1 < count:
-            stepped = step(cache, token)
-            cache, following = stepped.cache, stepped.token
-        yield int(np.asarray(token)[0])
-        if following is not None:
-            token = following

@@ -3,54 +3,53 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
+import jax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.models.transformer import Attention, graph_definition
+from mtraining_jax.models.transformer import Transformer, graph_definition
+from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
-from mtraining_jax.patterns import ModelSizes, Pattern, Settings
-
-
-@dataclasses.dataclass(frozen=True)
-class Attending:
-    """How layers attend; static. See `[sparsity]` and `[parallel]` of a configuration.
-
-    Attributes:
-        backend: kernel backend; None selects the fastest available one.
-        sparse_answers: whether given answers use the pattern too, in one pass with the prompt as
-            in training. Otherwise answer tokens attend to all earlier tokens, like generated ones.
-    """
-
-    settings: Settings
-    layout: str = "striped"
-    ring: str = "gather"
-    backend: str | None = None
-    sparse_answers: bool = False
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A model without its parameters, on a mesh with one device along 'data'; static."""
+    """A model without its parameters, on a mesh with one device along 'data'; static.
+
+    Attributes:
+        settings: the sparse pattern, or dense attention.
+        layout, ring, fsdp: see `[parallel]` of a configuration.
+        backend: kernel backend; None selects the fastest available one.
+        sparse_answers: whether given answers use the pattern too, in one pass with the prompt as
+            in training. Otherwise answer tokens attend to all earlier tokens, like generated ones.
+        loss_chunk_size: number of tokens per device with logits in memory at a time.
+    """
 
     spec: ModelSpec
     mesh: Mesh
-    attending: Attending
+    settings: PatternOptions
+    layout: str = "striped"
+    ring: str = "gather"
+    backend: str | None = None
     fsdp: bool = False
+    sparse_answers: bool = False
+    loss_chunk_size: int = 1024
 
     @functools.cached_property
     def graphdef(self) -> nnx.GraphDef:
         """Structure of the model for sequences, with a chunked MLP."""
         return graph_definition(dataclasses.replace(self.spec, remat="full", mlp_kept_chunks=0))
-
-    @functools.cached_property
-    def one_token_graphdef(self) -> nnx.GraphDef:
-        return graph_definition(dataclasses.replace(self.spec, remat="none", mlp_kept_chunks=0))
 
     @property
     def ranks(self) -> int:
@@ -58,8 +57,16 @@ class Network:
 
     @property
     def unit(self) -> int:
-        chunks = 2 if self.attending.layout == "zigzag" else 1
-        return chunks * self.ranks * self.attending.settings.block_size
+        chunks = 2 if self.layout == "zigzag" else 1
+        return chunks * self.ranks * self.settings.block_size
+
+    @property
+    def lm_head_spec(self) -> PartitionSpec:
+        return lm_head_spec(self.spec, self.mesh, self.fsdp)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def padded_length(self, tokens: int) -> int:
         """Returns the padded length of a sequence, one of few so that programs can be reused.
@@ -73,28 +80,62 @@ class Network:
 
     def sequence_layout(self, seq_len: int) -> Layout:
         sizes = tuple(self.mesh.shape[axis] for axis in SEQUENCE_AXES)
-        attending = self.attending
-        return layout_for_ring(
-            attending.layout, seq_len, sizes, attending.settings.block_size, attending.ring
-        )
+        return layout_for_ring(self.layout, seq_len, sizes, self.settings.block_size, self.ring)
 
-    def pattern(self, seq_len: int, settings: Settings) -> Pattern:
+    def pattern(self, seq_len: int, settings: PatternOptions) -> Pattern:
         """Builds the pattern for a padded sequence; its arrays have a leading layer axis."""
         return settings.pattern(ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len))
 
-    def attention(self, layout: Layout, pattern: Pattern, valid_len: Array) -> Attention:
-        """Builds the attention of the layers; `valid_len` may be traced."""
-        attending = self.attending
-        return make_attention(
-            self.mesh,
-            layout,
-            pattern,
-            ring=attending.ring,
-            backend=attending.backend,
-            valid_len=valid_len,
-        )
-
-    def length_like(self, tokens: int) -> int:
+    def rope_length(self, tokens: int) -> int:
         """Returns a length equivalent to `tokens` for RoPE; see `RopeScaling.length_like`."""
         scaling = self.spec.rope_scaling
         return 1 if scaling is None else scaling.length_like(tokens)
+
+    def forward(
+        self,
+        layout: Layout,
+        pattern: Pattern,
+        length: int | None,
+        state: nnx.State,
+        tokens: Array,
+        positions: Array,
+        valid_len: Array | None,
+        inputs: Any,
+        capture_kv: Callable[[Array, Array], Any] | None = None,
+    ) -> tuple[Transformer, Array, Array, Any]:
+        """Runs all layers over a sequence in layout order.
+
+        Args:
+            layout: layout of the padded sequence.
+            pattern: pattern of the layers.
+            length: length that RoPE assumes for the full sequence (`rope_length`).
+            state: parameters.
+            tokens, positions: int32 [B, S].
+            valid_len: int32 scalar, beyond which the selection reads nothing.
+            inputs: `layer_inputs` of the pattern.
+            capture_kv: see `Transformer.forward`.
+
+        Returns:
+            The model, the input of its output layer [B, S, E], the fp32 density over causal pairs
+            of the padded sequence (mean over layers), and captured keys and values.
+        """
+        attention = make_attention(
+            self.mesh, layout, pattern, ring=self.ring, backend=self.backend, valid_len=valid_len
+        )
+        model = nnx.merge(self.graphdef, state)
+        hidden, statistics, captured = model.forward(
+            tokens,
+            positions,
+            attention,
+            capture_kv=capture_kv,
+            attention_inputs=inputs,
+            mesh=self.mesh,
+            fsdp=self.fsdp,
+            length=length,
+        )
+        return model, hidden, statistics["density"].mean(), captured
+
+    def jit(self, program: Callable[..., Any], out_shardings: Any) -> Any:
+        """Compiles a program with the options of ring attention."""
+        options = ring_compiler_options(self.mesh.devices.flat[0].platform)
+        return jax.jit(program, out_shardings=out_shardings, compiler_options=options)

@@ -5,27 +5,22 @@ from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.evaluation.decode.cache import Cache, of_prompt, room_for, with_room
-from mtraining_jax.evaluation.decode.prefill import Prompt, make_prefill
-from mtraining_jax.evaluation.decode.sampling import next_token
-from mtraining_jax.evaluation.decode.step import Stepped, make_step
-from mtraining_jax.evaluation.engine.score import make_score
+from mtraining_jax.evaluation.engine.cache import Cache, make_cache
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.engine.passes import Prompt, make_prefill, make_score
+from mtraining_jax.evaluation.engine.sampling import next_token
+from mtraining_jax.evaluation.engine.step import Stepped, make_step
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.models.label_scores import LabelScores
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.patterns import Pattern
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.training.build import layer_inputs
-
-# Sampling parameters temperature, top_p and seed, as in `GenerateOptions`.
-Drawing = tuple[np.float32, np.float32, np.uint32]
 
 
 class Programs:
@@ -35,7 +30,7 @@ class Programs:
     """
 
     def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
-        self._loaded, self._network = loaded, loaded.network
+        self._state, self._network = loaded.state, loaded.network
         self._compiled: dict[Hashable, Any] = {}
         # Decoding is dense with every pattern, and takes longest to compile.
         self._steps: dict[Hashable, Any] = {} if like is None else like._steps
@@ -50,104 +45,60 @@ class Programs:
         A sparse pattern estimates from the first `valid_len` tokens. The scores are NumPy arrays
         [n], next to the density of the pass.
         """
-        padded, length = self._network.padded_length(len(ids)), len(ids)
-        layout, positions = self.deal(padded)
-        pattern = self.pattern(padded)
-        like = self._network.length_like(length)
-        arguments = (
-            self._loaded.state,
-            self.place(ids, layout, 0),
-            self.place(labels, layout, IGNORE_LABEL),
-            positions,
-            np.int32(valid_len),
-            layer_inputs(pattern),
-        )
-        run = self._program(
-            ("score", padded, like),
-            arguments,
-            make_score,
-            self._network,
-            layout,
-            pattern,
-            like,
-            self._loaded.loss_chunk_size,
-        )
-        order = layout.inverse()[:length]
-        scores, density = run(*arguments)
+        layout, inputs = self.inputs(ids, valid_len, of_prompt=False)
+        arguments = self.place(labels, layout, IGNORE_LABEL), *inputs
+        scores, density = self._program(make_score, layout, len(ids), arguments)(*arguments)
+        order = layout.inverse()[: len(ids)]
         return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
 
-    def prefill(self, ids: np.ndarray, total: int) -> Callable[[], Prompt]:
-        """Compiles the prefill of a prompt, int32 [n], and returns a function that runs it.
+    def prefill(self, ids: np.ndarray, new_tokens: int) -> Callable[[], Prompt]:
+        """Compiles the prefill of a prompt, int32 [n], and returns a function that runs it."""
+        layout, inputs = self.inputs(ids, len(ids), of_prompt=True)
+        run = self._program(make_prefill, layout, len(ids) + new_tokens, inputs)
+        return functools.partial(run, *inputs)
 
-        `total` is the number of tokens of prompt and answer together.
+    def decoder(
+        self,
+        prompt: Prompt,
+        token: Array,
+        prompt_len: int,
+        new_tokens: int,
+        options: GenerateOptions,
+    ) -> tuple[Cache, Callable[[Cache, Array], Stepped]]:
+        """Builds the cache of a prompt, and compiles the decoding step.
+
+        The step is a function of cache and token, and donates the cache. Keys and values of
+        `prompt` are deleted.
         """
-        padded = self._network.padded_length(len(ids))
-        layout, positions = self.deal(padded)
-        pattern = self.pattern(padded, of_prompt=True)
-        like = self._network.length_like(total)
-        arguments = (
-            self._loaded.state,
-            self.place(ids, layout, 0),
-            positions,
-            np.int32(len(ids)),
-            layer_inputs(pattern),
-        )
-        run = self._program(
-            ("prefill", padded, like), arguments, make_prefill, self._network, layout, pattern, like
-        )
-        return functools.partial(run, *arguments)
-
-    def draw(self, logits: Array, kind: str, drawing: Drawing) -> Array:
-        return _draw(kind, logits, *drawing)
-
-    def cache(self, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
-        room = room_for(new_tokens, prompt.keys.shape[2] // self._network.ranks)
-        count = jax.device_put(np.int32(prompt_len), NamedSharding(self._network.mesh, P()))
-        keys, values = (
-            with_room(self._network, stacked, room) for stacked in (prompt.keys, prompt.values)
-        )
-        return of_prompt(self._network, keys, values, count)
-
-    def step(
-        self, cache: Cache, token: Array, prompt_len: int, total: int, kind: str, drawing: Drawing
-    ) -> Callable[[Cache, Array], Stepped]:
-        """Compiles the decoding step: a function of cache and token that donates the cache.
-
-        `total` is the number of tokens of prompt and answer together.
-        """
-        padded = self._network.padded_length(prompt_len)
-        like, room = self._network.length_like(total), cache.keys[0].shape[2]
-        layout, _ = self.deal(padded)
-        state = self._loaded.state
-        key = layout, like, room, kind
+        network, state = self._network, self._state
+        cache = make_cache(network, prompt, prompt_len, new_tokens)
+        length, room = network.rope_length(prompt_len + new_tokens), cache.keys[0].shape[2]
+        layout, _ = self._deal(network.padded_length(prompt_len))
+        how = _sampling(options)
+        key = layout, length, room, options.kind
         if key not in self._steps:
-            step = make_step(self._network, layout, like, kind)
-            self._steps[key] = step.lower(state, cache, token, *drawing).compile()
+            step = make_step(network, layout, length, options.kind)
+            self._steps[key] = step.lower(state, cache, token, *how).compile()
         run = self._steps[key]
-        return lambda cache, token: run(state, cache, token, *drawing)
+        return cache, lambda cache, token: run(state, cache, token, *how)
 
-    def _program(
-        self, key: Hashable, arguments: tuple, make: Callable[..., Any], *how: Any
-    ) -> Callable[..., Any]:
-        if key not in self._compiled:
-            self._compiled[key] = make(*how).lower(*arguments).compile()
-        return self._compiled[key]
+    def inputs(
+        self, ids: np.ndarray, valid_len: int, of_prompt: bool
+    ) -> tuple[Layout, tuple[Any, ...]]:
+        """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""
+        padded = self._network.padded_length(len(ids))
+        layout, positions = self._deal(padded)
+        tokens = self.place(ids, layout, 0)
+        pattern = self.pattern(padded, of_prompt)
+        return layout, (self._state, tokens, positions, np.int32(valid_len), layer_inputs(pattern))
 
     def pattern(self, padded: int, of_prompt: bool = False) -> Pattern:
-        own = self._network.attending.settings
+        own = self._network.settings
         settings = own.for_prompts() if of_prompt else own
         key = padded, settings is own  # with most patterns prompts share the arrays
         if key not in self._patterns:
             self._patterns[key] = self._network.pattern(padded, settings)
         return self._patterns[key]
-
-    def deal(self, padded: int) -> tuple[Layout, Array]:
-        """Returns the layout of a padded length, and positions [1, S]."""
-        if padded not in self._layouts:
-            layout = self._network.sequence_layout(padded)
-            positions = self.place(np.arange(padded, dtype=np.int32), layout, 0)
-            self._layouts[padded] = layout, positions
-        return self._layouts[padded]
 
     def place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
         """Pads int32 [n] to [1, S] on the mesh, in layout order."""
@@ -157,7 +108,33 @@ class Programs:
         sharding = NamedSharding(self._network.mesh, TOKENS)
         return jax.make_array_from_callback(ordered.shape, sharding, lambda index: ordered[index])
 
+    def _deal(self, padded: int) -> tuple[Layout, Array]:
+        """Returns the layout of a padded length, and positions [1, S]."""
+        if padded not in self._layouts:
+            layout = self._network.sequence_layout(padded)
+            positions = self.place(np.arange(padded, dtype=np.int32), layout, 0)
+            self._layouts[padded] = layout, positions
+        return self._layouts[padded]
 
-@functools.partial(jax.jit, static_argnums=0)
-def _draw(kind: str, logits: Array, temperature: Array, top_p: Array, seed: Array) -> Array:
-    return next_token(logits, kind, temperature, top_p, seed, jnp.int32(0))
+    def _program(
+        self, make: Callable[..., Any], layout: Layout, length: int, arguments: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        length = self._network.rope_length(length)
+        key = make, layout, length
+        if key not in self._compiled:
+            pattern = self.pattern(layout.seq_len, of_prompt=make is make_prefill)
+            program = make(self._network, layout, pattern, length)
+            self._compiled[key] = program.lower(*arguments).compile()
+        return self._compiled[key]
+
+
+def first_token(logits: Array, options: GenerateOptions) -> Array:
+    """Samples the token after a prompt, int32 [B]."""
+    return _next_token(logits, options.kind, *_sampling(options), np.int32(0))
+
+
+_next_token = jax.jit(next_token, static_argnums=1)
+
+
+def _sampling(options: GenerateOptions) -> tuple[np.float32, np.float32, np.uint32]:
+    return np.float32(options.temperature), np.float32(options.top_p), np.uint32(options.seed)

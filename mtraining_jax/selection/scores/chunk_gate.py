@@ -15,7 +15,7 @@ from pallas_kernels.index import bits as sets
 from pallas_kernels.index.token_chunks import chunk_starts, chunks_of
 
 
-def chosen_chunks(
+def best_chunks(
     q: Array, k: Array, context: SelectionContext, chunk_blocks: int, most: int
 ) -> Array:
     """Selects each query's own chunk and the best earlier chunks.
@@ -39,7 +39,7 @@ def chosen_chunks(
     return _chosen(q, chunk_means(k, context, chunk_blocks), context, own, most, first)
 
 
-def chosen_blocks(q: Array, k: Array, context: SelectionContext, most: int) -> Array:
+def best_blocks(q: Array, k: Array, context: SelectionContext, most: int) -> Array:
     """Selects each query block's own key block and the best earlier ones, by block means.
 
     Means ignore padding. With documents, query blocks select blocks of their own document.

@@ -19,25 +19,18 @@ from mtraining_jax.selection.spans import PackedSpans
 
 
 def heaviest_columns(
-    q: Array,
-    k: Array,
-    context: SelectionContext,
-    slots: PackedSpans,
-    block_size: int,
-    count: int,
-    rule: RowRule,
+    q: Array, k: Array, context: SelectionContext, slots: PackedSpans, count: int, rule: RowRule
 ) -> Array:
     """Selects up to `count` columns of each document, int32 [B, Hq, E, C], as in `row_columns`.
 
     Args:
         q, k, context: as in `RowPattern.scores`.
         slots: the documents.
-        block_size: tokens per block (g).
         count: C, maximum number of columns of a head in a document.
         rule: defines the forced blocks, which need no columns.
     """
     batch, heads, num_blocks = q.shape[0], q.shape[2], context.num_blocks
-    num_slots, seq_len = slots.slots, num_blocks * block_size
+    num_slots, seq_len, block_size = slots.slots, k.shape[1], k.shape[1] // num_blocks
     places = row_columns.spread_places(seq_len, slots.tokens[..., None])  # [B, E, u]
     positions = slots.first[..., None] * block_size + places
     rows_of = document_scores.queries_of(q, jnp.clip(positions, 0, seq_len - 1), context)
@@ -87,12 +80,11 @@ def heaviest_columns(
 
 def masses_without(
     rows: Array,
-    k: Array,
     places: Array,
+    k: Array,
     tokens: Array,
     slots: PackedSpans,
     context: SelectionContext,
-    block_size: int,
     *,
     like: Array,
 ) -> tuple[Array, Array]:
@@ -102,7 +94,7 @@ def masses_without(
     held = jnp.minimum(slot, num_slots - 1)
     entries = jnp.arange(batch)[:, None]
     own = tokens.swapaxes(1, 2)[entries, held]  # [B, n, Hq, C]
-    own = jnp.where((slot < num_slots)[..., None, None], own, context.num_blocks * block_size)
+    own = jnp.where((slot < num_slots)[..., None, None], own, k.shape[1])
     own = own.swapaxes(1, 2)
 
     def logits(rows: Array, start: Array, size: int) -> Array:
@@ -130,12 +122,11 @@ def masses_without(
     places_in_keys = jnp.pad(at * kv_heads + kv_head, ((0, 0), (0, 0), (0, padding), (0, 0)))
     return row_columns.left_over(
         rows,
-        k,
         places,
+        k,
         own,
         logits,
         context,
-        block_size,
         like=like,
         first_blocks=context.first_blocks(context.block_ids),
     )

@@ -17,6 +17,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.selection.spans import PackedSpans
 from pallas_kernels import backends
+from pallas_kernels.interface import Estimate, ProbeCall
 
 
 def last_queries(q: Array, slots: PackedSpans, context: SelectionContext, count: int) -> Array:
@@ -107,11 +108,7 @@ def softmax_scores(
 
 
 def _by_kernels(
-    kernels: backends.Estimate,
-    q_last: Array,
-    k: Array,
-    slots: PackedSpans,
-    context: SelectionContext,
+    kernels: Estimate, q_last: Array, k: Array, slots: PackedSpans, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
     """Computes `softmax_scores` with a backend's kernels."""
     batch, num_slots, heads, num_queries, dim = q_last.shape
@@ -122,21 +119,20 @@ def _by_kernels(
     end = _end(slots, slot, place, entry, k.shape[1] // num_local)
     sets = q_last.reshape(-1, heads, num_queries, dim)
     blocks = k.reshape(batch * num_local, -1, *k.shape[2:])
-    where = blocks, jnp.zeros(1, jnp.int32), 1
     scale = context.scale_for(dim)
-    options: dict[str, Any] = dict(
-        scale=scale, valid_len=end.reshape(-1), queries=(entry * num_slots + held).reshape(-1)
-    )
+    queries = (entry * num_slots + held).reshape(-1)
+    own = jnp.zeros(1, jnp.int32)
+    call = ProbeCall(sets, blocks, own, 1, scale, end.reshape(-1), queries)
 
     def by_block(x: Array) -> Array:
         return x.reshape(batch, num_local, *x[:, :, 0].shape[1:])
 
-    block_peak, block_total = map(by_block, kernels.block_statistics(sets, *where, **options))
+    block_peak, block_total = map(by_block, kernels.block_statistics(call))
     peak, normaliser = joined(block_peak, block_total, slot, num_slots, scale, context.axis_names)
     normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
     to_mean_mass = estimate.MASS_ONE // num_queries / normaliser
     of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
-    columns, own, beyond = kernels.block_masses(sets, *where, *of_sets, **options)
+    columns, own, beyond = kernels.block_masses(call, *of_sets)
     found = columns, own, beyond[..., : num_queries - 1]
     return _by_head(tuple(jnp.round(by_block(x)).astype(jnp.int32) for x in found))
 

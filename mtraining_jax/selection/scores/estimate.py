@@ -17,14 +17,14 @@ there too.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.collectives import AxisNames
-from pallas_kernels.backends import Estimate, estimate_kernels
+from pallas_kernels.backends import estimate_kernels
+from pallas_kernels.interface import Estimate, ProbeCall
 
 # Fixed-point one of a probability or mass is 2^30. A sum of masses with total one stays below 2^31
 # even if each of 2^23 terms is rounded up.
@@ -66,15 +66,20 @@ def softmax_scores(
         2^30 is the total mass of a head; the columns of the whole sequence sum to it, up to
         rounding. The diagonals are complete after `join_diagonals`.
     """
-    where: dict[str, Any] = dict(
-        scale=scale, block_ids=block_ids, num_blocks=num_blocks, valid_len=valid_len
-    )
     block_size = k_BnHD.shape[1] // block_ids.shape[0]
     kernels = estimate_kernels(backend, q_BHuD, block_size)
     if kernels is None:
-        tiles = XlaTiles(q_BHuD, k_BnHD, **where)
+        tiles = XlaTiles(
+            q_BHuD,
+            k_BnHD,
+            scale=scale,
+            block_ids=block_ids,
+            num_blocks=num_blocks,
+            valid_len=valid_len,
+        )
     else:
-        tiles = _KernelTiles(q_BHuD, k_BnHD, kernels, **where)
+        call = ProbeCall(q_BHuD, k_BnHD, block_ids, num_blocks, scale, valid_len)
+        tiles = _KernelTiles(kernels, call)
     # Two passes over the logits are cheaper than storing them: at 128K tokens and 16 heads they
     # would need half a gigabyte. The results are [B, Hq, n/g, num_probe_queries].
     block_peak, block_total = tiles.statistics()
@@ -108,38 +113,16 @@ def from_limbs(high: Array, low: Array) -> Array:
 class _KernelTiles:
     """Tiles of logits computed by a backend's kernels, with a fixed order of additions."""
 
-    q: Array
-    k: Array
     kernels: Estimate
-    _: dataclasses.KW_ONLY
-    scale: float
-    block_ids: Array
-    num_blocks: int
-    valid_len: Array | None
+    call: ProbeCall
 
     def statistics(self) -> tuple[Array, Array]:
-        return self.kernels.block_statistics(
-            self.q,
-            self.k,
-            self.block_ids,
-            self.num_blocks,
-            scale=self.scale,
-            valid_len=self.valid_len,
-        )
+        return self.kernels.block_statistics(self.call)
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
-        num_queries = self.q.shape[2]
+        num_queries = self.call.q.shape[2]
         to_mean_mass = MASS_ONE // num_queries / normaliser
-        columns, own, beyond = self.kernels.block_masses(
-            self.q,
-            self.k,
-            self.block_ids,
-            self.num_blocks,
-            peak,
-            to_mean_mass,
-            scale=self.scale,
-            valid_len=self.valid_len,
-        )
+        columns, own, beyond = self.kernels.block_masses(self.call, peak, to_mean_mass)
         return _round(columns), _round(own), _round(beyond[..., : num_queries - 1])
 
 

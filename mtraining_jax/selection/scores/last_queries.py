@@ -35,13 +35,13 @@ class Probed(NamedTuple):
         by_distance: int32 or fp32 [2, R, NB, g], scores of columns, and of diagonals by distance.
         heads: int32 [R], the query head of each row.
         spans: the sequences.
-        shares: int32 [R], `SelectionContext.shares` of each row, or None.
+        mass_fraction: int32 [R], `SelectionContext.mass_fraction` of each row, or None.
     """
 
     by_distance: Array
     heads: Array
     spans: Spans
-    shares: Array | None
+    mass_fraction: Array | None
 
 
 class Kept(NamedTuple):
@@ -104,7 +104,9 @@ def probe(
         # Token V-1-s stores diagonal s; entries that padding would store move to the end.
         slash = jnp.roll(slash.reshape(-1, seq_len), valid_len - seq_len, 1).reshape(slash.shape)
     by_distance = jnp.stack([vertical, slash])
-    return Probed(by_distance, heads, OneSpan(context.num_blocks, valid_len), _shares(q, context))
+    return Probed(
+        by_distance, heads, OneSpan(context.num_blocks, valid_len), _mass_fraction(q, context)
+    )
 
 
 def probe_documents(
@@ -125,14 +127,17 @@ def probe_documents(
     slash = estimate.join_diagonals(own, tails)
     spans = slots.rows(collectives.entries_of(q.shape[0], q.shape[2], context.axis_names))
     return Probed(
-        document_scores.by_distance(vertical, slash, spans), heads, spans, _shares(q, context)
+        document_scores.by_distance(vertical, slash, spans),
+        heads,
+        spans,
+        _mass_fraction(q, context),
     )
 
 
-def _shares(q: Array, context: SelectionContext) -> Array | None:
-    if context.shares is None:
+def _mass_fraction(q: Array, context: SelectionContext) -> Array | None:
+    if context.mass_fraction is None:
         return None
-    return context.shares[collectives.entries_of(q.shape[0], q.shape[2], context.axis_names)]
+    return context.mass_fraction[collectives.entries_of(q.shape[0], q.shape[2], context.axis_names)]
 
 
 def per_kind(values: Sequence[int], spans: Spans) -> Array:

@@ -25,21 +25,19 @@ _STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
 
 
 def heaviest_columns(
-    q: Array, k: Array, context: SelectionContext, block_size: int, count: int, rule: RowRule
+    q: Array, k: Array, context: SelectionContext, count: int, rule: RowRule
 ) -> Array:
     """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
     Args:
         q, k, context: as in `RowPattern.scores`.
-        block_size: tokens per block (g).
         count: C, maximum number of columns of a head.
         rule: defines the forced blocks, which need no columns.
 
     Returns:
         int32 [B, Hq, C], ascending, padded with S, replicated. Columns without mass are dropped.
     """
-    num_blocks = context.num_blocks
-    seq_len = num_blocks * block_size
+    num_blocks, seq_len = context.num_blocks, k.shape[1]
     end = seq_len if context.valid_len is None else context.valid_len
     positions = spread_places(seq_len, end)
     rows = collectives.gather_rows(
@@ -105,14 +103,7 @@ def _far_masses(
 
 
 def masses_without(
-    rows: Array,
-    k: Array,
-    places: Array,
-    tokens: Array,
-    context: SelectionContext,
-    block_size: int,
-    *,
-    like: Array,
+    rows: Array, places: Array, k: Array, tokens: Array, context: SelectionContext, *, like: Array
 ) -> tuple[Array, Array]:
     """Splits the mass of query rows between key blocks and columns.
 
@@ -143,17 +134,16 @@ def masses_without(
             preferred_element_type=jnp.float32,
         ).reshape(*rows.shape[:-1], -1)
 
-    return left_over(rows, k, places, tokens[:, :, None], logits, context, block_size, like=like)
+    return left_over(rows, places, k, tokens[:, :, None], logits, context, like=like)
 
 
 def left_over(
     rows: Array,
-    k: Array,
     places: Array,
+    k: Array,
     tokens: Array,
     logits: Callable[[Array, Array, int], Array],
     context: SelectionContext,
-    block_size: int,
     *,
     like: Array,
     first_blocks: Array | None = None,
@@ -167,6 +157,7 @@ def left_over(
             blocks from a given one on: fp32 [B, Hq, size, r, C].
         first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
     """
+    block_size = k.shape[1] // context.num_blocks
     masses, levels = row_scores.block_masses_and_levels(
         rows,
         row_scores.by_blocks(k, block_size),

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from mtraining_jax.config import Config
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns import Dense, Pattern
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.training.audit import make_step_audit
 from mtraining_jax.training.build import build_attention, layer_inputs
@@ -29,18 +30,11 @@ _DESCRIPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The programs of a run; None for a program that no step needs.
+    """The programs of a run; None for a program that no step needs."""
 
-    Attributes:
-        train_step: from `make_train_step`; audited if every step is audited.
-        audited_step: audited training step, if only some steps are audited.
-        dense_step: training step with dense attention, for the dense steps of a sparse run.
-        compare_gradients: from `make_gradient_comparison`.
-    """
-
-    train_step: Callable[..., Any] | None = None
-    audited_step: Callable[..., Any] | None = None
-    dense_step: Callable[..., Any] | None = None
+    train_step: Callable[..., Any] | None = None  # audited if every step is audited
+    audited_step: Callable[..., Any] | None = None  # if only some steps are audited
+    dense_step: Callable[..., Any] | None = None  # for the dense steps of a sparse run
     compare_gradients: Callable[..., Any] | None = None
 
 
@@ -74,11 +68,7 @@ def compile_programs(
     devices: Iterable[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
     display: Display,
 ) -> Programs:
-    """Compiles the programs of a run for `arguments`, a state and a batch.
-
-    Raises:
-        UserError: if a program needs more memory than a device has.
-    """
+    """Compiles the programs of a run for `arguments`, a state and a batch; checks their memory."""
     compiled = {}
     for name, what in _DESCRIPTIONS.items():
         function = getattr(programs, name)

@@ -9,6 +9,7 @@ import numpy as np
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import step_flops
 from mtraining_jax.cost_model.kernel_times import KERNEL_RATES, AttentionSize, matmul_rate, pack_ms
+from mtraining_jax.cost_model.pattern_costs import expected_density
 from mtraining_jax.data.balance import Balance, imbalance, sequence_cost
 from mtraining_jax.data.densities import Densities, length_classes, num_classes
 from mtraining_jax.data.loader import Loader
@@ -35,10 +36,10 @@ def assumed_densities(config: Config) -> np.ndarray:
 
     Documents shorter than `min_sparse_tokens` use dense attention and have density 1.
     """
-    settings, block = config.sparsity.settings, config.sparsity.block_size
+    settings, block = config.sparsity.pattern, config.sparsity.block_size
     shortest = 2 ** np.arange(num_classes(config.data.seq_len // block)) * block
     middle = np.minimum(3 * shortest // 2, config.data.seq_len)
-    expected = np.array([settings.expected_density(tokens)[0] for tokens in middle.tolist()])
+    expected = np.array([expected_density(settings, tokens)[0] for tokens in middle.tolist()])
     longest = 2 * shortest - block
     return np.where(longest < getattr(settings, "min_sparse_tokens", 0), 1.0, expected)
 
@@ -133,8 +134,8 @@ class ReplicaLoad:
     def _times(self, lengths: list[np.ndarray], densities: np.ndarray) -> np.ndarray:
         """Returns the attention milliseconds of each replica in a step, float64 [M]."""
         block = self._config.sparsity.block_size
-        each = np.array([sequence_cost(of_row, densities, self._weigh, block) for of_row in lengths])
-        return each.reshape(self._config.parallel.replicas, -1).sum(1)
+        costs = [sequence_cost(of_row, densities, self._weigh, block) for of_row in lengths]
+        return np.array(costs).reshape(self._config.parallel.replicas, -1).sum(1)
 
     def imbalances(self, attention_ms: np.ndarray, suffix: str) -> Record:
         """Returns the imbalance (slowest over mean) of attention and of full steps."""

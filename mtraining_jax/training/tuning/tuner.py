@@ -18,12 +18,7 @@ from mtraining_jax.training.tuning.density_response import (
     ReplicaDocuments,
     sparse_densities,
 )
-from mtraining_jax.training.tuning.mass_fractions import (
-    Bounds,
-    TunedFractions,
-    replica_ms,
-    tune_fractions,
-)
+from mtraining_jax.training.tuning.mass_fractions import FractionTuning, TunedFractions
 from mtraining_jax.training.tuning.replica_load import (
     ReplicaLoad,
     assumed_densities,
@@ -48,22 +43,23 @@ class Tuner:
         self, config: Config, loader: Loader, mesh: Mesh, load: ReplicaLoad | None
     ) -> None:
         sparsity = config.sparsity
-        kept = sparsity.settings.kept_share()
+        kept = sparsity.pattern.mass_fraction()
         assert kept is not None  # `validate` requires it for sparsity.tune
         self._config, self._loader, self._load, self._kept = config, loader, load, kept
         self._sharding = NamedSharding(mesh, SHARES)
-        self._bounds = Bounds(getattr(sparsity, kept.name), sparsity.tune_min, sparsity.tune_max)
-        self._size, self._assumed = attention_size(config), assumed_densities(config)
-        # Estimates after each of the last steps, in order.
-        self._after = {0: DensityResponse.start(self._assumed.size, config.model.num_layers)}
+        self._tuning = FractionTuning(
+            sparsity.tune_min, sparsity.tune_max, sparsity.tune, attention_size(config)
+        )
+        base = getattr(sparsity.pattern, kept.name)
+        start = DensityResponse.start(assumed_densities(config), base, config.model.num_layers)
+        self._after = {0: start}  # estimates after each of the last steps
         self._unfinished: dict[int, tuple[list[ReplicaDocuments], TunedFractions]] = {}
 
     def add_to(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Adds `shares`, int32 [B, L], to the batch that the loader returned last."""
         step, documents = self._loader.step, self._documents()
         known = self._after[max(step - DELAY, min(self._after))]
-        anchor = self._config.sparsity.tune
-        tuned = tune_fractions(documents, known, self._assumed, self._bounds, anchor, self._size)
+        tuned = self._tuning.tune(documents, known)
         self._unfinished[step] = documents, tuned
         units = np.rint(tuned.fractions * (1 << self._kept.bits)).astype(np.int32)
         shares = np.repeat(units, self._config.data.batch_size // len(documents), axis=0)
@@ -98,9 +94,8 @@ class Tuner:
             record |= self._load.imbalances(times, "")
             if self._config.model.head_dim in KERNEL_RATES:
                 record["attention_ms_by_group"] = times.tolist()
-        after = before.after(documents, self._assumed, tuned.fractions, self._bounds.base, measured)
         recent = {past: x for past, x in self._after.items() if past >= step - DELAY}
-        self._after = {**recent, step: after}
+        self._after = {**recent, step: before.after(documents, tuned.fractions, measured)}
         return record
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +121,7 @@ class Tuner:
             min_sparse_tokens = 0
         else:
             rows = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-            min_sparse_tokens = getattr(config.sparsity.settings, "min_sparse_tokens", 0)
+            min_sparse_tokens = getattr(config.sparsity.pattern, "min_sparse_tokens", 0)
         each = len(rows) // config.parallel.replicas
         return [
             ReplicaDocuments(rows[i : i + each], config.sparsity.block_size, min_sparse_tokens)
@@ -137,12 +132,12 @@ class Tuner:
         self, documents: list[ReplicaDocuments], response: DensityResponse, measured: np.ndarray
     ) -> np.ndarray:
         """Attention times [M] from densities [M, L] of replicas, with expected document ratios."""
-        known = response.densities(self._assumed)
-        densities = sparse_densities(documents, measured).mean(1)
-        times = []
-        for own, density in zip(documents, densities, strict=True):
-            factor = 1.0
-            if np.isfinite(density):
-                factor = density * own.sparse_weight / own.class_weights(known).sum()
-            times.append(replica_ms(own, known, factor, self._size))
-        return np.array(times)
+        expected = [own.class_weights(response.densities).sum() for own in documents]
+        computed = sparse_densities(documents, measured).mean(1)
+        computed *= [own.sparse_weight for own in documents]
+        return np.array(
+            [
+                self._tuning.ms(own, response, pairs / before if np.isfinite(pairs) else 1.0)
+                for own, pairs, before in zip(documents, computed, expected, strict=True)
+            ]
+        )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mtraining_jax.patterns import Pattern
+from mtraining_jax.patterns.base import Pattern
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, Window, f
 from benchmarks.quality.stepped_model import SteppedModel, read_model
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.label_scores import label_scores
-from mtraining_jax.patterns import ModelSizes, VerticalSlash
+from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex, attention
 
@@ -142,40 +143,20 @@ def test_a_run_writes_each_setting_as_soon_as_it_is_measured(tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
-def test_records_of_two_runs_are_joined_if_they_can_be(tmp_path):
+def test_a_table_compares_with_the_dense_times_of_its_run():
     start = {
         "setting": "then", "device": "H200", "seq_len": 256, "sequences": 2, "dtype": "bfloat16",
         "model": "m", "repeats": 10, "timed_layers": [0], "recall_rows": 8, "loss": 2.0,
-        "loss_copies": None, "times": {
-            "select": 0.5, "forward": 1, "backward": 3, "together": 4.0
-        },
+        "loss_copies": None,
+        "times": {"select": 0.5, "forward": 1, "backward": 3, "together": 4.0},
     }  # fmt: skip
     row = {
-        "pattern": "window,blocks=2",
-        "density": 0.5,
-        "executed": 0.6,
-        "keys": 64,
-        "rise": -0.001,
-        "rise_error": None,
-        "rise_copies": None,
-        "recall": 0.9,
-        "recall_worst": 0.8,
+        "pattern": "sampled_rows,tau=0.9", "density": 0.5, "executed": 0.6, "keys": 64,
+        "rise": 0.25, "rise_error": None, "rise_copies": None, "recall": 0.9, "recall_worst": 0.8,
         "times": {"select": 0.2, "forward": 0.5, "backward": 1.0, "together": 2.0},
-    }
-    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
-    for file, run, rows in (
-        (files[0], start, [row, row | {"pattern": "xattention,tau=0.9", "rise": 0.25}]),
-        (files[1], start | {"setting": "now"}, [row, {"failed": "", "pattern": "x"}]),
-        (files[2], start | {"seq_len": 512}, [row]),
-    ):
-        file.write_text("".join(json.dumps(x) + "\n" for x in [{"run": run}, *rows]))
-    frontier_report.main([*map(str, files[:2]), "--out", str(tmp_path / "both")])
-    text = (tmp_path / "both.md").read_text()
-    assert (
-        "now." in text and "| xattention tau=0.9 | 0.500 |" in text and text.count("| window") == 1
-    )
-    line = next(x for x in text.splitlines() if x.startswith("| xattention"))
+    }  # fmt: skip
+    text = frontier_report.markdown(start, [row])
+    line = text.splitlines()[-1]
+    assert "then." in text and line.startswith("| sampled_rows tau=0.9 | 0.500 |")
     assert line.endswith("| 0.900 | 0.80 | 0.200 | 0.500 | 1.000 | 2.000 | 2.00 |")
     assert "| +0.2500 | – | – |" in line
-    with pytest.raises(ValueError, match="seq_len is 512, and 256 before"):
-        frontier_report.read(files)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.step import patterns
-from mtraining_jax.patterns import Dense
+from mtraining_jax.patterns.dense import Dense
 
 
 @dataclasses.dataclass(frozen=True)

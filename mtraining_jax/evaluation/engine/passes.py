@@ -1,0 +1,106 @@
+"""Forward passes of the training layers: scores of labels, and the prefill of a prompt."""
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.evaluation.engine.network import Network
+from mtraining_jax.models.fsdp import gather_weight
+from mtraining_jax.models.label_scores import LabelScores, label_scores
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import ACTIVATIONS, SEQUENCE_AXES
+from mtraining_jax.parallel.ordering import serialize_collectives
+from mtraining_jax.patterns.base import Pattern
+
+# Keys and values of a prompt, [L, B, S, Hk, D].
+STACKED = P(None, None, SEQUENCE_AXES)
+
+
+class Prompt(NamedTuple):
+    """The result of the prefill.
+
+    Attributes:
+        logits: fp32 [B, V], for the first new token.
+        keys, values: [L, B, S, Hk, D], S in layout order and sharded over the ranks.
+        density: fp32, computed over causal pairs of the padded prompt, mean over layers.
+    """
+
+    logits: Array
+    keys: Array
+    values: Array
+    density: Array
+
+
+def make_score(network: Network, layout: Layout, pattern: Pattern, length: int) -> Any:
+    """Builds a program that scores labels.
+
+    Returns:
+        A jitted function of labels, int32 [B, S], and of the last arguments of `Network.forward`.
+        It returns scores [B, S] in the same order, replicated, and the density.
+    """
+
+    def score(labels: Array, *inputs: Any) -> tuple[LabelScores, Array]:
+        model, hidden, density, _ = network.forward(layout, pattern, length, *inputs)
+        scores = label_scores(
+            hidden,
+            model.lm_head_weight(),
+            labels,
+            chunk_size=network.loss_chunk_size,
+            mesh=network.mesh,
+            weight_spec=network.lm_head_spec,
+        )
+        return scores, density
+
+    return network.jit(score, network.replicated)
+
+
+def make_prefill(network: Network, layout: Layout, pattern: Pattern, length: int) -> Any:
+    """Builds the prefill program, a jitted function of the last arguments of `Network.forward`."""
+
+    def prefill(*inputs: Any) -> Prompt:
+        *_, prompt_len, _ = inputs
+        model, hidden, density, (keys, values) = network.forward(
+            layout, pattern, length, *inputs, capture_kv=lambda k, v: (k, v)
+        )
+        weight = model.lm_head_weight().astype(hidden.dtype)
+        logits = _last_logits(network, layout, hidden, weight, prompt_len)
+        return Prompt(logits, keys, values, density)
+
+    stacked = NamedSharding(network.mesh, STACKED)
+    shardings = network.replicated, stacked, stacked, network.replicated
+    return network.jit(prefill, Prompt(*cast(Any, shardings)))
+
+
+def _last_logits(
+    network: Network, layout: Layout, hidden_BSE: Array, weight_VE: Array, prompt_len: Array
+) -> Array:
+    weight_spec = network.lm_head_spec
+
+    def logits_of_shard(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:
+        slot = layout.local_positions(prompt_len - 1, lax.axis_index(SEQUENCE_AXES))
+        row = lax.dynamic_index_in_dim(hidden_BSE, jnp.maximum(slot, 0), 1, keepdims=False)
+        # Only one rank has the token; adding zeros in fp32 is exact.
+        row = lax.psum(jnp.where(slot >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
+        row = row.astype(hidden_BSE.dtype)
+        weight_VE, (row,) = serialize_collectives(weight_VE, (row,))
+        return token_logits(row, gather_weight(weight_VE, weight_spec))
+
+    return jax.shard_map(
+        logits_of_shard,
+        mesh=network.mesh,
+        in_specs=(ACTIVATIONS, weight_spec, P()),
+        out_specs=P(),
+        check_vma=False,
+    )(hidden_BSE, weight_VE, prompt_len)
+
+
+def token_logits(hidden_BE: Array, weight_VE: Array) -> Array:
+    """Applies the output layer to one token per sequence, in its dtype: fp32 [B, V]."""
+    exact = lax.Precision.HIGHEST if hidden_BE.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "be,ve->bv", hidden_BE, weight_VE, precision=exact, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,89 @@
+"""Measures the loss of a model on a text with several sparse pattern settings."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mtraining_jax.data.documents import encoded
+from mtraining_jax.data.sources.text import TextFiles
+from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.evaluation.far_copies import far_copies
+from mtraining_jax.evaluation.proposal import Measured
+from mtraining_jax.models.labels import IGNORE_LABEL
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
+
+
+def read_sequences(engine: Engine, paths: Sequence[str], length: int, count: int) -> np.ndarray:
+    """Reads text files, joins them, and splits them into up to `count` sequences: int32 [N, S].
+
+    `paths` are files, folders and patterns, as in data.paths. Raises UserError if the model has no
+    tokenizer, a file cannot be read, or the text is too short.
+    """
+    tokenizer = engine.loaded.needed_tokenizer()
+    files = TextFiles(paths=tuple(str(Path(path).expanduser()) for path in paths))
+    found: list[np.ndarray] = []
+    have = 0
+    for where, text in files.documents():
+        found.append(encoded(text, where, tokenizer, tokenizer.eos))
+        have += len(found[-1])
+        if have >= length * count:
+            break
+    if have < length:
+        raise UserError(f"--text has {have:,} tokens, fewer than one sequence of {length:,}")
+    whole = min(have // length, count)
+    return np.concatenate(found)[: whole * length].reshape(whole, length).astype(np.int32)
+
+
+def check_length(engine: Engine, settings: Iterable[PatternOptions], length: int) -> None:
+    """Checks that a length fits the model's positions, and that no setting would pad it."""
+    if length > engine.max_positions:
+        raise UserError(
+            f"--length {length} is more than the {engine.max_positions} positions of "
+            f"{engine.loaded.source} (model.max_position_embeddings)"
+        )
+    for one in settings:
+        network = engine.with_pattern(one).loaded.network
+        padded = network.padded_length(length)
+        if padded != length:
+            raise UserError(
+                f"--length {length} would be padded to {padded} with blocks of {one.block_size} "
+                f"tokens on {counted(network.ranks, 'device')}, which changes densities; "
+                f"use --length {padded}"
+            )
+
+
+def measure(
+    engine: Engine, sequences: np.ndarray, settings: Mapping[str, PatternOptions]
+) -> Iterator[Measured]:
+    """Runs a model over sequences, int32 [N, S], first dense, then with each setting.
+
+    The selection reads all tokens of a sequence, as in training.
+    """
+    far = np.stack([far_copies(tokens) for tokens in sequences])[:, 1:]
+    dense = None
+    block_size = next(iter(settings.values())).block_size
+    for text, one in {"dense": Dense(block_size), **settings}.items():
+        programs = engine.with_pattern(one).programs
+        losses, densities = [], []
+        for tokens in sequences:
+            labels = np.append(tokens[1:], np.int32(IGNORE_LABEL))
+            scores, density = programs.score(tokens, labels, len(tokens))
+            losses.append(scores.loss[:-1].astype(np.float64))
+            densities.append(density)
+        found = np.stack(losses)
+        dense = found if dense is None else dense
+        rises = found - dense
+        means = rises.mean(1)
+        yield Measured(
+            text,
+            density=float(np.mean(densities)),
+            loss=float(found.mean()),
+            rise=float(rises.mean()),
+            error=float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan,
+            copies=float(rises[far].mean()) if far.any() else math.nan,
+        )

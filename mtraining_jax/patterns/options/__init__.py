@@ -1,0 +1,1 @@
+"""Options of sparse patterns: the fields of `[sparsity]`. Imports no JAX."""

@@ -1,0 +1,144 @@
+"""The base of all options of sparse patterns.
+
+Importing options imports no JAX, so that a configuration can be read and checked without it. The pattern
+itself, which selects pairs, inherits from its options and is loaded by `PatternOptions.pattern`.
+"""
+
+import dataclasses
+import importlib
+from typing import Any, ClassVar, NamedTuple
+
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.limits import PositiveInt, check_limits
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """Properties of the model and run that a pattern may depend on.
+
+    Attributes:
+        num_layers: L.
+        num_heads: query heads, Hq.
+        seq_len: S, tokens.
+        seed: seed of the run, for random patterns.
+    """
+
+    num_layers: int
+    num_heads: int
+    seq_len: int
+    seed: int = 0
+
+
+class MassFraction(NamedTuple):
+    """A pattern's mass fraction, which can be tuned during a run.
+
+    Monotone: raising it never drops a pair.
+
+    Attributes:
+        name: name of the field.
+        bits: it is rounded to multiples of 2^-bits; at most 30.
+    """
+
+    name: str
+    bits: int
+
+
+class PatternOptions:
+    """The fields of the section `[sparsity]` for one kind of pattern: a frozen dataclass.
+
+    Field types may carry limits (`mtraining_jax.utils.limits`); "Attributes:" of the docstring is
+    their help text. The message of a ValueError begins with the name of the field.
+
+    Attributes:
+        block_size: Block size in tokens (g).
+        pattern_class: the pattern, as `module:Class`; it inherits from the options.
+        sparse: whether pairs may be skipped at all.
+        selects: whether pairs are selected by queries and keys; otherwise recall is not measured,
+            and densities are reported under another name.
+        density_name: name of the density in what a run prints.
+        supports_documents: whether pairs are selected within packed documents; otherwise packed
+            documents are rejected.
+        budget_field: the field to increase in order to keep more pairs.
+    """
+
+    block_size: int
+    pattern_class: ClassVar[str]
+    sparse: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
+    density_name: ClassVar[str] = "density"
+    supports_documents: ClassVar[bool] = False
+    budget_field: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def pattern(self, model: ModelSizes) -> Any:
+        """Returns the `Pattern` for a model; arrays that differ between layers lead with that axis.
+
+        Raises:
+            UserError: if a file cannot be read, or the options do not fit the model.
+        """
+        return self.load_class().from_options(self, model)
+
+    def load_class(self) -> Any:
+        """Loads the class of the pattern, and with it JAX."""
+        module, _, name = self.pattern_class.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    def check_documents(self) -> None:
+        """Raises a UserError if the pattern does not support packed documents."""
+        if not self.supports_documents:
+            raise UserError(
+                f"{type(self).__name__} does not support packed documents; use sampled_rows, "
+                "vertical_slash or dense"
+            )
+
+    def row_sharded(self, documents: bool) -> bool:
+        """Whether each rank holds its own rows of an index, with or without packed documents."""
+        del documents
+        return False
+
+    def for_prompts(self) -> "PatternOptions":
+        """Returns the variant for prompts, with the question at the end; unchanged by default."""
+        return self
+
+    def mass_fraction(self) -> MassFraction | None:
+        """The mass fraction that `SelectionContext.mass_fraction` may override, or None."""
+        return None
+
+    def describe(self) -> str:
+        """Describes the pattern in a few words, for the banner of a run."""
+        return type(self).__name__
+
+    def more_pairs(self) -> str:
+        """Advice on which field to change to keep more pairs, and so more attention mass."""
+        if not self.budget_field:
+            return "change the settings in [sparsity] to keep more pairs"
+        return f"increase sparsity.{self.budget_field} = {getattr(self, self.budget_field)}"
+
+    def blocks(self, tokens: int) -> int:
+        """Returns the number of blocks of some tokens."""
+        return -(-tokens // self.block_size)
+
+    def most_documents(self, num_blocks: int) -> int:
+        """Returns how many documents of `min_sparse_tokens` fit into NB blocks, at least 1."""
+        least = self.blocks(getattr(self, "min_sparse_tokens", 0))
+        return max(num_blocks // max(least, 1), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseOptions(PatternOptions):
+    """Dense attention.
+
+    Attributes:
+        block_size: Block size in tokens (g).
+    """
+
+    pattern_class = "mtraining_jax.patterns.dense:Dense"
+    supports_documents = True
+    sparse = False
+
+    block_size: PositiveInt = 128
+
+    def describe(self) -> str:
+        return "dense"

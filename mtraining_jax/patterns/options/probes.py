@@ -1,0 +1,295 @@
+"""Options of the patterns that select columns and diagonals by the last queries, and of replay."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from mtraining_jax.patterns.options.base import MassFraction, PatternOptions
+from mtraining_jax.patterns.options.rows import SampledRowsOptions, XAttentionOptions
+from mtraining_jax.utils.limits import (
+    Ge,
+    Gt,
+    Le,
+    Lt,
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    UnitFraction,
+    check_at_most,
+)
+
+_COLUMN_MULTIPLE = 128  # column capacities are rounded up to a multiple of this
+
+
+class ProbeOptions(PatternOptions):
+    """Capacities of columns and diagonals; with documents, all share 2 `max_verticals` columns."""
+
+    supports_documents = True
+
+    num_probe_queries: int
+    max_verticals: int
+    max_slashes: int
+    min_sparse_tokens: int
+
+    def row_sharded(self, documents: bool) -> bool:
+        return documents
+
+    def least_columns(self) -> int:
+        """Number of columns that a document may keep whatever its length."""
+        raise NotImplementedError(f"{type(self).__name__}.least_columns")
+
+    def most_diagonals(self, num_blocks: int) -> int:
+        """Returns the number of block diagonals that a list has room for."""
+        return min(2 * self.max_slashes + 1, num_blocks)
+
+    def list_capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Returns the room of a `VerticalSlashIndex` for columns and for block diagonals."""
+        columns = min(_rounded(self.max_verticals), num_blocks * self.block_size)
+        return columns, self.most_diagonals(num_blocks)
+
+    def document_columns(self, num_blocks: int) -> int:
+        """Returns the room for the columns of all documents of a sequence of NB blocks."""
+        documents = self.most_documents(num_blocks)
+        most = 2 * self.max_verticals + documents * self.least_columns()
+        return _rounded(min(most, documents * self.max_verticals, num_blocks * self.block_size))
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True)
+class VerticalSlashOptions(ProbeOptions):
+    """The columns and diagonals with most of the attention mass.
+
+    Attributes:
+        top_p: Attention mass to keep, as a fraction of the estimated mass: of verticals and of
+            slashes separately (presets safe, paper) or of both together (joint).
+        max_verticals: Maximum number of verticals (key columns) per head.
+        max_slashes: Maximum number of slashes (diagonals) per head (presets safe, paper). Each
+            selects at most two block diagonals.
+        preset: safe always keeps sinks, local blocks and minimum budgets; paper keeps only what
+            top_p selects; joint selects verticals and slashes together.
+        num_probe_queries: Number of probe queries at the end of the sequence; at most block_size.
+        block_size: Block size in tokens (g).
+        sink_tokens: Number of first tokens that are always kept as verticals (presets safe, joint).
+        local_blocks: Number of nearest key blocks (block diagonals) that are always kept, including
+            the query's own (vertical_slash: presets safe, joint).
+        min_verticals: Minimum number of verticals per head (preset safe). One tile of columns is
+            nearly free.
+        min_slashes: Minimum number of slashes per head (preset safe). Small, since each isolated
+            slash may cost two block diagonals.
+        min_block_mass: Minimum block mass, as a fraction of the row's mass: blocks below it are
+            skipped even if tau or top_p is not reached (vertical_slash: preset joint). With tau or
+            top_p 1 it is the only criterion, and heads with concentrated mass keep few blocks; 0
+            disables.
+        max_density: Maximum density of a head (preset joint). Forced pairs may exceed it.
+        local_fraction: Fraction of max_density reserved for a local window (preset joint): as many
+            nearest block diagonals as fit together with the sinks, if more than local_blocks. With
+            1 the rest has room for less than one diagonal.
+        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
+            since selection would save little. Has no effect without documents.
+    """
+
+    pattern_class = "mtraining_jax.patterns.vertical_slash:VerticalSlash"
+    budget_field = "top_p"
+
+    top_p: PositiveFraction = 0.90
+    max_verticals: NonNegativeInt = 4096
+    max_slashes: NonNegativeInt = 4096
+    preset: Literal["safe", "paper", "joint"] = "safe"
+    num_probe_queries: PositiveInt = 64
+    block_size: PositiveInt = 128
+    sink_tokens: NonNegativeInt = 30
+    local_blocks: PositiveInt = 2
+    min_verticals: NonNegativeInt = 128
+    min_slashes: NonNegativeInt = 16
+    min_block_mass: UnitFraction = 0.0
+    max_density: PositiveFraction = 1.0
+    local_fraction: UnitFraction = 0.0
+    min_sparse_tokens: NonNegativeInt = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_most(self, "num_probe_queries", "block_size")
+        if self.preset != "paper":
+            check_at_most(self, "sink_tokens", "max_verticals")
+        if self.preset == "safe":
+            check_at_most(self, "min_verticals", "max_verticals")
+            check_at_most(self, "min_slashes", "max_slashes")
+        self._check_joint()
+
+    def _check_joint(self) -> None:
+        """Rejects options of the preset joint that would have no effect."""
+        unused = {"min_block_mass": 0.0, "max_density": 1.0, "local_fraction": 0.0}
+        for name, value in unused.items():
+            if self.preset != "joint" and getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is an option of preset='joint', but preset is "
+                    f"{self.preset!r}; set preset='joint' or {name}={value:g}"
+                )
+        if self.local_fraction and self.max_density == 1:
+            raise ValueError(
+                f"local_fraction={self.local_fraction} is a fraction of max_density, which is 1; "
+                "set max_density below 1"
+            )
+
+    def mass_fraction(self) -> MassFraction | None:
+        """`top_p` with the preset safe; with the others a larger fraction may drop pairs."""
+        return MassFraction("top_p", 30) if self.preset == "safe" else None
+
+    def least_columns(self) -> int:
+        # Sinks and the minimum (safe), sinks (joint), or a single column (paper).
+        if self.preset == "paper":
+            return min(1, self.max_verticals)
+        return max(self.min_verticals if self.preset == "safe" else 0, self.sink_tokens)
+
+    def most_diagonals(self, num_blocks: int) -> int:
+        if self.preset == "joint":
+            return num_blocks
+        return min(2 * self.max_slashes + self.local_blocks, num_blocks)
+
+    def describe(self) -> str:
+        words = [self.preset]
+        if self.min_block_mass:
+            words.append(f"minimum block mass {100 * self.min_block_mass:g} %")
+        if self.max_density < 1:
+            words.append(f"maximum density {100 * self.max_density:g} %")
+        if self.local_fraction:
+            words.append(f"{100 * self.local_fraction:g} % of it local")
+        return f"dynamic vertical-slash, top-p {self.top_p:g} ({', '.join(words)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedBudgetOptions(PatternOptions):
+    """Budgets of all layers of a model, from a file.
+
+    Attributes:
+        budget_file: MInference JSON file with a budget for each layer and head; required.
+        num_probe_queries: Number of probe queries at the end of the sequence; at most block_size.
+        sink_tokens: Number of first tokens that are always kept as verticals.
+        sliding_window: Number of nearest slashes (token distances) that are always kept, within the
+            budget.
+        block_size: Block size in tokens (g).
+        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
+            since selection would save little. Has no effect without documents.
+    """
+
+    pattern_class = "mtraining_jax.patterns.budgets:FixedBudget"
+    supports_documents = True
+
+    budget_file: str | None = None
+    num_probe_queries: PositiveInt = 64
+    sink_tokens: NonNegativeInt = 30
+    sliding_window: NonNegativeInt = 100
+    block_size: PositiveInt = 128
+    min_sparse_tokens: NonNegativeInt = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_most(self, "num_probe_queries", "block_size")
+        if not self.budget_file:
+            raise ValueError("budget_file=none is not allowed; set it to a MInference JSON file")
+
+    def row_sharded(self, documents: bool) -> bool:
+        return documents
+
+    def describe(self) -> str:
+        return f"vertical-slash with fixed budgets from {self.budget_file}"
+
+    def more_pairs(self) -> str:
+        return f"increase the budgets in sparsity.budget_file = {self.budget_file}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MInferenceOptions(FixedBudgetOptions):
+    """MInference's patterns for all layers of a model, from one of its published files.
+
+    Heads of type `vertical_and_slash` keep max(first number, 30) columns and max(second, 50)
+    diagonals; heads of type `stream_llm` keep the first tokens and the nearest ones. Other types
+    are rejected, except `block_sparse` with `swap_block_sparse`.
+
+    Attributes:
+        swap_block_sparse: Give heads of type block_sparse 1000 verticals and 6096 slashes, as
+            MInference's search does. Otherwise such heads, which no published file has, are
+            rejected.
+    """
+
+    pattern_class = "mtraining_jax.patterns.budgets:MInference"
+
+    swap_block_sparse: bool = False
+
+    def describe(self) -> str:
+        return f"MInference with budgets from {self.budget_file}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions(VerticalSlashOptions):
+    """A density to replay; the other fields configure the estimate that runs with it.
+
+    With documents, the pairs drawn for the whole sequence are restricted to its documents. Their
+    density within a document is therefore that of a window of its length, which is higher for
+    short documents. The actual density is reported.
+
+    Attributes:
+        replay_of: Pattern to replay: block diagonals and columns of vertical_slash, or random
+            lists per row of blocks of one of the others. With `replay_estimate` this pattern also
+            selects.
+        replay_density: Density to replay, mean over layers. Layers spread from 0.06 to 2 times
+            this value, as in the MTraining paper: 0.4 % to 12.7 % around 6.3 %.
+        replay_estimate: Also select an index in every layer, so that a step includes selection
+            cost.
+        tau, sink_blocks, dense_prefix_tokens, dense_suffix_tokens: As in the replayed pattern.
+        random_block_prob, stride, probe_queries_per_block, columns: As in the replayed pattern.
+    """
+
+    pattern_class = "mtraining_jax.patterns.replay:Replay"
+    selects = False
+    density_name = "replayed density, not chosen"
+
+    replay_of: Literal["vertical_slash", "xattention", "sampled_rows"] = "vertical_slash"
+    replay_density: Annotated[float, Gt(0), Le(0.3)] = 0.063
+    replay_estimate: bool = True
+    tau: PositiveFraction = 0.9
+    sink_blocks: NonNegativeInt = 1
+    dense_prefix_tokens: NonNegativeInt = 0
+    dense_suffix_tokens: NonNegativeInt | None = None
+    random_block_prob: Annotated[float, Ge(0), Lt(1)] = 0.0
+    stride: PositiveInt = 8
+    probe_queries_per_block: PositiveInt = 16
+    columns: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.replayed()  # validates the fields of the replayed pattern
+
+    def _check_joint(self) -> None:
+        """`replayed` checks them: min_block_mass is an option of lists, too."""
+
+    @property
+    def of_lists(self) -> bool:
+        """Whether random lists of blocks are replayed, else block diagonals and columns."""
+        return self.replay_of != "vertical_slash"
+
+    def replayed(self) -> PatternOptions:
+        """Returns the options of the replayed pattern, with the values of these fields."""
+        kinds = {
+            "vertical_slash": VerticalSlashOptions,
+            "xattention": XAttentionOptions,
+            "sampled_rows": SampledRowsOptions,
+        }
+        kind = kinds[self.replay_of]
+        return kind(**{x.name: getattr(self, x.name) for x in dataclasses.fields(kind)})
+
+    def row_sharded(self, documents: bool) -> bool:
+        return self.of_lists or documents
+
+    def mass_fraction(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        also = ", plus selection cost" if self.replay_estimate else ""
+        what = "lists for each row of blocks" if self.of_lists else "block diagonals and columns"
+        return (
+            f"{self.density_name}: {self.replay_density:.1%} of the causal pairs, random {what}"
+            f"{also}"
+        )

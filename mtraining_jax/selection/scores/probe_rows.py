@@ -1,0 +1,55 @@
+"""Exact attention of a few queries of each query block."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.selection.scores import row_scores
+
+
+def block_masses(q: Array, k: Array, context: SelectionContext, count: int) -> Array:
+    """Computes the mean softmax mass that probe queries of each block give to key blocks.
+
+    Args:
+        q, k, context: as in `RowPattern.scores`.
+        count: r, number of probe queries per block.
+
+    Returns:
+        fp32 [B, Hq, n/g, NB].
+    """
+    rows, positions = probe_rows(q, context, count)
+    return row_scores.block_masses(
+        rows,
+        row_scores.by_blocks(k, k.shape[1] // context.num_blocks),
+        positions,
+        context.first_blocks(context.block_ids),
+        scale=context.scale_for(q.shape[-1]),
+        like=q,
+        backend=context.backend,
+    )
+
+
+def probe_rows(q: Array, context: SelectionContext, count: int) -> tuple[Array, Array]:
+    """Gathers r = `count` probe queries of each block, evenly spaced, including the last one.
+
+    In a block that ends with padding only real queries are used; with fewer than r, some count
+    several times.
+
+    Returns:
+        [B, Hq, n/g, r, D], and int32 [B or 1, n/g, r], their global positions; -1 for queries
+        without keys.
+    """
+    block_size = q.shape[1] // context.block_ids.shape[0]
+    numbers = jnp.arange(1, count + 1, dtype=jnp.int32)
+    first = context.block_ids[:, None] * block_size
+    real, ends = block_size, context.ends(context.block_ids, block_size)
+    if ends is not None:
+        real = jnp.clip(ends[..., None] - first, 0, block_size)
+    # [B or 1, n/g, r]; -1 if a block has no real query, or fewer than r.
+    within = jnp.broadcast_to(
+        numbers * real // count - 1, (1 if ends is None else len(ends), len(first), count)
+    )
+    positions = jnp.where(within < 0, -1, first + within)
+    blocks = row_scores.by_blocks(q, block_size)
+    rows = jnp.take_along_axis(blocks, within[:, None, :, :, None], axis=3, mode="clip")
+    return rows, positions
