@@ -24,18 +24,12 @@ class Gradients(NamedTuple):
     dv_columns: Array | None
 
 
-def whole_keys(
-    dk: Array | None,
-    dv: Array | None,
-    dk_columns: Array | None,
-    dv_columns: Array | None,
-    columns: Columns | None,
-    dtype: jnp.dtype,
-) -> tuple[Array, Array]:
-    """Returns dk and dv in a dtype, including the gradients of gathered columns."""
+def whole_keys(grads: Gradients, columns: Columns | None, dtype: jnp.dtype) -> Gradients:
+    """Adds the gradients of gathered columns to dk and dv, and converts these to a dtype."""
+    _, dk, dv, dk_columns, dv_columns = grads
     assert dk is not None and dv is not None, "without tiles there are no dk and dv"
     if columns is not None:
         assert dk_columns is not None and dv_columns is not None
         dk = scatter_columns(dk, dk_columns, columns.tokens)
         dv = scatter_columns(dv, dv_columns, columns.tokens)
-    return dk.astype(dtype), dv.astype(dtype)
+    return Gradients(grads.dq, dk.astype(dtype), dv.astype(dtype), None, None)

@@ -4,16 +4,19 @@ All reductions are integer sums, so a row's result depends only on that row, its
 keys it attends to.
 """
 
+import abc
 import math
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.checks import BLOCK_SIZE, Shaped
 
-_MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
 LOG2E = math.log2(math.e)
+DEPTH = 64  # rows of a kernel have a multiple of this many components
+WIDTH = 128  # a multiple of the columns per block, and a divisor of the columns per tile
+_MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
 _HIGH_BITS = 17
 _LOW_BITS = 13
 _MASS_BITS = 30
@@ -21,93 +24,141 @@ _SCORE_BYTES = 1 << 29  # of scores in memory at a time; up to twice that if cle
 _CLEARLY = 1.02  # speedup that justifies the additional memory
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
-# A kernel. Inputs: rows [B, Hq, R, E], keys [B, Hk, C, E], places int32 [B or 1, R] and starts
-# int32 [B, R] or None (in which case places may be [1, R]). Outputs: scores fp32 [B, Hq, NB or
-# more, R] and peak fp32 [B, Hq, R]. A score is the base-2 logarithm of the sum of exp(scale q k)
-# over the keys of a block that a row sees: -inf if it sees none of them, or arbitrary if no row of
-# its tile does. The peak is the largest product of scale, q, k and log2(e) that a row sees, else
-# -inf.
-Score = Callable[[Array, Array, Array, Array | None], tuple[Array, Array]]
+
+class ScoreTiles(NamedTuple):
+    """Sizes of a kernel's tiles."""
+
+    rows: int  # the kernel gets a multiple of this many rows
+    columns: int  # and of this many key rows
+    programs: int  # row tiles of one head each that run concurrently
 
 
-def unsupported_by_kernel(q: Shaped, k: Shaped, *, depth: int, width: int) -> str | None:
-    """Implements `BlockScores.unsupported` for a kernel with tiles of `depth` x `width`."""
-    columns, length = k.shape[3:]
-    if q.dtype not in _DTYPES or k.dtype != q.dtype:
-        return f"dtypes {q.dtype} and {k.dtype} (must both be bfloat16 or float16)"
-    if length % depth:
-        return f"rows of {length} components (must be a multiple of {depth})"
-    if columns % 8 or width % columns:
-        return f"{columns} rows of keys per block (must be 8, 16, 32, 64 or 128)"
-    if k.shape[2] > _MOST_BLOCKS:
-        most = f"{_MOST_BLOCKS}, which is {_MOST_BLOCKS * BLOCK_SIZE} tokens"
-        return f"{k.shape[2]} blocks of keys (must be at most {most})"
-    return None
+class BlockScores(abc.ABC):
+    """Scores key blocks by the softmax mass of rows of queries; subclasses provide the kernel."""
 
+    @abc.abstractmethod
+    def tiles(self, length: int) -> ScoreTiles:
+        """Returns the sizes of tiles for rows of `length` components."""
 
-def masses_from_scores(
-    score: Score,
-    q: Array,
-    k: Array,
-    places: Array,
-    first_blocks: Array | None,
-    *,
-    scale: float,
-    levels: bool,
-    tile_rows: int,
-    width: int,
-    programs: int,
-) -> Array | tuple[Array, Array]:
-    """Implements `BlockScores.block_masses` with a kernel; masses are multiples of 2^-30.
+    @abc.abstractmethod
+    def scores(
+        self,
+        q: Array,
+        k: Array,
+        places: Array,
+        starts: Array | None,
+        *,
+        scale: float,
+        block_columns: int,
+    ) -> tuple[Array, Array]:
+        """Runs the kernel for rows q [B, Hq, R, E] and columns k [B, Hk, C, E] in whole tiles.
 
-    The kernel gets rows and keys in multiples of `tile_rows` and `width`, and runs `programs` row
-    tiles of one head each concurrently.
-    """
-    batch, heads, num_local, num_rows, length = q.shape
-    num_blocks, columns = k.shape[2:4]
-    # The number of rows of blocks that make up whole row tiles.
-    whole = tile_rows // math.gcd(tile_rows, num_rows)
-    of_one = 4 * batch * heads * num_rows * num_blocks
-    items = batch * heads * (whole * num_rows // tile_rows)
-    chunk = whole * parts_at_once(
-        -(-num_local // whole), items, programs, _SCORE_BYTES / (of_one * whole)
-    )
-    steps = -(-num_local // chunk)
-    padding = steps * chunk - num_local
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
-    places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
-    starts = None
-    if first_blocks is not None:
-        starts = jnp.pad(first_blocks * columns, ((0, 0), (0, padding)))
-        starts = jnp.repeat(starts, num_rows, axis=1)
-        places = jnp.broadcast_to(places, (batch, *places.shape[1:]))
-    k = k.reshape(*k.shape[:2], -1, length)
-    k = jnp.pad(k, ((0, 0), (0, 0), (0, -k.shape[2] % width), (0, 0)))
+        Args:
+            q, k: bf16 or fp16.
+            places: int32 [B or 1, R], the last column that each row sees; -1 for none.
+            starts: int32 [B, R], the first one, at the start of a block; None for 0. With `starts`,
+                `places` are [B, R].
+            scale: positive scale of the products.
+            block_columns: c, columns per key block.
 
-    def step(i: Array) -> tuple[Array, Array]:
-        own = lax.dynamic_slice_in_dim(q, i * chunk, chunk, axis=2)
-        seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)
-        seen = seen.reshape(places.shape[0], -1)
-        begin, size = None, chunk * num_rows
-        if starts is not None:
-            begin = lax.dynamic_slice_in_dim(starts, i * size, size, axis=1)
-        scores, peak = score(own.reshape(batch, heads, -1, length), k, seen, begin)
-        masses, of_rows = _masses(scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows)
-        return masses, of_rows.reshape(batch, heads, chunk, num_rows)
+        Returns:
+            scores fp32 [B, Hq, C / c or more, R]: the base-2 logarithm of the sum of
+            exp(scale q k) over the columns of a block that a row sees, -inf if it sees none of
+            them, or arbitrary if no row of its tile does; peak fp32 [B, Hq, R]: the largest product
+            of scale, q, k and log2(e) that a row sees, else -inf.
+        """
 
-    if steps == 1:
-        found = [x[None] for x in step(jnp.int32(0))]
-    else:
-        found = lax.map(step, jnp.arange(steps))
-    masses, of_rows = (
-        jnp.moveaxis(x, 0, 2).reshape(batch, heads, steps * chunk, -1)[:, :, :num_local]
-        for x in found
-    )
-    if not levels:
-        return masses
-    # The minimum prevents contraction of the product with a sum that it feeds.
-    largest = float(jnp.finfo(jnp.float32).max)
-    return masses, jnp.minimum(of_rows * (1 / (scale * LOG2E)), largest)
+    def unsupported(self, q: Shaped, k: Shaped) -> str | None:
+        """Why the kernel does not support these shapes and dtypes, or None."""
+        columns, length = k.shape[3:]
+        if q.dtype not in _DTYPES or k.dtype != q.dtype:
+            return f"dtypes {q.dtype} and {k.dtype} (must both be bfloat16 or float16)"
+        if length % DEPTH:
+            return f"rows of {length} components (must be a multiple of {DEPTH})"
+        if columns % 8 or WIDTH % columns:
+            return f"{columns} rows of keys per block (must be 8, 16, 32, 64 or 128)"
+        if k.shape[2] > _MOST_BLOCKS:
+            most = f"{_MOST_BLOCKS}, which is {_MOST_BLOCKS * BLOCK_SIZE} tokens"
+            return f"{k.shape[2]} blocks of keys (must be at most {most})"
+        return None
+
+    def block_masses(
+        self,
+        q: Array,
+        k: Array,
+        places: Array,
+        first_blocks: Array | None = None,
+        *,
+        scale: float,
+        levels: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """Computes the softmax mass of each key block, mean over the rows of a query block.
+
+        A row's result depends on no other row and not on the number of its first block: selection
+        is then the same on any number of ranks and in any pack.
+
+        Args:
+            q: [B, Hq, n, r, E], r rows of each of n query blocks.
+            k: [B, Hk, NB, c, E], c rows of each key block, in sequence order.
+            places: int32 [B or 1, n, r], the last key row (b * c + j) that each row sees, or -1.
+            first_blocks: int32 [B, n], first key block that the rows of a block see, or None.
+            scale: scale of the logits.
+            levels: whether to also return each row's level, the product q k with weight 1.
+
+        Returns:
+            fp32 [B, Hq, n, NB], multiples of 2^-30; a row sums to the fraction of its r rows that
+            see any key. With `levels`, a pair of it and fp32 [B, Hq, n, r] (arbitrary for a row
+            that sees nothing).
+        """
+        batch, heads, num_local, num_rows, length = q.shape
+        num_blocks, columns = k.shape[2:4]
+        tiles = self.tiles(length)
+        # The number of rows of blocks that make up whole row tiles.
+        whole = tiles.rows // math.gcd(tiles.rows, num_rows)
+        of_one = 4 * batch * heads * num_rows * num_blocks
+        items = batch * heads * (whole * num_rows // tiles.rows)
+        chunk = whole * parts_at_once(
+            -(-num_local // whole), items, tiles.programs, _SCORE_BYTES / (of_one * whole)
+        )
+        steps = -(-num_local // chunk)
+        padding = steps * chunk - num_local
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
+        places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+        starts = None
+        if first_blocks is not None:
+            starts = jnp.pad(first_blocks * columns, ((0, 0), (0, padding)))
+            starts = jnp.repeat(starts, num_rows, axis=1)
+            places = jnp.broadcast_to(places, (batch, *places.shape[1:]))
+        k = k.reshape(*k.shape[:2], -1, length)
+        k = jnp.pad(k, ((0, 0), (0, 0), (0, -k.shape[2] % tiles.columns), (0, 0)))
+
+        def step(i: Array) -> tuple[Array, Array]:
+            own = lax.dynamic_slice_in_dim(q, i * chunk, chunk, axis=2)
+            own = own.reshape(batch, heads, -1, length)
+            seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)
+            seen = seen.reshape(places.shape[0], -1)
+            begin, size = None, chunk * num_rows
+            if starts is not None:
+                begin = lax.dynamic_slice_in_dim(starts, i * size, size, axis=1)
+            scores, peak = self.scores(own, k, seen, begin, scale=scale, block_columns=columns)
+            masses, of_rows = _masses(
+                scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows
+            )
+            return masses, of_rows.reshape(batch, heads, chunk, num_rows)
+
+        if steps == 1:
+            found = [x[None] for x in step(jnp.int32(0))]
+        else:
+            found = lax.map(step, jnp.arange(steps))
+        masses, of_rows = (
+            jnp.moveaxis(x, 0, 2).reshape(batch, heads, steps * chunk, -1)[:, :, :num_local]
+            for x in found
+        )
+        if not levels:
+            return masses
+        # The minimum prevents contraction of the product with a sum that it feeds.
+        largest = float(jnp.finfo(jnp.float32).max)
+        return masses, jnp.minimum(of_rows * (1 / (scale * LOG2E)), largest)
 
 
 def parts_at_once(count: int, items: int, programs: int, room: float) -> int:

@@ -6,11 +6,10 @@ from jax import Array
 from pallas_kernels import backends
 from pallas_kernels.checks import Shaped, check_plan
 from pallas_kernels.gradients import Gradients
+from pallas_kernels.interface import BackwardCall, ForwardCall, Pair
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, Tiles
 from pallas_kernels.tiles.protocol import check_shape
-
-Pair = tuple[Array, Array]
 
 
 def plan(
@@ -91,17 +90,9 @@ def forward(
         check_shape("init's lse", init[1], (q.shape[0], q.shape[2], q.shape[1]))
     if out_dtype is None:
         out_dtype = q.dtype if init is None else jnp.float32
-    return backends.named(plan.backend).forward(
-        q,
-        k,
-        v,
-        plan,
-        column_kv,
-        scale=scale_of(scale, q),
-        init=init,
-        out_dtype=jnp.dtype(out_dtype),
-        beside_transfers=beside_transfers,
-    )
+    dtype, scale = jnp.dtype(out_dtype), scale_of(scale, q)
+    call = ForwardCall(q, k, v, plan, column_kv, scale, init, dtype, beside_transfers)
+    return backends.named(plan.backend).forward(call)
 
 
 def backward(
@@ -146,7 +137,7 @@ def backward(
     check_shape("dout", dout, q.shape)
     check_shape("lse", lse, row_stats)
     check_shape("delta", delta, row_stats)
-    return backends.named(plan.backend).backward(
+    call = BackwardCall(
         q,
         k,
         v,
@@ -155,11 +146,12 @@ def backward(
         delta,
         plan,
         column_kv,
-        scale=scale_of(scale, q),
-        dq_dtype=jnp.dtype(dq_dtype),
-        key_dtype=None if key_dtype is None else jnp.dtype(key_dtype),
-        beside_transfers=beside_transfers,
+        scale_of(scale, q),
+        jnp.dtype(dq_dtype),
+        None if key_dtype is None else jnp.dtype(key_dtype),
+        beside_transfers,
     )
+    return backends.named(plan.backend).backward(call)
 
 
 def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:

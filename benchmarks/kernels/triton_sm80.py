@@ -25,7 +25,7 @@ def register() -> str:
     if not isinstance(triton_lib.triton_kernel_call_lib, _ForThisGpu):
         triton_lib.triton_kernel_call_lib = _ForThisGpu(triton_lib.triton_kernel_call_lib)
     run = functools.partial(run_on_gpu, capability=_AMPERE)
-    backends.register(Triton(NAME, run=run, capability=_AMPERE), by_name_only=True)
+    backends.register(Triton(NAME, run=run, capability=_AMPERE))
     return NAME
 
 

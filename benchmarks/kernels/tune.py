@@ -103,7 +103,7 @@ def with_config(kernel: str, dim: int, config: Any, backend: str) -> Iterator[st
     configs = dataclasses.replace(shipped(backend)[dim], **{kernel: config})
     if backend == "mosaic_gpu":
         tuned = MosaicGpu("tuned", configs=configs, one_backward_kernel=kernel == "fused")
-        backends.register(tuned, by_name_only=True)
+        backends.register(tuned)
         yield tuned.name
     else:
         with mock.patch.dict(shipped(backend), {dim: configs}):

@@ -10,9 +10,10 @@ from jax import Array, lax
 
 from pallas_kernels.checks import Shaped, unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
+from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
-from pallas_kernels.mosaic_gpu.common import ROWS, TILE, GatheredColumns
+from pallas_kernels.mosaic_gpu.common import ROWS, TILE, BackwardOperands, GatheredColumns
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
 from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
@@ -21,14 +22,12 @@ from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.kernels.fused import fused_kernel
-from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
 from pallas_kernels.work.query_work import QueryWork, query_work
 
 _PARTS_BESIDE_TRANSFERS = 8  # thread blocks per multiprocessor
-_INTERPRETED_MULTIPROCESSORS = 2
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +40,7 @@ class HopperWork:
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicGpu:
+class MosaicGpu(Backend):
     """Kernels for Hopper GPUs, written in Pallas."""
 
     name: str = "mosaic_gpu"
@@ -53,9 +52,8 @@ class MosaicGpu:
     block_scores = HopperBlockScores()
 
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
-        if not self.interpret and (reason := device.no_hopper_gpu()):
-            return reason
-        return unsupported_operands(q, block_size)
+        reason = None if self.interpret else device.no_hopper_gpu()
+        return reason or unsupported_operands(q, block_size)
 
     def plan(
         self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
@@ -65,115 +63,39 @@ class MosaicGpu:
         if isinstance(tiles, DiagonalTiles | SegmentedDiagonals):
             config = self._fused_config(q, tiles, whole)
             if config is not None:
-                wave = self._multiprocessors() if config.waves else 0
+                wave = device.multiprocessors(self.interpret) if config.waves else 0
                 heads = config.item_heads
                 keys = fused_work(tiles, columns, *sizes, item_heads=heads, wave=wave)
                 return HopperWork(queries, keys)
         return HopperWork(queries, key_work(tiles, columns, *sizes))
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        plan: Plan,
-        column_kv: tuple[Array, Array] | None,
-        *,
-        scale: float,
-        init: tuple[Array, Array] | None,
-        out_dtype: jnp.dtype,
-        beside_transfers: bool,
-    ) -> tuple[Array, Array]:
+    def forward(self, call: ForwardCall) -> Pair:
+        init = call.init
         if init is not None:
             init = init[0].astype(jnp.float32), init[1].astype(jnp.float32)
         return forward_kernel(
-            q,
-            k,
-            v,
-            plan.work.queries,
-            _gathered(plan, column_kv),
+            call.q,
+            call.k,
+            call.v,
+            call.plan.work.queries,
+            _gathered(call),
             init,
-            scale=scale,
-            out_dtype=out_dtype,
-            config=self._configs(q).forward,
-            num_blocks=self._thread_blocks(beside_transfers),
+            scale=call.scale,
+            out_dtype=call.out_dtype,
+            config=self._configs(call.q).forward,
+            num_blocks=self._thread_blocks(call.beside_transfers),
             interpret=self.interpret,
         )
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        plan: Plan,
-        column_kv: tuple[Array, Array] | None,
-        *,
-        scale: float,
-        dq_dtype: jnp.dtype,
-        key_dtype: jnp.dtype | None,
-        beside_transfers: bool,
-    ) -> Gradients:
+    def backward(self, call: BackwardCall) -> Gradients:
         """Ignores `beside_transfers` in the fused kernel, which has one thread block per item."""
-        dout = dout.astype(q.dtype)
+        lse, scale = call.lse, call.scale
         base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # initial value of the logits
-        if isinstance(plan.work.keys, FusedWork):
-            return self._one_kernel(
-                q,
-                k,
-                v,
-                dout,
-                base,
-                -delta,
-                plan,
-                column_kv,
-                scale=scale,
-                dq_dtype=dq_dtype,
-                key_dtype=key_dtype,
-            )
-        configs = self._configs(q)
-        columns = _gathered(plan, column_kv)
-        keys, of_columns = dkdv_kernel(
-            q,
-            k,
-            v,
-            dout,
-            base,
-            -delta,
-            plan.work.keys,
-            columns,
-            scale=scale,
-            config=configs.dkdv,
-            interpret=self.interpret,
-            one_array=key_dtype is not None,
-        )
-        if key_dtype is not None:
-            dk, dv = _whole_keys(keys, of_columns, plan.columns, key_dtype)
-            of_columns = None
-            # These come first, then dq: their fp32 source, a single array, fits in dq's memory.
-            q, dk, dv = lax.optimization_barrier((q, dk, dv))
-        else:
-            dk, dv = keys
-        dq = dq_kernel(
-            q,
-            k,
-            v,
-            dout,
-            base,
-            delta,
-            plan.work.queries,
-            columns,
-            scale=scale,
-            out_dtype=dq_dtype,
-            config=configs.dq,
-            num_blocks=self._thread_blocks(beside_transfers),
-            interpret=self.interpret,
-        )
-        if not plan.has_tiles:
-            dk = dv = None
-        return Gradients(dq, dk, dv, *(of_columns or (None, None)))
+        dout = call.dout.astype(call.q.dtype)
+        operands = BackwardOperands(call.q, call.k, call.v, dout, base, call.delta)
+        if isinstance(call.plan.work.keys, FusedWork):
+            return self._one_kernel(call, operands)
+        return self._two_kernels(call, operands)
 
     def delta_of(self, out: Array, dout: Array) -> Array:
         rows = out.shape[1]
@@ -181,51 +103,60 @@ class MosaicGpu:
         out, dout = jnp.pad(out, padding), jnp.pad(dout, padding)
         return delta_kernel(out, dout, interpret=self.interpret)[..., :rows]
 
-    def _one_kernel(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        dout: Array,
-        base: Array,
-        minus_delta: Array,
-        plan: Plan,
-        column_kv: tuple[Array, Array] | None,
-        *,
-        scale: float,
-        dq_dtype: jnp.dtype,
-        key_dtype: jnp.dtype | None,
-    ) -> Gradients:
-        config = self._configs(q).fused
+    def _two_kernels(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
+        """One kernel for dk and dv, another for dq."""
+        configs, columns = self._configs(call.q), _gathered(call)
+        options = dict(scale=call.scale, interpret=self.interpret)
+        keys, of_columns = dkdv_kernel(
+            operands,
+            call.plan.work.keys,
+            columns,
+            config=configs.dkdv,
+            one_array=call.key_dtype is not None,
+            **options,
+        )
+        if call.key_dtype is not None:
+            dk, dv = _whole_keys(keys, of_columns, call.plan.columns, call.key_dtype)
+            of_columns = None
+            # These come first, then dq: their fp32 source, a single array, fits in dq's memory.
+            q, dk, dv = lax.optimization_barrier((operands.q, dk, dv))
+            operands = operands._replace(q=q)
+        else:
+            dk, dv = keys
+        dq = dq_kernel(
+            operands,
+            call.plan.work.queries,
+            columns,
+            out_dtype=call.dq_dtype,
+            config=configs.dq,
+            num_blocks=self._thread_blocks(call.beside_transfers),
+            **options,
+        )
+        if not call.plan.has_tiles:
+            dk = dv = None
+        return Gradients(dq, dk, dv, *(of_columns or (None, None)))
+
+    def _one_kernel(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
+        """The fused kernel, for all gradients."""
+        config = self._configs(call.q).fused
         assert config is not None  # the plan has its work
 
         # `jax.vmap` runs entries one by one: arrays that a kernel updates in place (`jax.new_ref`)
         # cannot be mapped over.
         @jax.custom_batching.sequential_vmap
-        def fused(q, k, v, dout, base, minus_delta, work, columns):
-            dq = jnp.zeros(q.shape, jnp.float32)
+        def fused(
+            operands: BackwardOperands, work: FusedWork, columns: GatheredColumns | None
+        ) -> Gradients:
             return fused_kernel(
-                q,
-                k,
-                v,
-                dout,
-                base,
-                minus_delta,
-                dq,
-                work,
-                columns,
-                scale=scale,
-                config=config,
-                interpret=self.interpret,
+                operands, work, columns, scale=call.scale, config=config, interpret=self.interpret
             )
 
-        dq, dk, dv, dk_columns, dv_columns = fused(
-            q, k, v, dout, base, minus_delta, plan.work.keys, _gathered(plan, column_kv)
-        )
-        if key_dtype is not None:
-            dk, dv = whole_keys(dk, dv, dk_columns, dv_columns, plan.columns, key_dtype)
-            dk_columns = dv_columns = None
-        return Gradients(dq.astype(dq_dtype), dk, dv, dk_columns, dv_columns)
+        plan = call.plan
+        grads = fused(operands, plan.work.keys, _gathered(call))
+        grads = grads._replace(dq=grads.dq.astype(call.dq_dtype))
+        if call.key_dtype is not None:
+            return whole_keys(grads, plan.columns, call.key_dtype)
+        return grads
 
     def _fused_config(
         self, q: Shaped, tiles: DiagonalTiles | SegmentedDiagonals, whole: bool
@@ -237,11 +168,11 @@ class MosaicGpu:
         lists are short, and the fixed cost of an item weighs too much. With documents in the keys
         of several ranks, additions to dq have no order that it could follow.
         """
-        configs = self._configs(q)
         if self.one_backward_kernel is False:
             return None
         if isinstance(tiles, SegmentedDiagonals) and tiles.first_keys is not None:
             return None
+        configs = self._configs(q)
         small = math.prod(q.shape) * 4 <= configs.fused_sparse_bytes
         sparse = whole and tiles.num_segments == 1 and small
         return configs.fused if tiles.dense or sparse or self.one_backward_kernel else None
@@ -255,16 +186,14 @@ class MosaicGpu:
         A concurrent collective keeps some multiprocessors from starting theirs. With more blocks
         the hardware starts each where there is room, instead of finishing a fixed share late.
         """
-        return self._multiprocessors() * (_PARTS_BESIDE_TRANSFERS if beside_transfers else 1)
-
-    def _multiprocessors(self) -> int:
-        return _INTERPRETED_MULTIPROCESSORS if self.interpret else device.multiprocessors()
+        parts = _PARTS_BESIDE_TRANSFERS if beside_transfers else 1
+        return device.multiprocessors(self.interpret) * parts
 
 
-def _gathered(plan: Plan, column_kv: tuple[Array, Array] | None) -> GatheredColumns | None:
-    if column_kv is None or plan.columns is None:
+def _gathered(call: ForwardCall | BackwardCall) -> GatheredColumns | None:
+    if call.column_kv is None or call.plan.columns is None:
         return None
-    return GatheredColumns(*column_kv, plan.columns)
+    return GatheredColumns(*call.column_kv, call.plan.columns)
 
 
 def _whole_keys(

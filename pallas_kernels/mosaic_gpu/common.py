@@ -43,6 +43,17 @@ class GatheredColumns(NamedTuple):
         return [self.k, self.v, keep, self.seen.tokens, self.seen.query_blocks]
 
 
+class BackwardOperands(NamedTuple):
+    """Inputs of the backward kernels."""
+
+    q: Array  # [B, nq, Hq, D], as dout
+    k: Array  # [B, nk, Hk, D], as v
+    v: Array
+    dout: Array
+    base: Array  # fp32 [B, Hq, nq], -lse / scale of the rows' final lse; -inf for empty rows
+    delta: Array  # fp32 [B, Hq, nq]
+
+
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for 16-bit wgmma operands."""
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]

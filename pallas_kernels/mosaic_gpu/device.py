@@ -1,8 +1,11 @@
 """The GPU that kernels are compiled for: the local one, or a described one."""
 
+from typing import Any
+
 import jax
 
 _HOPPER = 9  # major compute capability
+_INTERPRETED_MULTIPROCESSORS = 2
 
 
 def no_hopper_gpu() -> str | None:
@@ -24,8 +27,10 @@ def no_hopper_gpu() -> str | None:
     return f"{device.device_kind} is not a Hopper GPU (compute capability 9.0)"
 
 
-def multiprocessors() -> int:
-    """Returns the number of multiprocessors of the target GPU."""
+def multiprocessors(interpret: Any = False) -> int:
+    """Returns the number of multiprocessors of the target GPU, or of Pallas' interpreter."""
+    if interpret:
+        return _INTERPRETED_MULTIPROCESSORS
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.num_cores:
         return abstract.num_cores

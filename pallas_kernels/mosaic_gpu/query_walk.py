@@ -14,14 +14,14 @@ from pallas_kernels.work.query_work import QueryWork
 
 
 def operand_names(work: QueryWork, columns: GatheredColumns | None) -> list[str]:
-    """Returns the names of `operands`, in order."""
+    """Returns the names of `work_operands`, in order."""
     names = ["items", "lists", "diagonal"]
     if work.run_first is not None:
         names += ["run_first", "run_last"]
     return names + (COLUMN_NAMES if columns is not None else [])
 
 
-def operands(work: QueryWork, columns: GatheredColumns | None) -> list[Array]:
+def work_operands(work: QueryWork, columns: GatheredColumns | None) -> list[Array]:
     """Returns the arrays of the work list as kernel operands."""
     arrays = [work.items, work.lists, work.diagonal]
     if work.run_first is not None:

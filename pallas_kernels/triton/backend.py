@@ -1,4 +1,4 @@
-"""The Triton implementation of `pallas_kernels.backends.Backend`."""
+"""The Triton implementation of `pallas_kernels.interface.Backend`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from pallas_kernels.checks import Shaped, unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
+from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
@@ -35,7 +36,7 @@ class TritonWork:
 
 
 @dataclasses.dataclass(frozen=True)
-class Triton:
+class Triton(Backend):
     """Kernels for Ampere and newer GPUs, written in Triton."""
 
     name: str = "triton"
@@ -58,97 +59,63 @@ class Triton:
     def plan(
         self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> TritonWork:
-        del whole
         sizes = q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2]
         return TritonWork(query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes))
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        plan: Plan,
-        column_kv: tuple[Array, Array] | None,
-        *,
-        scale: float,
-        init: tuple[Array, Array] | None,
-        out_dtype: jnp.dtype,
-        beside_transfers: bool,
-    ) -> tuple[Array, Array]:
+    def forward(self, call: ForwardCall) -> Pair:
         """Ignores `beside_transfers`: every item has its own thread blocks."""
-        del beside_transfers
         from pallas_kernels.triton.kernels.forward import attention_forward
 
+        q, init = call.q, call.init
         out0, lse0 = (None, None) if init is None else (x.astype(jnp.float32) for x in init)
         found = self._over_queries(
             attention_forward,
-            self._forward_config(q, plan),
+            self._forward_config(q, call.plan),
+            call,
             q,
-            k,
-            v,
-            plan,
-            column_kv,
             arrays={"init_out": out0, "init_lse": lse0},
             outputs={
-                "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
+                "out": jax.ShapeDtypeStruct(q.shape, call.out_dtype),
                 "lse": jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
             },
-            numbers={"log2_scale": scale * LOG2E},
+            numbers={"log2_scale": call.scale * LOG2E},
             constants={"HAS_INIT": init is not None},
         )
         return found["out"], found["lse"]
 
-    def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        plan: Plan,
-        column_kv: tuple[Array, Array] | None,
-        *,
-        scale: float,
-        dq_dtype: jnp.dtype,
-        key_dtype: jnp.dtype | None,
-        beside_transfers: bool,
-    ) -> Gradients:
-        del beside_transfers
+    def backward(self, call: BackwardCall) -> Gradients:
         from pallas_kernels.triton.kernels.dq import attention_dq
 
+        q, lse = call.q, call.lse
         rows = {
-            "dout": dout.astype(q.dtype),
+            "dout": call.dout.astype(q.dtype),
             # Subtracted from base-2 logits: an empty row then has no weights.
             "shift": jnp.where(lse > -jnp.inf, lse * LOG2E, jnp.inf),
-            "delta": delta,
+            "delta": call.delta,
         }
-        scales = {"scale": float(scale), "log2_scale": scale * LOG2E}
-        keys: tuple[Array | None, Array | None] = None, None
-        of_columns: tuple[Array | None, Array | None] = None, None
-        if plan.has_tiles:
-            keys = self._of_blocks(q, k, v, plan, rows, scales)
-        if column_kv is not None:
-            of_columns = self._of_columns(q, plan, column_kv, rows, scales)
-        if key_dtype is not None:
-            keys = whole_keys(*keys, *of_columns, plan.columns, key_dtype)
-            of_columns = None, None
+        scales = {"scale": float(call.scale), "log2_scale": call.scale * LOG2E}
+        keys = Gradients(q, None, None, None, None)  # without dq, which comes last
+        if call.plan.has_tiles:
+            dk, dv = self._of_blocks(call, rows, scales)
+            keys = keys._replace(dk=dk, dv=dv)
+        if call.column_kv is not None:
+            dk, dv = self._of_columns(call, rows, scales)
+            keys = keys._replace(dk_columns=dk, dv_columns=dv)
+        if call.key_dtype is not None:
+            keys = whole_keys(keys, call.plan.columns, call.key_dtype)
             # These come first, then dq: their fp32 sums fit in dq's memory.
-            q, keys = lax.optimization_barrier((q, keys))
+            q, keys = lax.optimization_barrier((q, keys._replace(dq=None)))
         found = self._over_queries(
             attention_dq,
             self._configs(q).dq,
+            call,
             q,
-            k,
-            v,
-            plan,
-            column_kv,
             arrays=rows,
-            outputs={"dq": jax.ShapeDtypeStruct(q.shape, dq_dtype)},
+            outputs={"dq": jax.ShapeDtypeStruct(q.shape, call.dq_dtype)},
             numbers=scales,
             constants={},
         )
-        return Gradients(found["dq"], *keys, *of_columns)
+        return keys._replace(dq=found["dq"])
 
     def delta_of(self, out: Array, dout: Array) -> Array:
         from pallas_kernels.triton.kernels.delta import attention_delta
@@ -169,30 +136,27 @@ class Triton:
         self,
         kernel: Any,
         config: Config,
+        of: ForwardCall | BackwardCall,
         q: Array,
-        k: Array,
-        v: Array,
-        plan: Plan,
-        column_kv: tuple[Array, Array] | None,
         *,
         arrays: Mapping[str, Array | None],
         outputs: dict[str, jax.ShapeDtypeStruct],
         numbers: dict[str, float],
         constants: dict[str, bool],
     ) -> dict[str, Array]:
-        work = plan.work.queries
+        plan, k, work = of.plan, of.k, of.plan.work.queries
         call = Call(
             kernel,
             {
                 "q": q,
                 "k": k,
-                "v": v,
+                "v": of.v,
                 "items": work.items,
                 "lists": work.lists,
                 "diagonal": work.diagonal,
                 "run_first": work.run_first,
                 "run_last": work.run_last,
-                **_columns(plan.columns, column_kv),
+                **_columns(of),
                 **arrays,
             },
             outputs,
@@ -221,18 +185,12 @@ class Triton:
         return self._run(call)
 
     def _of_blocks(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        plan: Plan,
-        rows: dict[str, Array],
-        scales: dict[str, float],
-    ) -> tuple[Array, Array]:
+        self, of: BackwardCall, rows: dict[str, Array], scales: dict[str, float]
+    ) -> Pair:
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv
 
-        work, config = plan.work.keys, self._configs(q).dkdv
-        items = work.items[_column_items(plan.columns, q) :]
+        q, k, work, config = of.q, of.k, of.plan.work.keys, self._configs(of.q).dkdv
+        items = work.items[_column_items(of) :]
         like = jax.ShapeDtypeStruct(k.shape, jnp.float32)
         outputs, absent, in_parts = {"dk": like, "dv": like}, {}, 0
         if work.heavy is None:
@@ -246,7 +204,7 @@ class Triton:
             {
                 "q": q,
                 "k": k,
-                "v": v,
+                "v": of.v,
                 **rows,
                 "items": items,
                 "lists": work.lists,
@@ -282,27 +240,18 @@ class Triton:
         return dk, join_parts(work.heavy, found["dv"], found["dv_parts"])
 
     def _of_columns(
-        self,
-        q: Array,
-        plan: Plan,
-        column_kv: tuple[Array, Array],
-        rows: dict[str, Array],
-        scales: dict[str, float],
-    ) -> tuple[Array, Array]:
+        self, of: BackwardCall, rows: dict[str, Array], scales: dict[str, float]
+    ) -> Pair:
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv_columns
 
-        config, count = self._configs(q).dkdv, _column_items(plan.columns, q)
-        like = jax.ShapeDtypeStruct(column_kv[0].shape, jnp.float32)
+        q, config, count = of.q, self._configs(of.q).dkdv, _column_items(of)
+        columns = _columns(of)
+        like = jax.ShapeDtypeStruct(columns["k_columns"].shape, jnp.float32)
         call = Call(
             attention_dkdv_columns,
-            {
-                "q": q,
-                **rows,
-                "items": plan.work.keys.items[:count],
-                **_columns(plan.columns, column_kv),
-            },
+            {"q": q, **rows, "items": of.plan.work.keys.items[:count], **columns},
             {"dk": like, "dv": like},
-            {**scales, "query_length": q.shape[1], "num_columns": _count(plan.columns)},
+            {**scales, "query_length": q.shape[1], "num_columns": _count(of.plan.columns)},
             {"HEADS": q.shape[2], "DIM": q.shape[3], "ROWS": config.rows, "KEYS": config.keys},
             (count * (BLOCK // config.keys),),
             config,
@@ -324,10 +273,9 @@ class Triton:
         return (self.run or run_on_gpu)(call)
 
 
-def _columns(
-    columns: Columns | None, column_kv: tuple[Array, Array] | None
-) -> dict[str, Array | None]:
+def _columns(of: ForwardCall | BackwardCall) -> dict[str, Any]:
     names = "k_columns", "v_columns", "keep", "tokens", "query_blocks"
+    columns, column_kv = of.plan.columns, of.column_kv
     if columns is None or column_kv is None:
         return dict.fromkeys(names)
     keep = lax.bitcast_convert_type(columns.keep, jnp.int32)
@@ -339,6 +287,6 @@ def _count(columns: Columns | None) -> int:
     return 0 if columns is None else columns.tokens.shape[-1]
 
 
-def _column_items(columns: Columns | None, q: Array) -> int:
+def _column_items(of: BackwardCall) -> int:
     """Returns the number of column items; they are at the start of the list."""
-    return q.shape[0] * q.shape[2] * _count(columns) // COLUMN_TILE
+    return of.q.shape[0] * of.q.shape[2] * _count(of.plan.columns) // COLUMN_TILE

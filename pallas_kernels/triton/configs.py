@@ -23,7 +23,8 @@ class Configs:
     forward_documents: Config | None = None  # packed documents: comparisons need registers
 
 
-# By head dim. For 128 the fastest of those that benchmarks.kernels.tune timed with A100 code on an H200, as no A100 was available (benchmarks/results/tune-triton-h200-2026-11-23.md), among
+# By head dim. For 128 the fastest of those that benchmarks.kernels.tune timed with A100 code on an
+# H200, as no A100 was available (benchmarks/results/tune-triton-h200-2026-11-23.md), among
 # those with almost no spills. With packed documents the fastest forward kernel spills 156 bytes, so
 # another one is used. For 64, and for documents, selected by what the compiler reports for sm_80
 # and not yet timed: no spills, copies that run two tiles ahead.

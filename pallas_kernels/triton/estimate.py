@@ -1,4 +1,4 @@
-"""Scores of key blocks by the last queries by Triton kernels: `backends.Estimate` before Hopper."""
+"""Scores of key blocks by probe queries, by Triton kernels."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.checks import Shaped
+from pallas_kernels.interface import Estimate, Pair, ProbeCall
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.triton.call import Call, run_on_gpu
 from pallas_kernels.triton.configs import Config
@@ -20,8 +21,8 @@ CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=4, stages=3)
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonEstimate:
-    """The Triton implementation of `pallas_kernels.backends.Estimate`."""
+class TritonEstimate(Estimate):
+    """Estimates by Triton kernels."""
 
     run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
 
@@ -30,61 +31,45 @@ class TritonEstimate:
             return None
         return f"{q.shape[2]} last queries (must be {NUM_QUERIES})"
 
-    def block_statistics(
-        self,
-        q: Array,
-        k: Array,
-        block_ids: Array,
-        num_blocks: int,
-        *,
-        scale: float,
-        valid_len: Array | None = None,
-        queries: Array | None = None,
-    ) -> tuple[Array, Array]:
+    def block_statistics(self, call: ProbeCall) -> Pair:
         from pallas_kernels.triton.kernels.estimate import estimate_statistics
 
-        shape = k.shape[0], q.shape[1], block_ids.shape[0], NUM_QUERIES
-        arrays = {"q": q, "k": k, **_places(k, block_ids, num_blocks, valid_len, queries)}
-        found = self._over_blocks(estimate_statistics, arrays, ("peak", "total"), shape, scale)
+        outputs = "peak", "total"
+        found = self._over_blocks(estimate_statistics, call, {}, outputs, NUM_QUERIES)
         return found["peak"], found["total"]
 
     def block_masses(
-        self,
-        q: Array,
-        k: Array,
-        block_ids: Array,
-        num_blocks: int,
-        peak: Array,
-        to_mass: Array,
-        *,
-        scale: float,
-        valid_len: Array | None = None,
-        queries: Array | None = None,
+        self, call: ProbeCall, peak: Array, to_mass: Array
     ) -> tuple[Array, Array, Array]:
         from pallas_kernels.triton.kernels.estimate import estimate_masses
 
-        shape = k.shape[0], q.shape[1], block_ids.shape[0], _BLOCK
-        arrays = {"q": q, "k": k, **_places(k, block_ids, num_blocks, valid_len, queries)}
-        arrays |= {"peak": peak, "to_mass": to_mass}
-        names = "columns", "own_diagonals", "beyond"
-        found = self._over_blocks(estimate_masses, arrays, names, shape, scale)
+        rows, outputs = {"peak": peak, "to_mass": to_mass}, ("columns", "own_diagonals", "beyond")
+        found = self._over_blocks(estimate_masses, call, rows, outputs, _BLOCK)
         return found["columns"], found["own_diagonals"], found["beyond"]
 
     def _over_blocks(
         self,
         kernel: Any,
-        arrays: dict[str, Array],
-        names: tuple[str, ...],
-        shape: tuple[int, ...],
-        scale: float,
+        of: ProbeCall,
+        rows: dict[str, Array],
+        outputs: tuple[str, ...],
+        size: int,
     ) -> dict[str, Array]:
         """Runs a kernel with one program per key block and key/value head; returns its outputs."""
-        q, k = arrays["q"], arrays["k"]
+        q, k, block_ids, queries = of.q, of.k, of.block_ids, of.queries
+        batch, num_local = k.shape[0], block_ids.shape[0]
+        # The positions of each block's queries.
+        end = jnp.asarray(of.num_blocks * _BLOCK if of.valid_len is None else of.valid_len)
+        shifts = end.reshape(-1, 1) - NUM_QUERIES - block_ids * _BLOCK
+        if queries is None:
+            queries = jnp.arange(batch, dtype=jnp.int32)
+        shifts = jnp.broadcast_to(shifts.astype(jnp.int32), (batch, num_local))
+        output = jax.ShapeDtypeStruct((batch, q.shape[1], num_local, size), jnp.float32)
         call = Call(
             kernel,
-            arrays,
-            dict.fromkeys(names, jax.ShapeDtypeStruct(shape, jnp.float32)),
-            {"log2_scale": float(scale) * LOG2E},
+            {"q": q, "k": k, "shifts": shifts, "queries": queries, **rows},
+            dict.fromkeys(outputs, output),
+            {"log2_scale": float(of.scale) * LOG2E},
             {
                 "HEADS": q.shape[1],
                 "KV_HEADS": k.shape[2],
@@ -92,20 +77,7 @@ class TritonEstimate:
                 "ROWS": CONFIG.rows,
                 "KEYS": CONFIG.keys,
             },
-            (k.shape[0] * k.shape[2], shape[2]),
+            (batch * k.shape[2], num_local),
             CONFIG,
         )
         return (self.run or run_on_gpu)(call)
-
-
-def _places(
-    k: Array, block_ids: Array, num_blocks: int, valid_len: Array | None, queries: Array | None
-) -> dict[str, Array]:
-    """Returns the positions of each block's queries, and their query set, as kernel arguments."""
-    batch = k.shape[0]
-    end = jnp.asarray(num_blocks * _BLOCK if valid_len is None else valid_len)
-    shifts = end.reshape(-1, 1) - NUM_QUERIES - block_ids * _BLOCK
-    if queries is None:
-        queries = jnp.arange(batch, dtype=jnp.int32)
-    shifts = jnp.broadcast_to(shifts.astype(jnp.int32), (batch, block_ids.shape[0]))
-    return {"shifts": shifts, "queries": queries}

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.gradients import Gradients, whole_keys
-from pallas_kernels.plans import Plan
+from pallas_kernels.interface import BackwardCall
 from pallas_kernels.tiles import COLUMN_TILE, Columns
 from pallas_kernels.xla.products import (
     chunk_of,
@@ -22,21 +22,9 @@ from pallas_kernels.xla.products import (
 from pallas_kernels.xla.walk import Walk, column_tile, fold_columns
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-    lse: Array,
-    delta: Array,
-    plan: Plan,
-    column_kv: tuple[Array, Array] | None,
-    *,
-    scale: float,
-    dq_dtype: jnp.dtype,
-    key_dtype: jnp.dtype | None,
-) -> Gradients:
-    """Implements `pallas_kernels.ops.backward`."""
+def backward(call: BackwardCall) -> Gradients:
+    """Computes dq by query blocks, then dk and dv by key blocks."""
+    q, k, v, dout, lse, delta, plan, column_kv, scale, dq_dtype, key_dtype, _ = call
     g, walks, columns = plan.block_size, plan.work, plan.columns
     rows = _Rows(
         to_blocks(q, g),
@@ -52,10 +40,8 @@ def backward(
         dk, dv = _backward_keys(rows, k_blocks, v_blocks, walks.columns, scale)
     if columns is not None and column_kv is not None:
         dk_columns, dv_columns = _backward_columns(rows, columns, column_kv, scale)
-    if key_dtype is not None:
-        dk, dv = whole_keys(dk, dv, dk_columns, dv_columns, columns, key_dtype)
-        dk_columns = dv_columns = None
-    return Gradients(dq, dk, dv, dk_columns, dv_columns)
+    grads = Gradients(dq, dk, dv, dk_columns, dv_columns)
+    return grads if key_dtype is None else whole_keys(grads, columns, key_dtype)
 
 
 class _Rows(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.plans import Plan
+from pallas_kernels.interface import ForwardCall, Pair
 from pallas_kernels.xla.products import (
     chunk_of,
     dot,
@@ -28,18 +28,9 @@ class _State(NamedTuple):
     acc: Array
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    plan: Plan,
-    column_kv: tuple[Array, Array] | None,
-    *,
-    scale: float,
-    init: tuple[Array, Array] | None,
-    out_dtype: jnp.dtype,
-) -> tuple[Array, Array]:
-    """Implements `pallas_kernels.ops.forward`."""
+def forward(call: ForwardCall) -> Pair:
+    """Computes output and lse, some query blocks at a time."""
+    q, k, v, plan, column_kv, scale, init, out_dtype, _ = call
     g, walk, columns = plan.block_size, plan.work.rows, plan.columns
     q_blocks = to_blocks(q, g)  # [B, Hq, nQ, g, D]
     k_blocks, v_blocks = to_blocks(k, g), to_blocks(v, g)

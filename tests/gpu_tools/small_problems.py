@@ -57,7 +57,7 @@ def register_backends() -> None:
     """Registers the backends of the problems by name."""
     for kind, name in HOPPER.items():
         one = kind.startswith("one")
-        backends.register(MosaicGpu(name, one_backward_kernel=one), by_name_only=True)
+        backends.register(MosaicGpu(name, one_backward_kernel=one))
 
 
 def problems(blocks: int = 4) -> list[Problem]:

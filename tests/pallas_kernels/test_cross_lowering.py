@@ -177,11 +177,11 @@ def test_hopper_gpus_use_the_hopper_kernels():
 def test_other_machines_use_the_portable_backend():
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
     found = backends.describe(None, q, G)
-    assert found == backends.Description("xla", "no GPU (platform cpu)")
+    assert found == ("xla", "no GPU (platform cpu)")
     for name, capability in (("Tesla T4", "7.5"), ("NVIDIA B200", "10.0")):
         with target(gpu(name, capability)):
             found = backends.describe(None, q, G)
-        assert found == backends.Description("xla", f"the target is a {name}, not a Hopper GPU")
+        assert found == ("xla", f"the target is a {name}, not a Hopper GPU")
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -189,7 +189,7 @@ def test_gpus_before_hopper_use_triton_if_installed(installed, monkeypatch, capl
     """One line reports what is missing, if anything."""
     monkeypatch.setattr(device, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(device, "unfit_triton", lambda: None)
-    backends._say_once.cache_clear()
+    backends._log_once.cache_clear()
     q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
     with target(A100):
         assert backends.resolve(None, q, G).name == ("triton" if installed else "xla")

@@ -1,15 +1,13 @@
 """The kernels that score key blocks: in Pallas' GPU interpreter, and lowered for a Hopper GPU."""
 
-import functools
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.kernels import estimate
+from pallas_kernels.interface import ProbeCall
+from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from tests.pallas_kernels.helpers.estimate import ROWS, TILE, check_sets_of_queries, check_sums
 from tests.pallas_kernels.mosaic_gpu.hopper import hopper
 
@@ -17,11 +15,7 @@ from tests.pallas_kernels.mosaic_gpu.hopper import hopper
 @pytest.fixture
 def kernels():
     """The kernels with interpreter parameters; checks for races at the end."""
-    run = dict(multiprocessors=2, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    yield SimpleNamespace(
-        block_statistics=functools.partial(estimate.block_statistics, **run),
-        block_masses=functools.partial(estimate.block_masses, **run),
-    )
+    yield HopperEstimate(plgpu.InterpretGPUParams(detect_races=True))
     try:
         assert not interpreter.get_races().races_found
     finally:
@@ -49,12 +43,18 @@ def test_lowers_for_a_hopper_gpu(group, dim, dtype):
     k = jax.ShapeDtypeStruct((2, num_blocks * TILE, 2, dim), dtype)
     ids = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
     row = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    run = dict(scale=0.1, valid_len=jnp.int32(1000) if group == 5 else None)
+    kernels, valid_len = HopperEstimate(), jnp.int32(1000) if group == 5 else None
+
+    def call(q, k, ids):
+        return ProbeCall(q, k, ids, num_blocks, 0.1, valid_len)
+
+    def statistics(*where):
+        return kernels.block_statistics(call(*where))
+
+    def masses(peak, to_mass, *where):
+        return kernels.block_masses(call(*where), peak, to_mass)
+
     with hopper():
-        for kernel, more in ((estimate.block_statistics, ()), (estimate.block_masses, (row, row))):
-            lowered = (
-                jax.jit(functools.partial(kernel, num_blocks=num_blocks, **run))
-                .trace(q, k, ids, **dict(zip(("peak", "to_mass"), more, strict=False)))
-                .lower(lowering_platforms=("cuda",))
-            )
+        for kernel, args in ((statistics, (q, k, ids)), (masses, (row, row, q, k, ids))):
+            lowered = jax.jit(kernel).trace(*args).lower(lowering_platforms=("cuda",))
             assert "mosaic_gpu" in lowered.as_text()

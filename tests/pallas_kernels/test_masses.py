@@ -1,12 +1,14 @@
 """Rows of blocks scored per step: the best number, and bit-identical results for all numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import masses
-from pallas_kernels.masses import LOG2E, masses_from_scores, parts_at_once
+from pallas_kernels.masses import LOG2E, BlockScores, ScoreTiles, parts_at_once
 
 TILE_ROWS, ROWS, COLUMNS, LENGTH = 8, 4, 8, 16
 
@@ -46,8 +48,22 @@ def test_excess_items_are_left_to_another_step():
     assert parts_at_once(16, 9, 132, 1000.0) == 16
 
 
+class Scores(BlockScores):
+    """Scores of whole blocks by XLA, in the form of a kernel; records the row tiles per step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def tiles(self, length):
+        return ScoreTiles(TILE_ROWS, COLUMNS, programs=4)
+
+    def scores(self, q, k, places, starts, *, scale, block_columns):
+        assert scale == 1.0 and block_columns == COLUMNS
+        self.steps.append(q.shape[2] // TILE_ROWS)
+        return score(q, k, places, starts)
+
+
 def score(q, k, places, starts):
-    """Scores of whole blocks by XLA, in the form of a kernel."""
     group = q.shape[1] // k.shape[1]
     products = jnp.einsum("bhre,bhce->bhrc", q, jnp.repeat(k, group, axis=1)).astype(jnp.float32)
     numbers = jnp.arange(k.shape[2])
@@ -70,32 +86,17 @@ def test_masses_are_bit_identical_for_any_number_of_steps(documents, monkeypatch
     own = np.arange(blocks)[:, None] * COLUMNS
     places = jnp.asarray(own + (np.arange(ROWS) + 1) * COLUMNS // ROWS - 1, jnp.int32)[None]
     first = jnp.asarray([[0] * 5 + [5] * 17], jnp.int32) if documents else None
-    of_one, steps = 4 * heads * ROWS * blocks, []
+    of_one, kernels = 4 * heads * ROWS * blocks, Scores()
 
     def found(parts):
         monkeypatch.setattr(masses, "_SCORE_BYTES", parts * of_one * TILE_ROWS // ROWS)
 
-        def counted(rows, *others):
-            steps.append(rows.shape[2] // TILE_ROWS)
-            return score(rows, *others)
-
-        return jax.jit(
-            lambda q, k, places, first: masses_from_scores(
-                counted,
-                q,
-                k,
-                places,
-                first,
-                scale=1.0,
-                levels=True,
-                tile_rows=TILE_ROWS,
-                width=COLUMNS,
-                programs=4,
-            )
-        )(q, k, places, first)
+        masses_of = jax.jit(functools.partial(kernels.block_masses, scale=1.0, levels=True))
+        return masses_of(q, k, places, first)
 
     whole, parts = found(100), found(4)
     # 11 row tiles: all at once, and a number at which the last step has some padding.
+    steps = kernels.steps
     assert steps[0] == 11 and 1 < steps[1] < 11 and 11 % steps[1]
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(a, b)

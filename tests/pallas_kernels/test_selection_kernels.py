@@ -43,7 +43,7 @@ def selected(request, monkeypatch, caplog):
     """The name of the backend that is selected automatically on the described GPU."""
     monkeypatch.setattr(device, "find_spec", lambda name: True)
     monkeypatch.setattr(device, "unfit_triton", lambda: None)
-    backends._say_once.cache_clear()
+    backends._log_once.cache_clear()
     caplog.set_level("INFO")
     with target(H200 if request.param == "mosaic_gpu" else A100):
         yield request.param
@@ -86,7 +86,7 @@ def test_xla_by_name_selects_every_shape_without_a_message(ask, selected, caplog
 @pytest.mark.parametrize("ask", REASONS)
 @pytest.mark.parametrize("name", [None, "auto"])
 def test_without_a_gpu_xla_selects_without_a_warning(name, ask, caplog):
-    backends._say_once.cache_clear()
+    backends._log_once.cache_clear()
     assert ask(name, False) is None
     assert all(record.levelname == "INFO" for record in caplog.records)
 

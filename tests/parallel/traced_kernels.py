@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends
 from pallas_kernels.gradients import Gradients
+from pallas_kernels.interface import Backend
 
 KERNELS = ("forward", "backward", "backward_rows", "backward_keys")
 
 
-class TracedKernels:
-    """A `pallas_kernels.backends.Backend`.
+class TracedKernels(Backend):
+    """A backend.
 
     Args:
         name: backend name.
@@ -24,9 +25,6 @@ class TracedKernels:
     Attributes:
         planned: number of planned calls.
     """
-
-    estimate = None
-    block_scores = None
 
     def __init__(self, name, dq_apart):
         self.name, self._dq_apart, self.planned = name, dq_apart, 0
@@ -38,17 +36,22 @@ class TracedKernels:
         self.planned += 1
         return tiles
 
-    def forward(self, q, k, v, plan, column_kv, *, out_dtype, init, **_):
+    def forward(self, call):
+        q = call.q
         shapes = [
-            jax.ShapeDtypeStruct(q.shape, out_dtype),
+            jax.ShapeDtypeStruct(q.shape, call.out_dtype),
             jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
         ]
-        return tuple(_kernel("forward", shapes, (q, k, v, plan, column_kv, init)))
+        inputs = call.q, call.k, call.v, call.plan, call.column_kv, call.init
+        return tuple(_kernel("forward", shapes, inputs))
 
-    def backward(self, q, k, v, dout, lse, delta, plan, column_kv, *, dq_dtype, **_):
-        inputs = q, k, v, dout, lse, delta, plan, column_kv
-        rows = [jax.ShapeDtypeStruct(q.shape, dq_dtype)]
-        keys = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, v, *(column_kv or ()))]
+    def backward(self, call):
+        inputs = call[: call._fields.index("scale")]
+        rows = [jax.ShapeDtypeStruct(call.q.shape, call.dq_dtype)]
+        keys = [
+            jax.ShapeDtypeStruct(x.shape, jnp.float32)
+            for x in (call.k, call.v, *(call.column_kv or ()))
+        ]
         if self._dq_apart:
             found = *_kernel("backward_rows", rows, inputs), *_kernel("backward_keys", keys, inputs)
         else:
@@ -76,5 +79,5 @@ def register():
     """Registers the backends "traced" and "traced_dq_apart" and returns the first."""
     traced = TracedKernels("traced", dq_apart=False)
     for backend in (traced, TracedKernels("traced_dq_apart", dq_apart=True)):
-        backends.register(backend, by_name_only=True)
+        backends.register(backend)
     return traced

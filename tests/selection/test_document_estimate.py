@@ -1,8 +1,5 @@
 """The estimate for packed documents by kernels, in Pallas' GPU interpreter, against XLA."""
 
-import functools
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +9,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.scores import document_scores
 from mtraining_jax.selection.spans import PackedSpans
-from pallas_kernels.mosaic_gpu.kernels import estimate
+from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from tests.pallas_kernels.helpers.quick_pallas import quicken_callbacks
 
 
@@ -23,11 +20,7 @@ def test_kernels_score_each_block_by_its_own_document(monkeypatch):
     q = jnp.asarray(rng.normal(size=(1, blocks * size, heads, 64)), jnp.bfloat16)
     k = jnp.asarray(rng.normal(size=(1, blocks * size, 1, 64)), jnp.bfloat16)
     documents = Documents.from_lengths([[192, 30]], blocks * size, size)
-    run = dict(multiprocessors=2, interpret=plgpu.InterpretGPUParams(detect_races=False))
-    kernels = SimpleNamespace(
-        block_statistics=functools.partial(estimate.block_statistics, **run),
-        block_masses=functools.partial(estimate.block_masses, **run),
-    )
+    kernels = HopperEstimate(plgpu.InterpretGPUParams(detect_races=False))
 
     def scores(chosen):
         monkeypatch.setattr(document_scores.backends, "estimate_kernels", lambda *_: chosen)

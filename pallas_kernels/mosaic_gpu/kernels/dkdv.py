@@ -21,6 +21,7 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
+    BackwardOperands,
     GatheredColumns,
     launch,
 )
@@ -50,12 +51,7 @@ class DkdvConfig:
 
 
 def dkdv_kernel(
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-    base: Array,
-    minus_delta: Array,
+    operands: BackwardOperands,
     work: KeyWork,
     columns: GatheredColumns | None,
     *,
@@ -66,12 +62,12 @@ def dkdv_kernel(
 ) -> tuple[Any, Any]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
 
-    `base`, fp32 [B, Hq, nq], is -lse / scale of the rows' final lse, -inf for empty rows. `work`
-    and `columns` belong together. Other arguments are as in `forward_kernel`.
+    `work` and `columns` belong together. Other arguments are as in `forward_kernel`.
 
     Returns fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
     columns [B, Mv, Hq, D] or None; with `one_array` each pair is an array [2, ...].
     """
+    q, k, v, dout, base, delta = operands
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     stages = config.stages
     num_items = work.items.shape[0]
@@ -145,7 +141,7 @@ def dkdv_kernel(
     smem = key_memory(stages, _STEP, head_dim, q.dtype, _ROW_OPERANDS)
     if interpreted:
         smem |= key_scratch(_STEP, head_dim, q.dtype)
-    arrays = [q, k, v, dout, base, minus_delta]
+    arrays = [q, k, v, dout, base, -delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
     if has_columns:
         arrays += columns.operands

@@ -16,6 +16,7 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
+    BackwardOperands,
     GatheredColumns,
     full,
     launch,
@@ -24,7 +25,7 @@ from pallas_kernels.mosaic_gpu.common import (
     tiled,
 )
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
-from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
+from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, work_operands
 from pallas_kernels.work.query_work import QueryWork, share
 
 _KEYS = 64  # keys per part: two accumulators of a whole tile would not fit
@@ -41,12 +42,7 @@ class DqConfig:
 
 
 def dq_kernel(
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-    base: Array,
-    delta: Array,
+    operands: BackwardOperands,
     work: QueryWork,
     columns: GatheredColumns | None,
     *,
@@ -58,9 +54,9 @@ def dq_kernel(
 ) -> Array:
     """Runs the kernel: dS = P * (dP - delta), dq [B, nq, Hq, D] = scale * dS K.
 
-    `base`, fp32 [B, Hq, nq], is -lse / scale of the rows' final lse, -inf for empty rows. Other
-    arguments are as in `forward_kernel`.
+    Other arguments are as in `forward_kernel`.
     """
+    q, k = operands.q, operands.k
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     dtype = q.dtype
     out_dtype = jnp.dtype(out_dtype)
@@ -239,4 +235,4 @@ def dq_kernel(
     }
     output = jax.ShapeDtypeStruct(q.shape, out_dtype)
     run = launch(attention_dq, output, [smem, bars], num_blocks, interpret)
-    return run(q, k, v, dout, base, delta, *operands(work, columns))
+    return run(*operands, *work_operands(work, columns))

@@ -28,7 +28,7 @@ from pallas_kernels.mosaic_gpu.common import (
 )
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
-from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, operands
+from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, work_operands
 from pallas_kernels.work.query_work import QueryWork, share
 
 
@@ -211,7 +211,7 @@ def forward_kernel(
         jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
     ]
     run = launch(attention_forward, outputs, [smem, bars], num_blocks, interpret)
-    out, lse = run(q, k, v, *operands(work, columns), *(init or ()))
+    out, lse = run(q, k, v, *work_operands(work, columns), *(init or ()))
     return out, lse
 
 

@@ -8,16 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gradients import Gradients
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_NAMES,
     LOG2E,
     ROWS,
     TILE,
     WARPGROUPS,
+    BackwardOperands,
     GatheredColumns,
     launch,
     tiled,
@@ -39,28 +41,19 @@ def step_queries(head_dim: int) -> int:
 
 
 def fused_kernel(
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-    base: Array,
-    minus_delta: Array,
-    dq: Array,
+    operands: BackwardOperands,
     work: FusedWork,
     columns: GatheredColumns | None,
     *,
     scale: float,
     config: FusedConfig,
     interpret: Any = False,
-) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
+) -> Gradients:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq += scale dS K.
 
-    `dq`, fp32, is updated in place if XLA can. `base` and `minus_delta` are as in `dkdv_kernel`,
-    other arguments as in `forward_kernel`.
-
-    Returns fp32 dq; dk, dv [B, nk, Hk, D], summed over the query heads of a group; dk, dv of the
-    columns [B, Mv, Hq, D] or None.
+    Other arguments are as in `forward_kernel`.
     """
+    q, k, v, dout, base, delta = operands
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     split = work.heads < group
     queries = step_queries(head_dim)
@@ -71,7 +64,7 @@ def fused_kernel(
     names += COLUMN_NAMES if has_columns else []
     names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
-    dq_ref = jax.new_ref(lax.optimization_barrier(dq))
+    dq_ref = jax.new_ref(lax.optimization_barrier(jnp.zeros(q.shape, jnp.float32)))
     counters = jax.new_ref(jnp.zeros((batch, heads, q.shape[1] // queries, 1), jnp.int32))
     key_shape = (batch, kv_heads, k.shape[1] // ROWS, 1) if split else (1, 1, 1, 1)
     key_counters = jax.new_ref(jnp.zeros(key_shape, jnp.int32))
@@ -176,7 +169,7 @@ def fused_kernel(
         "dq_full": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ADDING_WARPS),
         "dq_free": plgpu.Barrier(num_barriers=ADDING_WARPS),
     }
-    arrays = [q, k, v, dout, base * (scale * LOG2E), minus_delta]
+    arrays = [q, k, v, dout, base * (scale * LOG2E), -delta]
     arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
     arrays += [work.turns, work.ranks]
     outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
@@ -196,5 +189,5 @@ def fused_kernel(
     # must stay outside of it: XLA's fusion of a kernel with slices ("dynamic-slice-fusion", jaxlib
     # 0.11.2) ignores that dq and the counters are written in place, and gives wrong gradients.
     dk, dv, *of_columns = run(*lax.optimization_barrier(arrays))
-    dk_columns, dv_columns = of_columns or (None, None)
-    return lax.optimization_barrier(jax.freeze(dq_ref)), dk, dv, dk_columns, dv_columns
+    dq = lax.optimization_barrier(jax.freeze(dq_ref))
+    return Gradients(dq, dk, dv, *(of_columns or (None, None)))

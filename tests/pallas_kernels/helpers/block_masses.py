@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends import BlockScores
+from pallas_kernels.masses import BlockScores
 
 
 def expected(q, k, places, scale, first_blocks=None):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.backends import Estimate
+from pallas_kernels.interface import Estimate, ProbeCall
 
 TILE, ROWS = 128, 64
 
@@ -44,10 +44,10 @@ def check_sums(
     q = jnp.asarray(rng.normal(size=(1, heads, ROWS, dim)), dtype)
     k = jnp.asarray(rng.normal(size=(1, 3 * TILE, kv_heads, dim)), dtype)
     valid = None if valid_len is None else jnp.int32(valid_len)
-    run = dict(scale=scale, valid_len=valid)
+    call = ProbeCall(q, k, block_ids, num_blocks, scale, valid)
     logits = _logits(q, k, block_ids, valid_len or num_blocks * TILE)
 
-    peak, total = kernels.block_statistics(q, k, block_ids, num_blocks, **run)
+    peak, total = kernels.block_statistics(call)
     lowest = np.float64(np.finfo(np.float32).min)  # instead of -inf, where nothing is visible
     expected = np.maximum(logits.max(-1), lowest)
     # A peak near zero sums products of either sign, with rounding errors larger than the peak.
@@ -57,7 +57,7 @@ def check_sums(
 
     peak = logits.max((2, 4)).astype(np.float32)
     to_mass = rng.uniform(1, 9, peak.shape).astype(np.float32)
-    got = kernels.block_masses(q, k, block_ids, num_blocks, peak, to_mass, **run)
+    got = kernels.block_masses(call, peak, to_mass)
     columns, own, beyond = map(np.asarray, got)
     weights = np.exp((logits - peak[:, :, None, :, None]) * scale) * to_mass[:, :, None, :, None]
     np.testing.assert_allclose(columns, weights.sum(-2), rtol=1e-4)
@@ -80,9 +80,8 @@ def check_sets_of_queries(kernels: Estimate) -> None:
 
     @jax.jit
     def both(q, k, peak, to_mass, **more):
-        where = q, k, jnp.zeros(1, jnp.int32), 1
-        masses = kernels.block_masses(*where, peak, to_mass, scale=0.2, **more)
-        return *kernels.block_statistics(*where, scale=0.2, **more), *masses
+        call = ProbeCall(q, k, jnp.zeros(1, jnp.int32), 1, 0.2, **more)
+        return *kernels.block_statistics(call), *kernels.block_masses(call, peak, to_mass)
 
     more = dict(valid_len=jnp.array(ends, jnp.int32), queries=jnp.array(of, jnp.int32))
     found = both(q, k, peak, to_mass, **more)
@@ -102,9 +101,8 @@ def check_each_block_is_alone(kernels: Estimate) -> None:
     peak, to_mass = (jnp.asarray(rng.uniform(4, 5, q.shape[:3]), jnp.float32) for _ in range(2))
 
     def both(k, ids):
-        where = q, k, jnp.asarray(ids, jnp.int32), num_blocks
-        masses = kernels.block_masses(*where, peak, to_mass, scale=0.2)
-        return *kernels.block_statistics(*where, scale=0.2), *masses
+        call = ProbeCall(q, k, jnp.asarray(ids, jnp.int32), num_blocks, 0.2)
+        return *kernels.block_statistics(call), *kernels.block_masses(call, peak, to_mass)
 
     whole = both(k, range(num_blocks))
     blocks = k.reshape(2, num_blocks, TILE, 1, 64)

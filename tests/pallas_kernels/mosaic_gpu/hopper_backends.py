@@ -8,5 +8,5 @@ from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 
 def registered(name: str, **options: Any) -> str:
     """Registers a Hopper backend with options of `MosaicGpu`, by name only; returns the name."""
-    backends.register(MosaicGpu(name, **options), by_name_only=True)
+    backends.register(MosaicGpu(name, **options))
     return name

@@ -11,6 +11,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import BlockSparseIndex, DiagonalTiles, backends
+from pallas_kernels.interface import ProbeCall
 from pallas_kernels.triton.backend import Triton
 from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call
@@ -37,7 +38,7 @@ from tests.pallas_kernels.triton.triton_interpreter import (  # noqa: E402
 )
 
 INTERPRETED = "interpreted triton"
-backends.register(Triton(INTERPRETED, run=run_interpreted, capability=80), by_name_only=True)
+backends.register(Triton(INTERPRETED, run=run_interpreted, capability=80))
 
 
 class TestInterpreted(AttentionContract):
@@ -134,9 +135,7 @@ def _at_the_end_of_long_arrays(call: Call) -> dict[str, jax.Array]:
 def test_arrays_of_more_than_2_to_the_31_elements():
     """The last block of a million tokens is bit-identical to the block on its own."""
     long = "interpreted triton, long arrays"
-    backends.register(
-        Triton(long, run=_at_the_end_of_long_arrays, capability=80), by_name_only=True
-    )
+    backends.register(Triton(long, run=_at_the_end_of_long_arrays, capability=80))
     assert LONG * HEADS * DIM > 2**31
     size = Size(1, HEADS, HEADS, query_blocks=1, key_blocks=1, block_size=128, dim=DIM)
     q, k, v, dout = cases.qkv_dout(np.random.default_rng(2), size, "float16")
@@ -192,16 +191,8 @@ def test_a_query_that_sees_nothing_contributes_nothing():
     """Whatever its peak: in an unused query set it is -inf."""
     q, k = (jnp.ones(x, jnp.float16) for x in ((1, 1, NUM_QUERIES, 64), (1, 128, 1, 64)))
     for peak in (-jnp.inf, 0.0, 1e30):
-        found = ESTIMATE.block_masses(
-            q,
-            k,
-            jnp.zeros(1, jnp.int32),
-            1,
-            jnp.full(q.shape[:3], peak),
-            jnp.ones(q.shape[:3]),
-            scale=1.0,
-            valid_len=jnp.int32(0),
-        )
+        call = ProbeCall(q, k, jnp.zeros(1, jnp.int32), 1, 1.0, jnp.int32(0))
+        found = ESTIMATE.block_masses(call, jnp.full(q.shape[:3], peak), jnp.ones(q.shape[:3]))
         for x in found:
             np.testing.assert_array_equal(x, 0)
 
@@ -241,10 +232,10 @@ def test_the_last_block_of_more_than_2_to_the_31_elements_is_scored_correctly(mo
     row = jnp.ones(q.shape[:3], jnp.float32)
     results = []
     for kernels in (ESTIMATE, TritonEstimate(at_the_end)):
-        where = q, k, jnp.zeros(1, jnp.int32), 1
-        run = dict(scale=0.1, valid_len=jnp.int32(200))  # so that diagonals extend past the block
-        masses = kernels.block_masses(*where, row, row, **run)
-        results.append([*kernels.block_statistics(*where, **run), *masses])
+        # The end lets diagonals extend past the block.
+        call = ProbeCall(q, k, jnp.zeros(1, jnp.int32), 1, 0.1, jnp.int32(200))
+        masses = kernels.block_masses(call, row, row)
+        results.append([*kernels.block_statistics(call), *masses])
     for alone, long in zip(*results, strict=True):
         assert np.asarray(alone).any()
         np.testing.assert_array_equal(alone, long)

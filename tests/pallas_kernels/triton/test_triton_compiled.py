@@ -14,6 +14,7 @@ import pallas_kernels
 from benchmarks.kernels import triton_sm80, tune
 from mtraining_jax import VerticalSlash, sparse_attention
 from pallas_kernels import DenseIndex
+from pallas_kernels.interface import ProbeCall
 from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call
 from pallas_kernels.triton.estimate import NUM_QUERIES, TritonEstimate
@@ -112,11 +113,12 @@ def _estimate_calls(dim: int, blocks: int) -> list[Call]:
         shaped(B, blocks * G, HK, dim),
         shaped(blocks, dtype=jnp.int32),
     )
-    settings = dict(num_blocks=1024, scale=0.1)
-    jax.eval_shape(functools.partial(kernels.block_statistics, **settings), *where)
-    jax.eval_shape(
-        functools.partial(kernels.block_masses, **settings), *where, peak=row, to_mass=row
-    )
+
+    def both(q, k, block_ids, row):
+        call = ProbeCall(q, k, block_ids, num_blocks=1024, scale=0.1)
+        return kernels.block_statistics(call), kernels.block_masses(call, row, row)
+
+    jax.eval_shape(both, *where, row)
     return calls
 
 

@@ -111,7 +111,7 @@ def calls_of(
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in call.outputs.items()}
 
     name = "recorded triton"
-    backends.register(Triton(name, run=record, capability=capability), by_name_only=True)
+    backends.register(Triton(name, run=record, capability=capability))
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=problem.dtype)
     q, k = (
         shape((batch, n, h, problem.dim))

@@ -1,0 +1,142 @@
+"""What a backend implements: plans, both passes, and optionally kernels that select an index."""
+
+import abc
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.checks import Shaped
+from pallas_kernels.gradients import Gradients
+from pallas_kernels.masses import BlockScores
+from pallas_kernels.plans import Plan
+from pallas_kernels.tiles import Columns, Tiles
+
+Pair = tuple[Array, Array]
+
+
+class ForwardCall(NamedTuple):
+    """Arguments of `pallas_kernels.forward`, checked and with defaults filled in."""
+
+    q: Array
+    k: Array
+    v: Array
+    plan: Plan
+    column_kv: Pair | None
+    scale: float
+    init: Pair | None
+    out_dtype: jnp.dtype
+    beside_transfers: bool
+
+
+class BackwardCall(NamedTuple):
+    """Arguments of `pallas_kernels.backward`, checked and with defaults filled in."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    lse: Array
+    delta: Array
+    plan: Plan
+    column_kv: Pair | None
+    scale: float
+    dq_dtype: jnp.dtype
+    key_dtype: jnp.dtype | None
+    beside_transfers: bool
+
+
+class ProbeCall(NamedTuple):
+    """Probe queries, the last ones of a sequence, and the key blocks that they score.
+
+    Attributes:
+        q: [B, Hq, u, D]; with `queries`, any number of query sets.
+        k: [B, n, Hk, D], local keys; n a multiple of 128, Hq a multiple of Hk.
+        block_ids: int32 [n/128], global number of each local block of 128 keys.
+        num_blocks: NB, blocks of the whole sequence.
+        scale: scale of the logits.
+        valid_len: int32 scalar or [B], one past the last query's position; None is NB * 128.
+        queries: int32 [B], the query set that scores the keys of a batch entry; None for its own.
+    """
+
+    q: Array
+    k: Array
+    block_ids: Array
+    num_blocks: int
+    scale: float
+    valid_len: Array | None = None
+    queries: Array | None = None
+
+
+class Estimate(abc.ABC):
+    """Kernels that score key blocks by the attention of probe queries.
+
+    A block's results depend only on the queries and its keys, so they are bit-identical for any
+    distribution of blocks over ranks.
+    """
+
+    @abc.abstractmethod
+    def unsupported(self, q: Shaped) -> str | None:
+        """Why the kernels do not support probe queries q [B, Hq, u, D], or None."""
+
+    @abc.abstractmethod
+    def block_statistics(self, call: ProbeCall) -> Pair:
+        """Computes peak and normalizer of every (key block, query), for a softmax over all blocks.
+
+        Returns (peak, total) fp32 [B, Hq, n/128, u]: the largest causal logit (unscaled), and the
+        sum of exp((logit - peak) * scale); the lowest finite number and 0 for a query without keys.
+        """
+
+    @abc.abstractmethod
+    def block_masses(
+        self, call: ProbeCall, peak: Array, to_mass: Array
+    ) -> tuple[Array, Array, Array]:
+        """Sums weights exp((logit - peak) * scale) * to_mass over a block's columns and diagonals.
+
+        Args:
+            call: the queries and keys.
+            peak: fp32 [B, Hq, u], largest logit of each query over the whole sequence; with
+                `call.queries`, one row per query set.
+            to_mass: fp32, same shape as `peak`.
+
+        Returns:
+            (columns, own, beyond), fp32 [B, Hq, n/128, 128] each. Entry t of `own` is the diagonal
+            on which the last query sees key t of this block, entry t of `beyond` the one on which
+            it sees key t of the next block (zero from u - 1 on).
+        """
+
+
+class Backend(abc.ABC):
+    """The kernels behind `pallas_kernels.plan`, `forward`, `backward` and `delta_of`.
+
+    Attributes:
+        name: name to select it by.
+        estimate: kernels that score key blocks by probe queries, or None.
+        block_scores: kernels that score key blocks by rows of queries, or None.
+    """
+
+    name: str
+    estimate: Estimate | None = None
+    block_scores: BlockScores | None = None
+
+    @abc.abstractmethod
+    def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
+        """Why a call is not supported here, or None; `block_size` is None without blocks."""
+
+    @abc.abstractmethod
+    def plan(
+        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+    ) -> Any:
+        """Returns `Plan.work`, a pytree."""
+
+    @abc.abstractmethod
+    def forward(self, call: ForwardCall) -> Pair:
+        """Returns the output and its lse, as `pallas_kernels.forward`."""
+
+    @abc.abstractmethod
+    def backward(self, call: BackwardCall) -> Gradients:
+        """Returns the gradients, as `pallas_kernels.backward`."""
+
+    @abc.abstractmethod
+    def delta_of(self, out: Array, dout: Array) -> Array:
+        """Returns the sum of out * dout, as `pallas_kernels.delta_of`."""
