@@ -4,7 +4,7 @@
 - `kernels.selection`: cost of selecting an index.
 - `kernels.tune`: configurations of the kernels.
 - `ring.attention`, `ring.model`: ring attention, measured and modeled for several hosts.
-- `step.breakdown`, `step.patterns`, `step.trace_summary`: time of a training step.
+- `step.patterns`, `step.trace_summary`: time of a training step.
 - `step.replicas`: balance of data-parallel replicas, modeled and measured.
 - `quality.frontier`: loss against density on a pretrained model; `quality.texts` makes its texts.
 - `quality.evaluate`: time of a prompt and of each generated token.

@@ -12,7 +12,15 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer
+
+from benchmarks.quality.stepped_model import SteppedModel, read_model
+from mtraining_jax import SampledRows, sparse_attention
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MASK_TOKENS = 8192
@@ -22,30 +30,18 @@ MARKERS = {"Qwen2.5-3B": "o", "SmolLM2-135M": "s"}
 
 
 class Step(NamedTuple):
-    """A measured training step.
-
-    Attributes:
-        model: name.
-        tokens: of a sequence.
-        attention: "dense" or "sparse".
-        gpu_seconds: GPU time per sequence.
-        seconds: of the step, as the table has it.
-        source: path of the table that it comes from, relative to the page.
-    """
+    """A measured training step."""
 
     model: str
     tokens: int
-    attention: str
-    gpu_seconds: float
-    seconds: str
-    source: str
+    attention: str  # "dense" or "sparse"
+    gpu_seconds: float  # per sequence
+    seconds: str  # of the step, as the table has it
+    source: str  # path of the table that it comes from, relative to the page
 
 
 def read_steps(page: str) -> list[Step]:
-    """The rows of the table of training steps.
-
-    Args:
-        page: markdown of docs/benchmarks.md.
+    """The rows of the table of training steps in the markdown of a page.
 
     Raises:
         ValueError: if it has no such row.
@@ -67,13 +63,6 @@ def read_steps(page: str) -> list[Step]:
 
 def learned_masks(folder: Path) -> list[tuple[str, np.ndarray]]:
     """Title and selected blocks, bool [blocks, blocks], of some heads of a checkpoint."""
-    import jax.numpy as jnp
-    from jax import Array
-    from tokenizers import Tokenizer
-
-    from benchmarks.quality.stepped_model import SteppedModel, read_model
-    from mtraining_jax import SampledRows, sparse_attention
-
     library = Path(argparse.__file__).parent
     text = "\n".join(path.read_text(errors="replace") for path in sorted(library.glob("a*.py")))
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:MASK_TOKENS]
@@ -95,8 +84,6 @@ def learned_masks(folder: Path) -> list[tuple[str, np.ndarray]]:
 
 def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> None:
     """Writes the picture; without masks the strip is omitted."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 5.6 if masks else 4), layout="constrained")
     rows = figure.add_gridspec(2 if masks else 1, 1, height_ratios=[3, 1.15] if masks else [1])
     axes = figure.add_subplot(rows[0])
@@ -118,32 +105,24 @@ def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> 
             )
             axes.plot([tokens, tokens], [low, high], color="#bbbbbb", linewidth=0.8, zorder=0)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     lengths = [2**power for power in range(15, 22)]
     axes.set_xticks(lengths, [f"{n >> 10}K" if n < 1 << 20 else f"{n >> 20}M" for n in lengths])
+    axes.set(yscale="log", xlabel="context length (tokens)", ylabel="GPU seconds per sequence")
     axes.minorticks_off()
-    axes.set_xlabel("context length (tokens)")
-    axes.set_ylabel("GPU seconds per sequence")
     axes.set_title("Time of a training step, forward, backward and optimizer (H200)", fontsize=11)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     if masks:
+        colors = ListedColormap(["#ffffff", "#f0e3df", COLORS["sparse"]])
         strip = rows[1].subgridspec(1, len(masks))
         for column, (title, mask) in enumerate(masks):
             one = figure.add_subplot(strip[column])
             shown = np.where(np.tri(len(mask), dtype=bool), np.where(mask, 2, 1), 0)
-            one.imshow(shown, cmap=_mask_colors(), vmin=0, vmax=2, interpolation="nearest")
+            one.imshow(shown, cmap=colors, vmin=0, vmax=2, interpolation="nearest")
             one.set_title(title, fontsize=7.5)
-            one.set_xticks([])
-            one.set_yticks([])
+            one.set(xticks=[], yticks=[])
     figure.savefig(path, dpi=110)
-
-
-def _mask_colors() -> object:
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap(["#ffffff", "#f0e3df", COLORS["sparse"]])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -142,7 +142,7 @@ def _load(config: Config) -> Loaded:
     parallel = config.parallel
     mesh = make_mesh(1, parallel.nodes, parallel.devices_per_node)
     backend = None if parallel.backend == "auto" else parallel.backend
-    attending = Attending(config.sparsity.settings, parallel.layout, parallel.ring, backend)
+    attending = Attending(config.sparsity.pattern, parallel.layout, parallel.ring, backend)
     network = Network(spec, mesh, attending, parallel.fsdp)
     _, state = init_model(spec, seed=0, mesh=mesh, fsdp=parallel.fsdp)
     state = in_compute_dtype(state, spec)
@@ -187,7 +187,7 @@ def main() -> None:
     )
     rows = []
     for name, config in configs.items():
-        engine = Engine(loaded).with_pattern(config.sparsity.settings)
+        engine = Engine(loaded).with_pattern(config.sparsity.pattern)
         timing = time_pattern(engine.loaded, args.length, args.repeats, args.tokens)
         log(f"{name}: {timing}")
         rows.append(row_of(name, timing, args.length, ideal))

@@ -1,10 +1,4 @@
-r"""Record, table and plot of the frontier benchmark.
-
-    python -m benchmarks.quality.frontier_report A.jsonl [B.jsonl ...] --out RESULT
-
-joins the records of runs on the same texts into RESULT.md and RESULT.png. Each speedup is relative
-to the dense time of its own run. The plot needs matplotlib: the extra "plot".
-"""
+"""Record, table and plot of the frontier benchmark."""
 
 import importlib.util
 import json
@@ -12,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import make_parser
 from benchmarks.quality.measure import PARTS
 from benchmarks.quality.patterns import family
 from benchmarks.report import table_head, table_line
@@ -23,8 +16,6 @@ _COLUMNS = (
     "increase on far copies", "recall", "worst head", *PARTS, "together",
     "faster than dense",
 )  # fmt: skip
-# Properties that are equal in all runs of one table.
-_SAME = ("device", "seq_len", "sequences", "dtype", "model", "repeats", "timed_layers")
 _MIN_INCREASE = 1e-3  # smaller or negative increases are drawn here
 
 
@@ -43,9 +34,9 @@ class Record:
 
     def add(self, row: Row) -> None:
         """Writes a line, and the table again."""
-        self._rows.append((row, self._start))
+        self._rows.append(row)
         self._write(row)
-        self._path.with_suffix(".md").write_text(markdown(self._rows))
+        self._path.with_suffix(".md").write_text(markdown(self._start, self._rows))
 
     def fail(self, text: str, error: Exception) -> None:
         """Writes that a setting could not be measured."""
@@ -54,29 +45,11 @@ class Record:
     def draw(self) -> None:
         """Draws the plot, if matplotlib is installed."""
         if self._rows and importlib.util.find_spec("matplotlib"):
-            draw(self._rows, self._path.with_suffix(".png"))
+            draw(self._start, self._rows, self._path.with_suffix(".png"))
 
     def _write(self, line: Row, mode: str = "a") -> None:
         with open(self._path.with_suffix(".jsonl"), mode) as file:
             file.write(json.dumps(line) + "\n")
-
-
-def read(paths: Sequence[Path]) -> list[tuple[Row, Row]]:
-    """Rows of several records, each with its run; a later row of the same setting wins.
-
-    Raises:
-        ValueError: if the runs do not belong in one table.
-    """
-    rows, first = {}, None
-    for path in paths:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        start = lines[0]["run"]
-        first = first or start
-        for name in _SAME:
-            if start[name] != first[name]:
-                raise ValueError(f"{path}: {name} is {start[name]}, and {first[name]} before")
-        rows |= {row["pattern"]: (row, start) for row in lines[1:] if "failed" not in row}
-    return list(rows.values())
 
 
 def speed(row: Row, start: Row) -> float | None:
@@ -106,16 +79,13 @@ def line(row: Row, start: Row) -> str:
     return f"{row['pattern']}: " + ", ".join(f"{name} {x}" for name, x in cells if x != "–")
 
 
-def markdown(rows: Sequence[tuple[Row, Row]]) -> str:
+def markdown(start: Row, rows: Sequence[Row]) -> str:
     """The whole document."""
-    start = rows[0][1]
-    settings = dict.fromkeys(run["setting"] for _, run in rows)
     text = [
         f"# Loss against density on {start['device']}",
         "",
-        *(f"{setting}." for setting in settings),
-        f"{start['model']}, {start['dtype']}, {start['sequences']} sequences of "
-        f"{start['seq_len']} tokens. Dense: {dense_line(start)}.",
+        f"{start['setting']}. {start['model']}, {start['dtype']}, {start['sequences']} sequences "
+        f"of {start['seq_len']} tokens. Dense: {dense_line(start)}.",
         "",
         "Sparse attention runs in every layer. Loss increase: over dense attention, nats per "
         "token, with its standard error over sequences. Far copies: tokens that end a run of four "
@@ -130,29 +100,29 @@ def markdown(rows: Sequence[tuple[Row, Row]]) -> str:
         "dense: the same time of the dense kernels of the same run over it.",
         "",
         *table_head(_COLUMNS),
-        *(table_line(_cells(row, run)) for row, run in rows),
+        *(table_line(_cells(row, start)) for row in rows),
     ]
     return "\n".join(text) + "\n"
 
 
-def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
+def draw(start: Row, rows: Sequence[Row], path: Path) -> None:
     """Plots the loss increase against density and speedup, for all tokens and for far copies."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    timed = any(row["times"] for row, _ in rows)
+    timed = any(row["times"] for row in rows)
     kinds = {"rise": "all tokens"}
-    if any(row["rise_copies"] is not None for row, _ in rows):
+    if any(row["rise_copies"] is not None for row in rows):
         kinds["rise_copies"] = "far copies"
     figure = Figure(figsize=(6.5 * (1 + timed), 4.5 * len(kinds)), layout="constrained")
     grid = figure.subplots(len(kinds), 1 + timed, squeeze=False, sharey="row")
-    families = list(dict.fromkeys(family(row["pattern"]) for row, _ in rows))
+    families = list(dict.fromkeys(family(row["pattern"]) for row in rows))
     for (key, title), below in zip(kinds.items(), grid, strict=True):
         for right, axes in enumerate(below):
             for number, name in enumerate(families):
                 points = sorted(
-                    (speed(row, run) if right else row["density"], max(row[key], _MIN_INCREASE))
-                    for row, run in rows
+                    (speed(row, start) if right else row["density"], max(row[key], _MIN_INCREASE))
+                    for row in rows
                     if family(row["pattern"]) == name
                     and row[key] is not None
                     and (row["times"] or not right)
@@ -171,7 +141,6 @@ def draw(rows: Sequence[tuple[Row, Row]], path: Path) -> None:
                 axis.set_minor_formatter(NullFormatter())
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
-    start = rows[0][1]
     figure.suptitle(
         f"{start['model']}, {start['seq_len']} tokens, {start['device']}; increases below "
         f"{_MIN_INCREASE:g} are drawn there"
@@ -192,23 +161,3 @@ def _cells(row: Row, start: Row) -> list[str]:
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else f"{value:{form}}"
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Joins records."""
-    parser = make_parser(__doc__)
-    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.jsonl")
-    parser.add_argument("--out", type=Path, required=True, metavar="RESULT")
-    args = parser.parse_args(argv)
-    try:
-        rows = read(args.records)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        parser.error(f"the records of benchmarks.quality.frontier cannot be joined: {error}")
-    if not rows:
-        parser.error("the records hold no measured setting")
-    args.out.with_suffix(".md").write_text(markdown(rows))
-    draw(rows, args.out.with_suffix(".png"))
-
-
-if __name__ == "__main__":
-    main()

@@ -93,7 +93,7 @@ def draw_batches(
     """
     rng, seq_len = np.random.default_rng(seed), run.config.data.seq_len
     size = run.replicas * run.packs
-    table = densities_by_length(seed, seq_len, run.config.sparsity.settings.min_sparse_tokens)
+    table = densities_by_length(seed, seq_len, run.config.sparsity.pattern.min_sparse_tokens)
     tokens = int(1.02 * seq_len * size * (WARM + _TRIES))
     lengths = document_lengths(rng, tokens, seq_len, means)
     order, ends = packed_order(-(-lengths // BLOCK), seq_len // BLOCK, int(rng.integers(2**31)))

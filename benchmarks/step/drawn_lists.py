@@ -16,7 +16,7 @@ from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_limits
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
 from pallas_kernels.index import BlockMaskIndex
 
 BLOCK = 128
@@ -61,8 +61,8 @@ class DrawnLists(Pattern):
     min_sparse_tokens: NonNegativeInt = 8192
     block_size: PositiveInt = BLOCK
 
-    def __post_init__(self) -> None:
-        check_limits(self)
+    def row_sharded(self, documents: bool) -> bool:
+        return True
 
     def expected_density(self, tokens: int) -> tuple[float, str]:
         return DENSITY, f"drawn by length; {DENSITY:g} at {AT} tokens"

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks import plot_results
+pytest.importorskip("matplotlib")
+from benchmarks import plot_results  # noqa: E402
 
 PAGE = plot_results.PAGE.read_text()
 
@@ -22,7 +23,6 @@ def test_every_time_is_in_the_table_it_links_to():
 
 
 def test_a_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "results.png"
     plot_results.main([str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
