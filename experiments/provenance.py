@@ -2,24 +2,19 @@
 
 import datetime
 import hashlib
-import re
 import sys
 from pathlib import Path
+
+import jax
 
 from experiments.result_lines import Line, read_lines
 from mtraining_jax.config import Config
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.utils.errors import UserError
 
-# Fields added after the first results. At their defaults they are omitted from the hash, so that
-# old results keep their hash.
-_SINCE = r", (dense_(first|last|every|start|end)=(0|None)|random_block_prob=0\.0)(?=[,)])"
-
 
 def header(engine: Engine, config: Config, about: Line) -> Line:
     """The line that describes a measurement: command, date, device, versions and a config hash."""
-    import jax
-
     device = jax.devices()[0]
     return {
         "what": "run",
@@ -29,16 +24,12 @@ def header(engine: Engine, config: Config, about: Line) -> Line:
         "device": device.device_kind,
         "jax": jax.__version__,
         "model": engine.loaded.source,
-        "config": hashlib.sha256(re.sub(_SINCE, "", repr(config)).encode()).hexdigest()[:16],
+        "config": hashlib.sha256(repr(config).encode()).hexdigest()[:16],
     }
 
 
 def check_same_settings(results: Path, new: Line) -> None:
-    """Checks that existing results of this model were measured with the same configuration.
-
-    Args:
-        results: the JSONL file.
-        new: the line from `header`.
+    """Compares the line from `header` with those of existing results.
 
     Raises:
         UserError: if the file has results of the same model with another configuration.

@@ -7,11 +7,13 @@ bootstrap over seeds and sequences. The report includes the verdicts of the rule
 """
 
 import argparse
+import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.report import table_head, table_line
 from experiments.compare import (
     LONG,
     Losses,
@@ -34,9 +36,7 @@ from mtraining_jax.utils.errors import UserError
 def bucket_table(found: dict[tuple[str, str], Losses], as_trained: bool = False) -> list[str]:
     """Table of loss by position minus that of the dense arm with dense attention.
 
-    Args:
-        found: losses by (trained, inferred).
-        as_trained: whether models are evaluated as trained, or all with dense attention.
+    Models are evaluated as trained, or all with dense attention.
     """
     dense = found.get(("dense", "dense"))
     if dense is None:
@@ -131,24 +131,18 @@ def training_table(lines: Iterable[Line], tier: str) -> list[str]:
         seconds = [x["step_seconds"] for x in own[2:] if "step_seconds" in x]
         recall = [x["recall"] for x in steps if x.get("recall") is not None]
         density = [x["density"] for x in own[-len(last) :] if x.get("density") is not None]
-        rows.append(
-            [
-                arm,
-                str(seed),
-                str(count(steps)),
-                f"{np.mean([x['loss'] for x in last]):.4f}",
-                f"{np.median(seconds):.3f}" if seconds else "–",
-                f"{np.mean(density):.3f}" if density else "–",
-                f"{recall[-1]:.3f}" if recall else "–",
-            ]
-        )
+        rows.append([
+            arm, str(seed), str(count(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
+            f"{np.median(seconds):.3f}" if seconds else "–",
+            f"{np.mean(density):.3f}" if density else "–",
+            f"{recall[-1]:.3f}" if recall else "–",
+        ])  # fmt: skip
     return markdown(rows)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table; the first row is its header."""
-    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
-    return [head, "|" + " --- |" * len(rows[0]), *body]
+    return [*table_head(rows[0]), *map(table_line, rows[1:])]
 
 
 def write(lines: list[Line], out: Path) -> list[Path]:
@@ -177,21 +171,12 @@ def write(lines: list[Line], out: Path) -> list[Path]:
             densities = scores_of(lines, tier, "density")
             text += ["", "Scores in percent (± standard error over samples):", ""]
             text += task_table(scores, densities)
-        paths += _pictures(lines, tier, found, out)
+        if importlib.util.find_spec("matplotlib"):
+            from experiments import pictures
+
+            paths += filter(None, [pictures.draw(tier, found, out)])
     paths[0].write_text("\n".join(text) + "\n")
     return paths
-
-
-def _pictures(
-    lines: list[Line], tier: str, found: dict[tuple[str, str], Losses], out: Path
-) -> list[Path]:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return []
-    from experiments import pictures
-
-    return pictures.draw(lines, tier, found, out)
 
 
 def main(argv: list[str] | None = None) -> None:

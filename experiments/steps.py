@@ -1,6 +1,6 @@
 """Training records kept in the results: one for each step, or for each group of steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +13,14 @@ KEPT = tuple(name for name in COLUMNS["train"] if name != "steps")
 LINES = 400
 
 
-def training_lines(folder: Path, about: Line, timed: bool = True) -> list[Line]:
+def training_lines(folder: Path, about: Line) -> list[Line]:
     """Training records of a run. Of a step that ran twice, the last record counts.
 
-    A run of more than `LINES` steps is reduced to groups: means over the `steps` steps that end
-    with `step`.
-
-    Args:
-        folder: folder of the run.
-        about: fields that each record starts with.
-        timed: False omits step times, for a run that shared its device.
+    Each record starts with the fields `about`. A run of more than `LINES` steps is reduced to
+    groups: means over the `steps` steps that end with `step`.
     """
     steps = {x["step"]: x for x in read_lines(folder / "metrics.jsonl") if "loss" in x}
-    kept = [name for name in KEPT if timed or name != "step_seconds"]
-    lines = [{name: x[name] for name in kept if name in x} for _, x in sorted(steps.items())]
+    lines = [{name: x[name] for name in KEPT if name in x} for _, x in sorted(steps.items())]
     return [{"what": "train", **about, **line} for line in _grouped(lines)]
 
 
@@ -46,7 +40,7 @@ def _grouped(lines: list[Line]) -> list[Line]:
     return [_mean(group) for group in groups]
 
 
-def _mean(group: Sequence[Line]) -> Line:
+def _mean(group: list[Line]) -> Line:
     found: Line = {"step": group[-1]["step"], "steps": len(group)}
     for name in KEPT[1:]:
         values = [x[name] for x in group if x.get(name) is not None]
@@ -58,8 +52,3 @@ def _mean(group: Sequence[Line]) -> Line:
 def count(lines: Iterable[Line]) -> int:
     """Total number of steps in the records of a run."""
     return sum(line.get("steps", 1) for line in lines)
-
-
-def seconds(lines: Iterable[Line]) -> np.ndarray:
-    """Cumulative seconds at each record, fp64 [records]; each record needs `step_seconds`."""
-    return np.cumsum([line["step_seconds"] * line.get("steps", 1) for line in lines])

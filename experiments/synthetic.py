@@ -37,13 +37,7 @@ class Problem(NamedTuple):
 
 
 def problem(task: str, length: int, vocab_size: int, seed: int) -> Problem:
-    """Makes a problem.
-
-    Args:
-        task: one of `TASKS`.
-        length: L in tokens; even, at least 256.
-        vocab_size: V, divisible by 4, at least 256.
-        seed: random seed.
+    """Makes a problem of L = `length` tokens.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
@@ -65,17 +59,7 @@ def problem(task: str, length: int, vocab_size: int, seed: int) -> Problem:
 
 
 def training_row(number: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
-    """A training sequence: concatenated problems of one task and one length.
-
-    Args:
-        number: number of the row; determines the task and, with the seed, the problem length.
-        length: L in tokens.
-        vocab_size: V.
-        seed: seed of the training data, different from that of tests.
-
-    Returns:
-        int32 [L].
-    """
+    """A training sequence, int32 [L]: concatenated problems of one task and one length."""
     stream = Stream(seed, 1000 + number)
     fitting = [n for n in TRAINING_LENGTHS if length % n == 0 and n <= length]
     part = stream.choose(fitting)
@@ -97,9 +81,9 @@ def _copy(tokens: np.ndarray, asked: np.ndarray, vocab_size: int, streams: list[
 
 
 def _pairs(count: int, vocab_size: int, streams: list[Stream]) -> tuple[np.ndarray, np.ndarray]:
-    keys, values = vocab_size // 4, vocab_size // 4
-    key = vocab_size // 2 + np.array(streams[0].sample(keys, count))
-    value = 3 * vocab_size // 4 + streams[1].below_each(np.full(count, values))
+    quarter = vocab_size // 4
+    key = 2 * quarter + np.array(streams[0].sample(quarter, count))
+    value = 3 * quarter + streams[1].below_each(np.full(count, quarter))
     return key, value
 
 

@@ -63,11 +63,7 @@ def inferred_with(tier: str, trained: str, among: Iterable[str] | None = None) -
     """The patterns that a trained model is evaluated with.
 
     These are dense attention, the pattern of its training and `EXTRA_PATTERNS`. The dense arm is
-    evaluated with the patterns of all arms.
-
-    Args:
-        tier, trained: the tier and the arm.
-        among: restricts the dense arm to the patterns of these arms.
+    evaluated with the patterns of all arms, or of those in `among`.
     """
     if trained != "dense":
         return ["dense", own_pattern(trained), *EXTRA_PATTERNS.get((tier, trained), ())]
