@@ -30,8 +30,11 @@ SIZE = Size(1, 4, 2, NUM_BLOCKS, NUM_BLOCKS, block_size=BLOCK, dim=128)
 LENGTHS = [1, 128, 129, 600, 1700, 900]
 DENSE_BELOW = 1000
 PATTERNS = [
-    SampledRows(tau=0.6, min_sparse_tokens=DENSE_BELOW), XAttention(tau=0.6, min_sparse_tokens=DENSE_BELOW),
-    Dense(), SampledRows(tau=0.6, columns=100, min_sparse_tokens=DENSE_BELOW), BlockTopK(top_blocks=4),
+    SampledRows(tau=0.6, min_sparse_tokens=DENSE_BELOW),
+    XAttention(tau=0.6, min_sparse_tokens=DENSE_BELOW),
+    Dense(),
+    SampledRows(tau=0.6, columns=100, min_sparse_tokens=DENSE_BELOW),
+    BlockTopK(top_blocks=4),
     MoBA(chunk_size=256, top_k=3),
     FlexPrefill(gamma=0.5, min_budget=256, min_sparse_tokens=DENSE_BELOW),
 ]  # fmt: skip
