@@ -16,14 +16,13 @@ def test_reads_objects_and_lists(tmp_path):
         [["stream_llm", 3500, 100, 0.5], ["vertical_and_slash", 0, 7]],
     ]
     path.write_text(json.dumps(layers))
-    budgets = load_budgets(path)
+    budgets = load_budgets(path, block_size=64)
     np.testing.assert_array_equal(budgets.verticals, [[1000, 30], [3500, 0]])
     np.testing.assert_array_equal(budgets.slashes, [[6096, 800], [100, 7]])
-    pattern = budgets.pattern(block_size=64)
-    assert (pattern.max_verticals, pattern.max_slashes) == (3500, 6096)
-    assert (pattern.block_size, pattern.num_probe_queries) == (64, 64)
-    assert (pattern.sink_tokens, pattern.sliding_window) == (30, 100)
-    assert pattern.verticals.dtype == pattern.slashes.dtype == np.int32
+    assert (budgets.max_verticals, budgets.max_slashes) == (3500, 6096)
+    assert (budgets.block_size, budgets.num_probe_queries) == (64, 64)
+    assert (budgets.sink_tokens, budgets.sliding_window) == (30, 100)
+    assert budgets.verticals.dtype == budgets.slashes.dtype == np.int32
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class TestOwn(PatternContract):
 
 
 def test_every_registered_pattern_is_tested_here():
-    tested = {
+    tested = [
         Dense,
         VerticalSlash,
         ReplayOptions,
@@ -139,5 +139,6 @@ def test_every_registered_pattern_is_tested_here():
         FlexPrefill,
         MoBA,
         BlockTopK,
-    }
-    assert {PATTERNS.get(name) for name in PATTERNS.names} == tested
+    ]
+    for name in PATTERNS.names:
+        assert any(issubclass(cls, PATTERNS.get(name)) for cls in tested), name

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -15,7 +16,6 @@ from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.patterns.options.probes import ReplayOptions
-from mtraining_jax.patterns.replay import make_replay
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
@@ -46,8 +46,10 @@ def densities(replay, seq_len):
 
 
 def drawn(seq_len=524288, num_layers=36, num_heads=16, **options):
-    options = {"density": 0.063, "like": LIKE, "estimate": True, "seed": 0} | options
-    return make_replay(seq_len=seq_len, num_layers=num_layers, num_heads=num_heads, **options)
+    like = options.pop("like", LIKE)
+    fields = {x.name: getattr(like, x.name) for x in dataclasses.fields(like)}
+    sizes = ModelSizes(num_layers, num_heads, seq_len, options.pop("seed", 0))
+    return ReplayOptions(**fields, **options).pattern(sizes)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def inputs():
 
 
 def layer_of(estimate):
-    replay = drawn(SMALL_LEN, 1, 4, like=SMALL, density=0.3, estimate=estimate)
+    replay = drawn(SMALL_LEN, 1, 4, like=SMALL, replay_density=0.3, replay_estimate=estimate)
     return jax.tree.map(lambda x: jnp.asarray(x[0]), replay)
 
 
@@ -166,8 +168,9 @@ def compiled(estimate):
     layout = Layout("striped", SMALL_LEN, 2, SMALL.block_size)
     attention = make_attention(make_mesh(1, 1, 2), layout, Dense(SMALL.block_size))
     arguments = [x[:, layout.permutation()] for x in inputs()]
-    program = jax.jit(attention).lower(*arguments, layer_of(estimate)).compile()
-    out, stats = program(*arguments, layer_of(estimate))
+    arguments.append(AttentionInputs(layer_of(estimate)))
+    program = jax.jit(attention).lower(*arguments).compile()
+    out, stats = program(*arguments)
     return program.as_text(), out[:, layout.inverse()], stats
 
 

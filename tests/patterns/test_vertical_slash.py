@@ -241,7 +241,7 @@ def test_the_index_has_no_gradient_and_can_be_saved_by_a_policy():
         (dict(top_p=0.0), "top_p=0.0 must be a finite number .greater than 0 and at most 1"),
         (dict(top_p="0.9"), "top_p='0.9' must be a finite number"),
         (dict(num_probe_queries=4.0), "num_probe_queries=4.0 must be an integer"),
-        (dict(preset="fast"), "preset=.fast. must be \"safe\", \"paper\" or \"joint\""),
+        (dict(preset="fast"), 'preset=.fast. must be "safe", "paper" or "joint"'),
         (
             dict(min_block_mass=0.1),
             "min_block_mass=0.1 is an option of preset='joint', .* is 'safe'",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.cost_model.pattern_costs import capacities
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.budgets import FixedBudget, MInference
 from mtraining_jax.patterns.options.base import ModelSizes
@@ -140,18 +141,18 @@ def test_documents_share_the_column_capacity_by_length(name):
             own = marks[row, :, start : start + blocks].sum((1, 2))
             np.testing.assert_array_equal(own, most)
     assert index.max_columns == 128
-    capacity = functools.partial(CAPPED[name].capacities, documents=True)
+    capacity = functools.partial(capacities, CAPPED[name], documents=True)
     assert capacity(NUM_BLOCKS)[1] == 128
     # 512 blocks: room for 32 columns in total, but at least 4 for each of 170 documents.
     assert capacity(512)[1] == 768
 
 
 def test_the_column_capacity_covers_the_budgets_of_each_document():
-    assert VerticalSlash().capacities(4096, documents=True)[1] == 8192 + 64 * 128
+    assert capacities(VerticalSlash(), 4096, True)[1] == 8192 + 64 * 128
     room = dict(max_verticals=1000, max_slashes=0, block_size=128)
     budgets = MInference(*BUDGETS, **FORCED, **room, max_sinks=20)
     # 2000 and 64 * 20, as multiples of 128.
-    assert budgets.capacities(4096, documents=True)[1] == 26 * 128
+    assert capacities(budgets, 4096, True)[1] == 26 * 128
 
 
 @pytest.mark.parametrize("kind", [FixedBudgetOptions, MInferenceOptions])
@@ -163,10 +164,10 @@ def test_budget_files_have_the_capacities_of_their_pattern(kind, tmp_path):
     assert pattern.min_sparse_tokens == 2048
     for documents in (False, True):
         assert settings.row_sharded(documents) == pattern.row_sharded(documents) == documents
-        assert settings.capacities(64, documents) == pattern.capacities(64, documents)
+        assert capacities(settings, 64, documents) == capacities(pattern, 64, documents)
     # 64 blocks: 120 columns by length, and the sinks of 4 documents; at most 60 of each.
     sinks = 9 if kind is FixedBudgetOptions else 40
-    assert settings.capacities(64, True)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
+    assert capacities(settings, 64, True)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
 
 
 @pytest.mark.parametrize(

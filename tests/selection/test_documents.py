@@ -76,7 +76,7 @@ def test_the_document_of_each_block():
     np.testing.assert_array_equal(found.first, [first, [0] * 12])
     np.testing.assert_array_equal(found.length[0], [1, 3, 3, 3, 0, 1] + [0] * 6)
     np.testing.assert_array_equal(found.ends(BLOCK)[0], [1, 25, 25, 25, 0, 48] + [0] * 6)
-    np.testing.assert_array_equal(found.min_sparse_tokens(3).dense[0, :6], [1, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(found.dense_below(3).dense[0, :6], [1, 0, 0, 0, 1, 1])
     rows = np.array([3, 0, 4, 11])
     bits = sets.unpack(found.causal_blocks(rows, NUM_BLOCKS), NUM_BLOCKS)[:, 0]
     first = np.asarray(found.first)[:, rows, None]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.cost_model.pattern_costs import capacities
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
@@ -34,7 +35,7 @@ def heads():
 @jax.jit
 def heaviest(q, k, valid_len):
     context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
-    return row_columns.heaviest_columns(q, k, context, SIZE, COLUMNS, RULE)
+    return row_columns.heaviest_columns(q, k, context, COLUMNS, RULE)
 
 
 @pytest.mark.parametrize("valid_len", [SEQ_LEN, SEQ_LEN - 3 * SIZE - 3])
@@ -69,9 +70,9 @@ def test_column_mass_is_excluded_from_block_mass(heads):
     @jax.jit
     def masses(own, k):
         context = SelectionContext(jnp.asarray(blocks), NUM_BLOCKS)
-        rows, places = probe_rows(own, context, SIZE, 4)
+        rows, places = probe_rows(own, context, 4)
         found = row_columns.masses_without(
-            rows, k, places, jnp.asarray(tokens)[None], context, SIZE, like=own
+            rows, places, k, jnp.asarray(tokens)[None], context, like=own
         )
         return *found, places
 
@@ -119,4 +120,4 @@ def test_a_document_has_the_columns_of_a_separate_sequence(heads):
             assert wanted[:, :, own, own].mean() < 0.4
     np.testing.assert_array_equal(found, wanted)
     # Room for the columns of six documents of five blocks; marks and a number per row.
-    assert pattern.capacities(NUM_BLOCKS, documents=True) == (NUM_BLOCKS * 3, 6 * COLUMNS)
+    assert capacities(pattern, NUM_BLOCKS, True) == (NUM_BLOCKS * 3, 6 * COLUMNS)
