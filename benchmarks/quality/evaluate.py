@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 
 from benchmarks.options import make_parser, overrides
@@ -27,15 +26,14 @@ from benchmarks.report import table_head, table_line
 from benchmarks.timing import log, median_ms
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.evaluation.engine.engine import Engine
-from mtraining_jax.evaluation.engine.network import Attending, Network
-from mtraining_jax.evaluation.engine.programs import Programs
+from mtraining_jax.evaluation.engine.network import Network
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.engine.programs import Programs, first_token
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import init_model
-from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.training.build import layer_inputs
 from mtraining_jax.utils.jax_platform import set_platform
 
 _COLUMNS = (
@@ -93,17 +91,15 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
     programs = Programs(loaded)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, loaded.network.spec.vocab_size, length, np.int32)
-    total = length + (repeats + 1) * tokens
-    drawing = np.float32(0), np.float32(1), np.uint32(0)
+    new_tokens, greedy = (repeats + 1) * tokens, GenerateOptions()
     forward_ms = median_ms(_forward(loaded, programs, ids), repeats)
-    read = programs.prefill(ids, total)
+    read = programs.prefill(ids, new_tokens)
     prefill_ms = median_ms(read, repeats)
 
     prompt = read()
     density = float(prompt.density)
-    token = programs.draw(prompt.logits, "greedy", drawing)
-    cache = programs.cache(prompt, length, (repeats + 1) * tokens)
-    step = programs.step(cache, token, length, total, "greedy", drawing)
+    token = first_token(prompt.logits, greedy)
+    cache, step = programs.decoder(prompt, token, length, new_tokens, greedy)
 
     def several() -> Array:
         nonlocal cache, token  # a step donates the cache
@@ -119,22 +115,13 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
 def _forward(loaded: Loaded, programs: Programs, ids: np.ndarray) -> Callable[[], Array]:
     """The model as in training, up to the input of the output layer."""
     network = loaded.network
-    layout, positions = programs.deal(len(ids))
-    pattern = programs.pattern(len(ids))
-    tokens = programs.place(ids, layout, 0)
-    attention = network.attention(layout, pattern, None)
+    layout, (*arguments, inputs) = programs.inputs(ids, len(ids), of_prompt=False)
+    arguments.append(dataclasses.replace(inputs, valid_len=None))
 
-    def forward(state: nnx.State, tokens: Array, positions: Array, inputs: Any) -> Array:
-        model = nnx.merge(network.graphdef, state)
-        return model(
-            tokens, positions, attention, attention_inputs=inputs, mesh=network.mesh,
-            fsdp=network.fsdp,
-        )[0]  # fmt: skip
+    def forward(*arguments: Any) -> Array:
+        return network.forward(layout, None, *arguments)[1]
 
-    options = ring_compiler_options(network.mesh.devices.flat[0].platform)
-    arguments = loaded.state, tokens, positions, layer_inputs(pattern)
-    compiled = jax.jit(forward, compiler_options=options).lower(*arguments).compile()
-    return functools.partial(compiled, *arguments)
+    return functools.partial(network.jit(forward, None).lower(*arguments).compile(), *arguments)
 
 
 def _load(config: Config) -> Loaded:
@@ -142,11 +129,13 @@ def _load(config: Config) -> Loaded:
     parallel = config.parallel
     mesh = make_mesh(1, parallel.nodes, parallel.devices_per_node)
     backend = None if parallel.backend == "auto" else parallel.backend
-    attending = Attending(config.sparsity.pattern, parallel.layout, parallel.ring, backend)
-    network = Network(spec, mesh, attending, parallel.fsdp)
+    network = Network(
+        spec, mesh, config.sparsity.pattern, parallel.layout, parallel.ring, backend,
+        parallel.fsdp, loss_chunk_size=config.loss.chunk_size,
+    )  # fmt: skip
     _, state = init_model(spec, seed=0, mesh=mesh, fsdp=parallel.fsdp)
     state = in_compute_dtype(state, spec)
-    return Loaded(network, state, None, frozenset(), config.loss.chunk_size, "random weights")
+    return Loaded(network, state, None, frozenset(), "random weights")
 
 
 def main() -> None:

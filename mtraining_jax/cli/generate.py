@@ -6,12 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mtraining_jax import __version__
-from mtraining_jax.cli.argument_parser import ArgumentParser
-from mtraining_jax.evaluation.decode.options import GenerateOptions
-from mtraining_jax.utils.errors import UserError, print_error
+from mtraining_jax.cli.model_command import (
+    check_required,
+    forwarded_options,
+    model_parser,
+    run_command,
+)
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
-from mtraining_jax.utils.text import print_text
 
 _USAGE = """\
 usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
@@ -38,92 +41,74 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
 New text goes to standard output, all other messages to standard error.
 """
 
-_SECTIONS = ("sparsity", "parallel", "model")
-# Dense attention uses it too.
-_BLOCK_SIZE = "sparsity.block_size"
 _INTERRUPTED = 130
+_ENDS = {"end": "the end token", "stop": "a stop text", "length": "--max-new-tokens"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after a user error, or 130 if interrupted."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        if {"-h", "--help"} & set(arguments):
-            return print_text(_USAGE)
-        if "--version" in arguments:
-            return print_text(f"mtraining-jax {__version__}\n")
-        _run(arguments)
-    except UserError as error:
-        return print_error(error)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return _INTERRUPTED
-    return 0
+    return run_command(arguments, lambda: _USAGE, _run)
 
 
-def _run(arguments: Sequence[str]) -> None:
-    parser = ArgumentParser(prog="generate.py", allow_abbrev=False, add_help=False)
-    for name in ("model", "prompt", "prompt-file", "tokenizer"):
+def _run(arguments: list[str]) -> int:
+    parser = model_parser("generate.py")
+    for name in ("prompt", "prompt-file"):
         parser.add_argument(f"--{name}")
     for name, kind, default in (
         ("max-new-tokens", int, 256),
         ("temperature", float, 0.0),
         ("top-p", float, 1.0),
         ("seed", int, 0),
-        ("cpu-devices", int, None),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    found, rest = parser.parse_known_args(list(arguments))
-    overrides = [_override(argument) for argument in rest]
-    if found.model is None:
-        raise UserError("--model is missing; see --help")
-    if found.cpu_devices is not None and found.cpu_devices < 1:
-        raise UserError(f"--cpu-devices={found.cpu_devices} must be at least 1")
+    found, rest = parser.parse_known_args(arguments)
+    overrides = forwarded_options(rest, ("sparsity", "parallel", "model"))
+    check_required(found, "model")
     if found.top_p != 1 and found.temperature == 0:
         raise UserError(
             f"--top-p={found.top_p:g} has no effect with --temperature=0 (greedy decoding); set "
             "--temperature=1 to sample"
         )
-    of_sparse = [name for name, _ in overrides if name.startswith("sparsity.")]
-    if found.attention == "dense" and (unread := set(of_sparse) - {_BLOCK_SIZE}):
+    # Dense attention has a block size too.
+    of_sparse = {x for x in overrides if x.startswith("sparsity.")} - {"sparsity.block_size"}
+    if found.attention == "dense" and of_sparse:
         raise UserError(
-            f"--{min(unread)} has no effect with --attention=dense; add --attention=sparse"
+            f"--{min(of_sparse)} has no effect with --attention=dense; add --attention=sparse"
         )
     options = GenerateOptions(
         found.max_new_tokens, found.temperature, found.top_p, found.seed, tuple(found.stop)
     )
     prompt = _prompt(found.prompt, found.prompt_file)
     set_platform(found.cpu_devices)
-    # Imported here, because they import JAX, which reads the number of devices when it starts.
+    # Imported here, because it imports JAX, which reads the number of devices when it starts.
     from mtraining_jax.evaluation.engine.engine import Engine
-    from mtraining_jax.evaluation.generate import generate
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with console.status(f"loading {found.model} ...") as status:
-        engine = Engine.load(
-            found.model,
-            attention=found.attention,
-            overrides=overrides,
-            dtype=found.dtype,
-            tokenizer=found.tokenizer,
-        )
-        if engine.tokenizer is None:
-            raise UserError(
-                f"{engine.loaded.source} has no tokenizer; set one with "
-                "--tokenizer=PATH/tokenizer.json or --tokenizer=bytes"
+    try:
+        with console.status(f"loading {found.model} ...") as status:
+            engine = Engine.load(
+                found.model,
+                attention=found.attention,
+                overrides=list(overrides.items()),
+                dtype=found.dtype,
+                tokenizer=found.tokenizer,
             )
-        if found.attention == "dense" and (note := engine.loaded.note_on_dense_use()) is not None:
-            console.print(note, markup=False)
-        status.update("compiling and reading the prompt ...")
+            ids = engine.loaded.needed_tokenizer().encode_prompt(prompt)
+            note = engine.loaded.note_on_dense_use()
+            if found.attention == "dense" and note is not None:
+                console.print(note, markup=False)
+            status.update("compiling and reading the prompt ...")
 
-        def say(text: str) -> None:
-            status.stop()
-            print(text, end="", flush=True)
+            def write(text: str) -> None:
+                status.stop()
+                print(text, end="", flush=True)
 
-        result = generate(engine, prompt, options, on_text=say)
+            result = engine.generate(ids, options, on_text=write)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
     print(flush=True)
     new = len(result.tokens)
     rate = f" ({new / result.decode_seconds:.1f} tokens/s)" if new > 1 else ""
@@ -131,22 +116,7 @@ def _run(arguments: Sequence[str]) -> None:
         f"prompt read in {result.prefill_seconds:.2f} s at density {result.density:.3f}; {new} new"
         f" tokens in {result.decode_seconds:.2f} s{rate}; stopped by {_ENDS[result.stopped]}"
     )
-
-
-_ENDS = {
-    "end": "the end token", "stop": "a stop text", "length": "--max-new-tokens",
-}  # fmt: skip
-
-
-def _override(argument: str) -> tuple[str, str]:
-    """Splits --SECTION.FIELD=VALUE into field and value; raises UserError for anything else."""
-    name, equals, value = argument.removeprefix("--").partition("=")
-    known = argument.startswith("--") and name.partition(".")[0] in _SECTIONS and "." in name
-    if not known:
-        raise UserError(f"unknown option {argument}; see --help")
-    if not equals:
-        raise UserError(f"--{name} needs a value: --{name}=VALUE")
-    return name, value
+    return 0
 
 
 def _prompt(text: str | None, file: str | None) -> str:

@@ -58,11 +58,11 @@ def run(request: Request, console: Console, command: str) -> None:
 
 def _settings(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[str, Any]:
     """Returns what all lines of a folder must have in common; see `Results`."""
-    sparsity = sorted(
+    sparsity = [
         f"{name.removeprefix('sparsity.')}={value}"
-        for name, value in request.overrides
+        for name, value in sorted(request.overrides)
         if name.startswith("sparsity.")
-    )
+    ]
     options = {task.name: dataclasses.asdict(task) for task in plan.tasks}
     for task in options.values():
         del task["name"]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.engine.engine import Engine, Generated
+from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.utils.errors import UserError
 
 
@@ -34,9 +34,5 @@ def generate(
         model = Engine.load(model, **how)
     elif how:
         raise UserError(f"{', '.join(how)}: not allowed with a loaded engine; give its folder")
-    if model.tokenizer is None:
-        raise UserError(
-            f"{model.loaded.source} has no tokenizer; set one with "
-            'tokenizer="PATH/tokenizer.json" or tokenizer="bytes"'
-        )
-    return model.generate(model.tokenizer.encode_prompt(prompt), options, on_text)
+    prompt_ids = model.loaded.needed_tokenizer().encode_prompt(prompt)
+    return model.generate(prompt_ids, options, on_text)

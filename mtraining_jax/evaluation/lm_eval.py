@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtraining_jax.evaluation.decode.options import GenerateOptions
 from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.load import AttentionKind
 from mtraining_jax.utils.errors import UserError
 
@@ -50,9 +50,6 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
     A text longer than the model's positions is an error. The harness class for Hugging Face models
     truncates the start instead, which may remove the needle from a haystack.
 
-    Attributes:
-        engine: the model.
-
     Args:
         engine: the model; None loads it from `path`.
         path: folder of a run or of a Hugging Face checkpoint.
@@ -86,22 +83,20 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
                 "only one; use the devices of one host"
             )
         overrides = [(name, str(value)) for name, value in more.items() if name not in _NOT_READ]
-        unknown = [name for name, _ in overrides if name.partition(".")[0] not in _SECTIONS]
-        if unknown:
-            raise UserError(
-                f"unknown model argument {unknown[0]}; use path, attention, dtype, tokenizer or "
-                f"fields of {', '.join(_SECTIONS)}, such as sparsity.top_p"
-            )
+        for name, _ in overrides:
+            if name.partition(".")[0] not in _SECTIONS:
+                raise UserError(
+                    f"unknown model argument {name}; use path, attention, dtype, tokenizer or "
+                    f"fields of {', '.join(_SECTIONS)}, such as sparsity.top_p"
+                )
         if engine is None:
             if path is None:
                 raise UserError("path is missing: give the folder of a run or of a checkpoint")
             engine = Engine.load(
                 path, attention=attention, overrides=overrides, dtype=dtype, tokenizer=tokenizer
             )
-        if engine.tokenizer is None:
-            raise UserError(f"{engine.loaded.source} has no tokenizer; set one with tokenizer=")
         self.engine = engine
-        self._tokenizer = engine.tokenizer
+        self._tokenizer = engine.loaded.needed_tokenizer()
 
     @property
     def eot_token_id(self) -> int:
@@ -129,13 +124,12 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
 
         If the text already starts with the start token, that is not added again.
         """
-        tokenizer = self._tokenizer
-        plain = tokenizer.encode(string)
+        plain = self._tokenizer.encode(string).tolist()
         if add_special_tokens is False:
-            return [int(x) for x in plain]
-        whole = tokenizer.encode_prompt(string)
-        twice = len(whole) > len(plain) > 0 and whole[0] == plain[0] == tokenizer.start
-        return [int(x) for x in (plain if add_special_tokens is None and twice else whole)]
+            return plain
+        whole = self._tokenizer.encode_prompt(string).tolist()
+        twice = len(whole) > len(plain) > 0 and whole[0] == plain[0] == self._tokenizer.start
+        return plain if add_special_tokens is None and twice else whole
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -150,11 +144,7 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log probability of full texts.
-
-        As the harness defines it, a text longer than the context is scored in windows, so that
-        each token is predicted once.
-        """
+        """Scores full texts, in windows if they are longer than the context."""
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = harness_utils.get_rolling_token_windows(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mtraining_jax.config import Config, config_of_model
+from mtraining_jax.config.renamed import with_current_names
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.evaluation.engine.network import Network
@@ -21,8 +22,7 @@ from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
@@ -103,7 +103,7 @@ def load(
         table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
     else:
         source = f"{folder}, step {step}"
-        saved = read_record(checkpoints, step)["config"]
+        saved = with_current_names(read_record(checkpoints, step)["config"])
         table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
         # The saved sizes are complete, and the folder of the initial weights may no longer exist.
         table["model"] |= {"init_from": None, "override": []}
@@ -173,13 +173,13 @@ def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
     nodes, local = parallel.get("nodes", 0), parallel.get("devices_per_node", 0)
     if nodes * local != devices:
         nodes, local = processes, devices // processes
-    return {"data": 1, "nodes": nodes, "devices_per_node": local}
+    return {"replicas": 1, "nodes": nodes, "devices_per_node": local}
 
 
 def _settings(config: Config, attention: AttentionKind, source: str) -> PatternOptions:
     """Returns settings of the configured pattern, or of dense attention with its block size."""
     if attention == "dense":
-        return Dense(block_size=config.sparsity.block_size)
+        return DenseOptions(block_size=config.sparsity.block_size)
     try:
         settings = config.sparsity.pattern
     except ValueError as error:

@@ -1,36 +1,31 @@
-"""What the command line asks of an evaluation. Does not import JAX."""
+"""What the command line asks of an evaluation. Imports no JAX."""
 
-import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The parsed arguments; see `evaluate.py --help`.
 
     Attributes:
         models: folders by their label in the results.
         tasks: task names, not validated.
-        attentions: "dense", "sparse" or both.
+        attentions: "dense", "sparse" or both, in this order.
         options: options of tasks, as text.
-        sparsity, parallel: fields of these sections, as text.
-        dtype, tokenizer: None uses that of the model.
-        cpu_devices: number of virtual CPU devices; None uses the devices that JAX finds.
+        overrides: dotted fields of the sections sparsity and parallel, as text.
     """
 
-    models: Mapping[str, Path]
-    tasks: tuple[str, ...]
-    lengths: tuple[int, ...]
+    models: dict[str, Path]
+    tasks: list[str]
+    lengths: list[int]
     attentions: tuple[str, ...]
     samples: int
     seed: int
     generate: bool
     sparse_answers: bool
     output: Path
-    options: Mapping[str, str]
-    sparsity: Mapping[str, str]
-    parallel: Mapping[str, str]
+    options: dict[str, str]
+    overrides: list[tuple[str, str]]
     dtype: str | None
     tokenizer: str | None
     cpu_devices: int | None

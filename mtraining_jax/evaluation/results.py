@@ -4,11 +4,11 @@ The same command resumes a killed evaluation at the sample that it was working o
 stores the settings that make its lines comparable, and refuses lines with other settings.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from mtraining_jax.utils.errors import UserError
@@ -45,16 +45,17 @@ class Results:
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
-        before = _settings_of_lines(self.folder)
-        self.settings = _joined(before, settings, self.folder)
-        path = self.folder / SAMPLES_NAME
-        self._lines = {key_of(line): line for line in read_lines(self.folder)}
+        self.settings = check_settings(self.folder, settings)
+        self._lines = {_key_of(line): line for line in read_lines(self.folder)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / SAMPLES_NAME
             _cut_torn_line(path)
             self._file = path.open("a", encoding="utf-8")
             if self.settings != read_settings(self.folder):
-                _replace(self.folder / SETTINGS_NAME, json.dumps(self.settings, indent=1) + "\n")
+                new = self.folder / f"{SETTINGS_NAME}.new"
+                new.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+                new.replace(self.folder / SETTINGS_NAME)
         except OSError as error:
             raise UserError(f"{self.folder}: results are not writable: {error.strerror}") from None
 
@@ -67,7 +68,7 @@ class Results:
     def add(self, line: Line) -> None:
         """Appends the line of one sample to the file, before it returns."""
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
-        self._lines[key_of(line)] = line
+        self._lines[_key_of(line)] = line
         # A single write, so an interruption cannot split the line.
         self._file.write(text + "\n")
         self._file.flush()
@@ -81,28 +82,36 @@ class Results:
     def lines(self) -> list[Line]:
         return list(self._lines.values())
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
-def check_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raises UserError if `Results` would not accept new lines; writes nothing."""
-    _joined(_settings_of_lines(Path(folder)), settings, Path(folder))
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins settings with those of existing lines; raises UserError if `Results` would."""
+    # Settings without any line are ignored.
+    before = read_settings(folder) if any(True for _ in read_lines(folder)) else {}
+    now = json.loads(json.dumps(settings))  # turns tuples into lists
+    return _joined(before, now, "", folder)
 
 
-def key_of(line: Line) -> Key:
-    """Returns the key of a line; raises ValueError if a part is missing."""
+def _joined(before: Any, now: Any, name: str, folder: Path) -> Any:
+    if isinstance(before, dict) and isinstance(now, dict):
+        both = {key: now[key] for key in now.keys() & before.keys()}
+        prefix = name and f"{name}."
+        joined = {key: _joined(before[key], x, prefix + key, folder) for key, x in both.items()}
+        return before | now | joined
+    if before != now:
+        raise UserError(
+            f"{folder} has results with {name} = {json.dumps(before)}, but this evaluation has "
+            f"{json.dumps(now)}; use another --output, or the earlier value"
+        )
+    return now
+
+
+def _key_of(line: Line) -> Key:
     try:
         return Key(*(line[name] for name in Key._fields))
     except (KeyError, TypeError) as error:
@@ -110,11 +119,7 @@ def key_of(line: Line) -> Key:
 
 
 def read_lines(folder: Path) -> Iterator[Line]:
-    """Yields the complete lines of a folder; none without a file.
-
-    Raises:
-        UserError: if a line is damaged.
-    """
+    """Yields the complete lines of a folder, none without a file; a damaged one is a UserError."""
     path = folder / SAMPLES_NAME
     if not path.is_file():
         return
@@ -124,7 +129,7 @@ def read_lines(folder: Path) -> Iterator[Line]:
                 return
             try:
                 line = json.loads(text)
-                key_of(line)
+                _key_of(line)
             except ValueError:
                 raise UserError(
                     f"{path}, line {number} is not a result of an evaluation; delete the line to "
@@ -147,61 +152,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _settings_of_lines(folder: Path) -> dict[str, Any]:
-    """Returns the settings of existing lines; settings without any line are ignored."""
-    return read_settings(folder) if any(True for _ in read_lines(folder)) else {}
-
-
 def read_invocations(folder: Path) -> list[dict[str, Any]]:
     """Returns what `Results.note` has written; incomplete lines are skipped."""
     path = folder / INVOCATIONS_NAME
     found = []
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(text))
-            except ValueError:
-                continue
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(text))
     return found
 
 
-def _joined(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    now = json.loads(json.dumps(now))  # turns tuples into lists
-    flat_before, flat_now = dict(_flat(before)), dict(_flat(now))
-    for name in flat_before.keys() & flat_now.keys():
-        was, asked = flat_before[name], flat_now[name]
-        if was != asked:
-            raise UserError(
-                f"{folder} has results with {name} = {json.dumps(was)}, but this evaluation has "
-                f"{json.dumps(asked)}; use another --output, or the earlier value"
-            )
-    return {**before, **{name: _merged(before.get(name), value) for name, value in now.items()}}
-
-
-def _merged(before: Any, now: Any) -> Any:
-    if isinstance(before, dict) and isinstance(now, dict):
-        return {**before, **{name: _merged(before.get(name), x) for name, x in now.items()}}
-    return now
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _cut_torn_line(path: Path) -> None:
-    if not path.is_file():
-        return
-    content = path.read_bytes()
+    content = path.read_bytes() if path.is_file() else b""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(path, whole)
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)

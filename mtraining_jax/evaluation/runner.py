@@ -1,15 +1,24 @@
 """Runs tasks on a model, sample by sample, through the `Model` interface."""
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple
+
+import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.evaluation.asking import Model, ask
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.model import Model
+from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.results import Key, Line, Results
 from mtraining_jax.evaluation.tasks import Document, Sample, Task
+from mtraining_jax.models.position_buckets import means_by_bucket
 from mtraining_jax.utils.errors import UserError
+
+# Sparse patterns select from the last queries, so the loss of these is also reported separately.
+LAST_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,51 +36,18 @@ class Plan:
     seed: int = 0
     generate: bool = False
 
-    def numbers(self, task: Task, length: int, tokenizer: Tokenizer | None) -> range:
-        there = task.count(tokenizer, length)
-        return range(self.samples if there is None else min(self.samples, there))
-
-    def forces(self, task: Task) -> bool:
-        """Whether a task is scored by teacher forcing; answers of token ids always are."""
-        return task.teacher_forced and not (self.generate and task.needs_tokenizer)
-
-
-class Watcher(Protocol):
-    """Receives the progress of an evaluation."""
-
-    def start(self, total: int, done: int) -> None:
-        """Called once with the number of planned and of existing lines."""
-
-    def at(self, model: str, task: Task, length: int) -> None:
-        """Called when a task and length start."""
-
-    def add(self, line: Line) -> None:
-        """Called with each new line."""
-
 
 def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None:
     """Raises UserError for a length beyond the positions of the model `name`."""
-    for length in lengths:
-        if length > max_positions:
-            raise UserError(
-                f"length {length} is more than the {max_positions} positions of {name} "
-                "(max_position_embeddings)"
-            )
-
-
-def check_vocabulary(tasks: Sequence[Task], vocab_size: int, name: str) -> None:
-    """Raises UserError if the tasks have token ids that the model lacks."""
-    for task in tasks:
-        ids = getattr(task, "vocab_size", None)
-        if ids is not None and ids > vocab_size:
-            raise UserError(
-                f'task "{task.name}" has {ids} token ids, but {name} has a vocabulary of only '
-                f"{vocab_size}; --task.vocab_size must be at most {vocab_size}"
-            )
+    if max(lengths) > max_positions:
+        raise UserError(
+            f"length {max(lengths)} is more than the {max_positions} positions of {name} "
+            "(max_position_embeddings)"
+        )
 
 
 def check(plan: Plan, model: Model, name: str) -> None:
-    """Checks lengths and tokenizer of a plan before anything runs; `name` is for messages."""
+    """Checks that a plan fits a model before anything runs; `name` is for messages."""
     check_lengths(plan.lengths, model.max_positions, name)
     for task in plan.tasks:
         if task.needs_tokenizer and model.tokenizer is None:
@@ -79,10 +55,25 @@ def check(plan: Plan, model: Model, name: str) -> None:
                 f'task "{task.name}" uses text, but {name} has no tokenizer; set --tokenizer to '
                 "the path of a tokenizer.json, or to bytes"
             )
+        ids = getattr(task, "vocab_size", 0)
+        if ids > model.vocab_size:
+            raise UserError(
+                f'task "{task.name}" has {ids} token ids, but {name} has a vocabulary of only '
+                f"{model.vocab_size}; --task.vocab_size must be at most {model.vocab_size}"
+            )
+
+
+class _Question(NamedTuple):
+    """A sample that is not yet made, and the keys of its lines."""
+
+    task: Task
+    length: int
+    number: int
+    keys: Sequence[Key]
 
 
 def evaluate(
-    plan: Plan, models: Mapping[str, Model], label: str, results: Results, watcher: Watcher
+    plan: Plan, models: Mapping[str, Model], label: str, results: Results, watch: Watch
 ) -> None:
     """Evaluates samples without a result, and appends a line for each.
 
@@ -94,42 +85,38 @@ def evaluate(
     """
     tokenizer = next(iter(models.values())).tokenizer
     questions = [
-        _Question(
-            task,
-            length,
-            number,
-            [Key(label, attention, task.name, length, number) for attention in models],
-        )
+        _Question(task, length, number, [Key(label, x, task.name, length, number) for x in models])
         for task in plan.tasks
         for length in plan.lengths
-        for number in plan.numbers(task, length, tokenizer)
+        for number in range(_num_samples(plan, task, length, tokenizer))
     ]
-    wanted = [key for question in questions for key in question.keys]
-    watcher.start(len(wanted), sum(key in results for key in wanted))
-    at = None
+    keys = [key for question in questions for key in question.keys]
+    watch.start(len(keys), sum(key in results for key in keys))
     for question, sample in _samples(_to_ask(questions, results), plan.seed, tokenizer):
-        if (question.task, question.length) != at:
-            at = question.task, question.length
-            watcher.at(label, *at)
+        watch.at(f"{question.task.name}, {question.length} tokens")
         for key in question.keys:
-            if key in results:
-                _check_same_prompt(results[key], sample, results)
-        forced = plan.forces(question.task)
+            if key in results and results[key]["prompt_hash"] != sample.prompt_hash:
+                raise UserError(
+                    f'{results.folder}: sample {key.number} of task "{key.task}" at length '
+                    f"{key.length} had another prompt, so data, tokenizer or options have "
+                    "changed; use another --output"
+                )
+        task = question.task
+        # Answers of token ids are never generated.
+        forced = task.teacher_forced and not (plan.generate and task.needs_tokenizer)
         for key in question.keys:
             if key not in results:
-                line = ask(key, question.task, sample, models[key.attention], forced=forced)
+                begin = time.perf_counter()
+                line: Line = {**key._asdict(), "prompt_hash": sample.prompt_hash}
+                line |= _answer(task, sample, models[key.attention], forced)
+                line["seconds"] = round(time.perf_counter() - begin, 4)
                 results.add(line)
-                watcher.add(line)
+                watch.add(line)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """A sample that is not yet made, and the keys of its lines."""
-
-    task: Task
-    length: int
-    number: int
-    keys: Sequence[Key]
+def _num_samples(plan: Plan, task: Task, length: int, tokenizer: Tokenizer | None) -> int:
+    available = task.count(tokenizer, length)
+    return plan.samples if available is None else min(plan.samples, available)
 
 
 def _to_ask(questions: Sequence[_Question], results: Results) -> list[_Question]:
@@ -164,10 +151,59 @@ def _samples(
             yield question, sample
 
 
-def _check_same_prompt(line: Line, sample: Sample | Document, results: Results) -> None:
-    if line["prompt_hash"] != sample.prompt_hash:
+def _answer(task: Task, sample: Sample | Document, model: Model, forced: bool) -> Line:
+    """Asks a model one question; returns the fields of a line with its answer."""
+    if isinstance(sample, Document):
+        losses = model.token_losses(sample.ids)
+        _check_finite(losses, sample)
+        means, counts = means_by_bucket(losses)
+        return {
+            "how": "loss",
+            "document": sample.name,
+            "prompt_tokens": len(sample.ids),
+            "loss": float(losses.mean(dtype=np.float64)),
+            "loss_by_position": means,
+            "tokens_by_position": counts,
+            "loss_of_last": float(losses[-LAST_TOKENS:].mean(dtype=np.float64)),
+        }
+    about = {
+        "depth": sample.depth,
+        "prompt_tokens": len(sample.prompt_ids),
+        "cut_tokens": sample.cut_tokens,
+        "references": list(sample.references),
+    }
+    if forced and sample.answer_ids is not None:
+        found = model.forced(sample.prompt_ids, sample.answer_ids)
+        log_probs = np.asarray(found.log_probs, np.float64)
+        _check_finite(log_probs, sample)
+        is_argmax = np.asarray(found.is_argmax, bool)
+        asked = slice(None) if sample.scored is None else list(sample.scored)
+        return {
+            "how": "forced",
+            **about,
+            "score": task.score_forced(sample, is_argmax),
+            # Only over the tokens that are asked for.
+            "log_prob": float(log_probs[asked].sum()),
+            "answer_tokens": len(log_probs[asked]),
+            "right_tokens": int(is_argmax[asked].sum()),
+            "density": found.density,
+        }
+    options = GenerateOptions(max_new_tokens=sample.max_new_tokens, stop=sample.stop)
+    generated = model.generate(sample.prompt_ids, options)
+    return {
+        "how": "generated",
+        **about,
+        "answer": generated.text,
+        "score": task.score(sample, generated.text),
+        "density": generated.density,
+        "prefill_seconds": round(generated.prefill_seconds, 4),
+        "decode_seconds": round(generated.decode_seconds, 4),
+    }
+
+
+def _check_finite(numbers: np.ndarray, sample: Sample | Document) -> None:
+    if not np.all(np.isfinite(numbers)):
         raise UserError(
-            f'{results.folder}: sample {sample.number} of task "{sample.task}" at length '
-            f"{sample.length} had another prompt, so data, tokenizer or options have changed; use "
-            "another --output"
+            f'the model has a non-finite loss on sample {sample.number} of task "{sample.task}" at '
+            f"length {sample.length}"
         )

@@ -12,8 +12,7 @@ from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.evaluation.proposal import Measured
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
@@ -67,7 +66,7 @@ def measure(
     far = np.stack([far_copies(tokens) for tokens in sequences])[:, 1:]
     dense = None
     block_size = next(iter(settings.values())).block_size
-    for text, one in {"dense": Dense(block_size), **settings}.items():
+    for text, one in {"dense": DenseOptions(block_size), **settings}.items():
         programs = engine.with_pattern(one).programs
         losses, densities = [], []
         for tokens in sequences:

@@ -17,7 +17,7 @@ def parsed(folder, arguments=""):
 
 def test_arguments_are_parsed(tmp_path):
     request = parsed(tmp_path)
-    assert request.tasks == ("needle", "passkey") and request.lengths == (4096, 8192, 1048576)
+    assert request.tasks == ["needle", "passkey"] and request.lengths == [4096, 8192, 1048576]
     assert request.attentions == ("dense",) and request.samples == 20 and not request.generate
     assert request.output == Path("evaluations") / tmp_path.name
     request = parsed(
@@ -27,10 +27,10 @@ def test_arguments_are_parsed(tmp_path):
     )
     assert request.attentions == ("dense", "sparse") and request.generate
     assert request.options == {"depths": "7", "essays": "e.txt"}
-    assert (request.sparsity, request.parallel) == ({"max_verticals": "512"}, {"nodes": "2"})
+    assert request.overrides == [("sparsity.max_verticals", "512"), ("parallel.nodes", "2")]
     assert list(request.models) == ["model", "second"] and request.output == Path("out")
     request = parsed(tmp_path, "--tasks needle, passkey recall --lengths 4K 8K")
-    assert request.tasks == ("needle", "passkey", "recall") and request.lengths == (4096, 8192)
+    assert request.tasks == ["needle", "passkey", "recall"] and request.lengths == [4096, 8192]
     assert parse(["--report", "somewhere"]) == Path("somewhere")
 
 
@@ -40,10 +40,10 @@ def test_arguments_are_parsed(tmp_path):
         ("--lenghts 3", "unknown option --lenghts; see --help"),
         ("--model.dtype=float32", "unknown option --model.dtype=float32; see --help"),
         ("--sparsity.kind", "--sparsity.kind needs a value: --sparsity.kind=VALUE"),
-        ("--samples 0", "--samples=0 must be at least 1"),
-        ("--samples many", "invalid int value: 'many'"),
+        ("--samples 0", "argument --samples: 0 must be an integer of at least 1"),
+        ("--samples many", "argument --samples: many must be an integer of at least 1"),
         ("--attention some", "invalid choice: 'some'"),
-        ("--lengths 4x", '--lengths = "4x" must be a positive number of tokens, such as 4096'),
+        ("--lengths 4x", '--lengths: "4x" must be a positive number of tokens, such as 4096'),
         ("--second-model nowhere", "nowhere is not a folder"),
         ("--second-model {0}", "is the same folder as --model"),
         ("--tasks ,", "--tasks is missing"),

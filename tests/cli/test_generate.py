@@ -25,7 +25,7 @@ def command(monkeypatch, capsys):
     return run
 
 
-ON_ONE = ("--parallel.devices_per_node=1", "--sparsity.block_size=8")
+ON_ONE = ("--parallel.devices_per_node=1", "--sparsity.block_size=16")
 
 
 def test_a_text_is_continued(command, monkeypatch):

@@ -1,5 +1,6 @@
 """The command that proposes a sparse pattern, on a tiny model."""
 
+import dataclasses
 import json
 import math
 
@@ -72,15 +73,16 @@ def test_a_setting_must_be_within_both_limits():
         Measured("some", 0.2, 2.0, 0.0, 0.001, 0.09),
         Measured("many", 0.4, 2.0, 0.0, 0.001, math.nan),
     ]
+    timed = [dataclasses.replace(x, step_seconds=t) for x, t in zip(found, (3, 2, 1), strict=True)]
 
-    def best(rise, copies, cost=lambda one: one.density):
-        one = proposed(found, cost, rise, copies)
+    def best(rise, copies, measured=found):
+        one = proposed(measured, rise, copies)
         return one and one.text
 
     assert best(0.02, 0.01) == "few" and best(0.01, 0.1) == "some"
     assert best(0.01, 0.05) == "many"  # without far copies only the other limit applies
     assert best(-1, 1) is None
-    assert best(1, 1, lambda one: -one.density) == "many"
+    assert best(1, 1, timed) == "many"
 
 
 def test_what_cannot_be_measured_is_refused_in_a_sentence(text, tmp_path, capsys):
@@ -90,7 +92,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(text, tmp_path, capsys
         (("--settings", "sampled_rows,tua=0.9"), 2, '"tua=0.9" in "sampled_rows,tua=0.9" is no'),
         (("--settings", "replay"), 2, "which does not select pairs"),
         (("--config", "no_such_run"), 2, 'unknown configuration "no_such_run"'),
-        (("--sequences", "0"), 2, "--sequences=0 must be at least 1"),
+        (("--sequences", "0"), 2, "argument --sequences: 0 must be an integer of at least 1"),
         (("--sparsity.tau=1",), 2, "unknown option --sparsity.tau=1"),
         (("--text", str(tmp_path / "none")), 2, "none"),
     ):
@@ -101,7 +103,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(text, tmp_path, capsys
 
 def test_a_step_is_forecast_at_the_measured_density():
     config = config_with("qwen3b_512k", "sampled_rows,tau=0.8")
-    assert config.sparsity.settings.tau == 0.8
+    assert config.sparsity.pattern.tau == 0.8
     few, many = forecast_seconds(config, 0.05), forecast_seconds(config, 0.5)
     dense = forecast_seconds(config_with("qwen3b_512k", "dense"), 1.0)
     assert 0 < few < many < dense

@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-import types
 
 import numpy as np
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
+from mtraining_jax.evaluation.model import Forced, Generated
 
 
 @dataclasses.dataclass
@@ -18,6 +18,7 @@ class FakeModel:
 
     window: int | None = None
     max_positions: int = 65536
+    vocab_size: int = 257
     worse: float = 0.0
     asked: int = 0
     stop_after: int | None = None  # number of questions before a Ctrl-C
@@ -37,14 +38,12 @@ class FakeModel:
         right = says == answer_ids
         density = 1.0 if self.window is None else 0.25
         log_probs = np.where(right, -0.125, -2.0).astype(np.float32)
-        return types.SimpleNamespace(log_probs=log_probs, is_argmax=right, density=density)
+        return Forced(log_probs, right, density)
 
     def generate(self, prompt_ids, options):
         assert options.temperature == 0
         text = f"{self.read(prompt_ids)}. That is it."[: options.max_new_tokens]
-        return types.SimpleNamespace(
-            text=text, prefill_seconds=0.5, decode_seconds=0.25, density=None
-        )
+        return Generated((), text, "length", 0.5, 0.25, density=None)
 
     def token_losses(self, tokens):
         self.asked += 1

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.evaluation.decode.attention import CHUNK
-from mtraining_jax.evaluation.decode.cache import room_for
-from mtraining_jax.evaluation.decode.options import GenerateOptions
+from mtraining_jax.evaluation.engine.cache import room_for
+from mtraining_jax.evaluation.engine.cache_attention import CHUNK
 from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.engine.programs import first_token
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.transformer import graph_definition
@@ -33,7 +34,7 @@ SPARSE = {
 }
 ONE, EIGHT = (1, 1), (2, 4)
 LLAMA, PHI = "llama3_tiny", "phi3_tiny_longrope"
-GREEDY = np.float32(0), np.float32(1), np.uint32(0)
+GREEDY = GenerateOptions()
 
 
 @functools.cache
@@ -63,15 +64,11 @@ def plain_logits(name: str = LLAMA, length: int = len(TEXT)) -> np.ndarray:
 def test_logits_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_len):
     programs = engine(mesh, name=name, block_size=block_size).programs
     total = prompt_len + NEW
-    prompt = programs.prefill(TEXT[:prompt_len], total)()
-    logits = prompt.logits
-    cache = programs.cache(prompt, prompt_len, NEW)
-    found, step = [np.asarray(logits[0])], None
-    token = programs.draw(logits, "greedy", GREEDY)
+    prompt = programs.prefill(TEXT[:prompt_len], NEW)()
+    found, token = [np.asarray(prompt.logits[0])], first_token(prompt.logits, GREEDY)
+    cache, step = programs.decoder(prompt, token, prompt_len, NEW, GREEDY)
     for number in TEXT[prompt_len:total]:
         token = jax.device_put(np.array([number], np.int32), token.sharding)
-        if step is None:
-            step = programs.step(cache, token, prompt_len, total, "greedy", GREEDY)
         cache, token, logits = step(cache, token)
         found.append(np.asarray(logits[0]))
         assert int(token[0]) == found[-1].argmax()
@@ -134,8 +131,7 @@ def test_an_answer_after_a_sparse_prompt_is_scored_as_it_would_be_generated():
     losses = model.token_losses(TEXT)[PROMPT - 1 :]
     assert np.abs(given.log_probs + losses).max() > 0.001
     dense = engine(EIGHT).forced(TEXT[:PROMPT], TEXT[PROMPT:])
-    attending = dataclasses.replace(model.loaded.network.attending, sparse_answers=True)
-    network = dataclasses.replace(model.loaded.network, attending=attending)
+    network = dataclasses.replace(model.loaded.network, sparse_answers=True)
     whole = Engine(dataclasses.replace(model.loaded, network=network), like=model)
     at_once = whole.forced(TEXT[:PROMPT], TEXT[PROMPT:])
     np.testing.assert_allclose(at_once.log_probs, -losses, atol=1e-6)
@@ -144,9 +140,7 @@ def test_an_answer_after_a_sparse_prompt_is_scored_as_it_would_be_generated():
 
 def test_the_end_of_a_prompt_sees_all_of_it_unless_the_settings_say_otherwise():
     without = engine(EIGHT, "sparse")
-    settings = dataclasses.replace(
-        without.loaded.network.attending.settings, dense_suffix_tokens=None
-    )
+    settings = dataclasses.replace(without.loaded.network.settings, dense_suffix_tokens=None)
     model = without.with_pattern(settings)
     # The prompt is shorter than its dense suffix.
     found, dense = (x.forced(TEXT[:PROMPT], TEXT[PROMPT:]) for x in (model, engine(EIGHT)))

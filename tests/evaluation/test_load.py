@@ -13,9 +13,9 @@ from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.patterns.sampled_rows import SampledRows
-from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.patterns.options.base import DenseOptions
+from mtraining_jax.patterns.options.probes import VerticalSlashOptions
+from mtraining_jax.patterns.options.rows import SampledRowsOptions
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
@@ -66,11 +66,8 @@ def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
         is_matrix = name.endswith("proj.weight") or name == "embed_tokens.weight"
         assert x.dtype == ("bfloat16" if is_matrix else "float32"), name
     network = found.network
-    assert isinstance(network.attending.settings, VerticalSlash)
-    assert (
-        network.attending.settings.block_size,
-        network.attending.settings.num_probe_queries,
-    ) == (8, 8)
+    assert isinstance(network.settings, VerticalSlashOptions)
+    assert (network.settings.block_size, network.settings.num_probe_queries) == (8, 8)
     assert network.spec.max_position_embeddings == 128
     # The run had 4 devices, the test has 8.
     assert network.mesh.devices.shape == (1, 1, 8)
@@ -88,14 +85,14 @@ def test_overrides_take_precedence_over_the_run(run):
     ]
     engine = Engine.load(folder, attention="sparse", overrides=overrides)
     network = engine.loaded.network
-    assert network.attending.settings.top_p == 0.5
+    assert network.settings.top_p == 0.5
     assert network.mesh.devices.shape == (1, 2, 1) and network.fsdp
     assert network.unit == 2 * 2 * 8
     padded = [network.padded_length(32 * units) for units in range(1, 14)]
     assert [x // 32 for x in padded] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert network.padded_length(33) == 64
     dense = engine.dense()
-    assert dense.loaded.network.attending.settings == Dense(8)
+    assert dense.loaded.network.settings == DenseOptions(8)
     assert dense.loaded.state is engine.loaded.state
 
 
@@ -134,7 +131,7 @@ def test_a_hugging_face_folder_has_its_tokenizer_and_end_tokens(tmp_path):
     assert isinstance(found.tokenizer, ByteTokenizer)
     assert found.stop_ids == {7, 9} and found.tokenizer.eos == 7
     assert found.network.spec.dtype == "float32"
-    assert found.network.attending.settings == SampledRows()
+    assert found.network.settings == SampledRowsOptions()
 
 
 def test_errors_are_reported(run, tmp_path):

@@ -13,7 +13,7 @@ from rich.console import Console
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.report import write_report
 from mtraining_jax.evaluation.results import Results, read_lines, read_settings
-from mtraining_jax.evaluation.runner import Plan, check, check_vocabulary, evaluate
+from mtraining_jax.evaluation.runner import Plan, check, evaluate
 from mtraining_jax.evaluation.tasks import Document, Task, make_tasks
 from mtraining_jax.utils.errors import UserError
 from tests.evaluation.fake_model import FakeModel
@@ -118,9 +118,9 @@ def test_results_with_other_settings_are_refused_and_nothing_is_written(tmp_path
 
 def test_a_task_with_more_ids_than_the_model_is_refused():
     tasks = make_tasks(["needle", "mqar"], {"pairs": "4", "vocab_size": "64"})
-    check_vocabulary(tasks, 64, "tiny")
+    check(Plan(tasks, (64,), 1), FakeModel(vocab_size=64), "tiny")
     with pytest.raises(UserError, match='"mqar" has 64 token ids, but tiny has a vocabulary of on'):
-        check_vocabulary(tasks, 63, "tiny")
+        check(Plan(tasks, (64,), 1), FakeModel(vocab_size=63), "tiny")
 
 
 def test_settings_without_a_line_are_ignored(tmp_path):

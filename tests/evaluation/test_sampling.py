@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
-from mtraining_jax.evaluation.decode.options import GenerateOptions
-from mtraining_jax.evaluation.decode.sampling import kept_tokens, next_token
-from mtraining_jax.evaluation.decode.text import GrowingText, settled_length
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.engine.sampling import kept_tokens, next_token
+from mtraining_jax.evaluation.engine.text import GrowingText, settled_length
 from mtraining_jax.utils.errors import UserError
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))

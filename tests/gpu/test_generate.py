@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from mtraining_jax.evaluation.engine.engine import Engine
-from mtraining_jax.evaluation.engine.network import Attending, Network
+from mtraining_jax.evaluation.engine.network import Network
+from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.engine.programs import first_token
 from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import init_model
@@ -30,8 +32,8 @@ def dense(dtype: str, backend: str) -> Engine:
     spec = dataclasses.replace(SPEC, dtype=dtype)
     mesh = make_mesh(1, 1, 1, jax.devices()[:1])
     state = in_compute_dtype(init_model(spec, seed=0, mesh=mesh)[1], spec)
-    network = Network(spec, mesh, Attending(Dense(), backend=backend))
-    return Engine(Loaded(network, state, None, frozenset(), 1024, "random"))
+    network = Network(spec, mesh, Dense(), backend=backend)
+    return Engine(Loaded(network, state, None, frozenset(), "random"))
 
 
 @functools.cache
@@ -47,13 +49,12 @@ def off(log_probs: np.ndarray) -> float:
 
 def decoded(engine: Engine) -> tuple[np.ndarray, float]:
     """Log-probabilities of the text's last tokens, one at a time, and the prompt's density."""
-    programs, drawing = engine.programs, (np.float32(0), np.float32(1), np.uint32(0))
-    prompt = programs.prefill(TEXT[:PROMPT], len(TEXT))()
+    programs, greedy = engine.programs, GenerateOptions()
+    prompt = programs.prefill(TEXT[:PROMPT], NEW)()
     logits = [np.asarray(prompt.logits[0])]
-    token = programs.draw(prompt.logits, "greedy", drawing)
+    token = first_token(prompt.logits, greedy)
     density = float(prompt.density)
-    cache = programs.cache(prompt, PROMPT, 64)
-    step = programs.step(cache, token, PROMPT, len(TEXT), "greedy", drawing)
+    cache, step = programs.decoder(prompt, token, PROMPT, NEW, greedy)
     for number in TEXT[PROMPT:-1]:
         token = jax.device_put(np.array([number], np.int32), token.sharding)
         cache, token, found = step(cache, token)

@@ -1,1 +1,1 @@
-"""Compiled prefill and decode programs."""
+"""A model for inference: compiled forward passes, prefill and token-by-token decoding."""

@@ -17,8 +17,7 @@ from mtraining_jax.evaluation.engine.sampling import judge
 from mtraining_jax.evaluation.engine.text import GrowingText
 from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
 from mtraining_jax.evaluation.model import Forced, Generated
-from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
@@ -79,7 +78,7 @@ class Engine:
         return type(self)(dataclasses.replace(self.loaded, network=network), like=self)
 
     def dense(self) -> Self:
-        return self.with_pattern(Dense(self.loaded.network.settings.block_size))
+        return self.with_pattern(DenseOptions(self.loaded.network.settings.block_size))
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -11,11 +11,12 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.models.transformer import Transformer, graph_definition
+from mtraining_jax.models.transformer import CaptureKV, Transformer, graph_definition
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
@@ -94,46 +95,42 @@ class Network:
     def forward(
         self,
         layout: Layout,
-        pattern: Pattern,
         length: int | None,
         state: nnx.State,
         tokens: Array,
         positions: Array,
-        valid_len: Array | None,
-        inputs: Any,
-        capture_kv: Callable[[Array, Array], Any] | None = None,
-    ) -> tuple[Transformer, Array, Array, Any]:
+        inputs: AttentionInputs,
+        capture_kv: CaptureKV | None = None,
+    ) -> tuple[Transformer, Array, dict[str, Any]]:
         """Runs all layers over a sequence in layout order.
 
         Args:
             layout: layout of the padded sequence.
-            pattern: pattern of the layers.
             length: length that RoPE assumes for the full sequence (`rope_length`).
             state: parameters.
             tokens, positions: int32 [B, S].
-            valid_len: int32 scalar, beyond which the selection reads nothing.
-            inputs: `layer_inputs` of the pattern.
-            capture_kv: see `Transformer.forward`.
+            inputs: the pattern, and the number of tokens before the padding.
+            capture_kv: see `Transformer`.
 
         Returns:
-            The model, the input of its output layer [B, S, E], the fp32 density over causal pairs
-            of the padded sequence (mean over layers), and captured keys and values.
+            The model, the input of its output layer [B, S, E], and statistics of the layers.
         """
+        assert isinstance(inputs.pattern, Pattern)  # not an index
         attention = make_attention(
-            self.mesh, layout, pattern, ring=self.ring, backend=self.backend, valid_len=valid_len
+            self.mesh, layout, inputs.pattern, ring=self.ring, backend=self.backend
         )
         model = nnx.merge(self.graphdef, state)
-        hidden, statistics, captured = model.forward(
+        hidden, statistics = model(
             tokens,
             positions,
             attention,
-            capture_kv=capture_kv,
             attention_inputs=inputs,
+            capture_kv=capture_kv,
             mesh=self.mesh,
             fsdp=self.fsdp,
             length=length,
         )
-        return model, hidden, statistics["density"].mean(), captured
+        return model, hidden, statistics
 
     def jit(self, program: Callable[..., Any], out_shardings: Any) -> Any:
         """Compiles a program with the options of ring attention."""

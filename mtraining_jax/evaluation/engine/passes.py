@@ -4,17 +4,18 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.models.fsdp import gather_weight
 from mtraining_jax.models.label_scores import LabelScores, label_scores
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import ACTIVATIONS, SEQUENCE_AXES
 from mtraining_jax.parallel.ordering import serialize_collectives
-from mtraining_jax.patterns.base import Pattern
 
 # Keys and values of a prompt, [L, B, S, Hk, D].
 STACKED = P(None, None, SEQUENCE_AXES)
@@ -35,7 +36,7 @@ class Prompt(NamedTuple):
     density: Array
 
 
-def make_score(network: Network, layout: Layout, pattern: Pattern, length: int) -> Any:
+def make_score(network: Network, layout: Layout, length: int) -> Any:
     """Builds a program that scores labels.
 
     Returns:
@@ -44,7 +45,7 @@ def make_score(network: Network, layout: Layout, pattern: Pattern, length: int) 
     """
 
     def score(labels: Array, *inputs: Any) -> tuple[LabelScores, Array]:
-        model, hidden, density, _ = network.forward(layout, pattern, length, *inputs)
+        model, hidden, statistics = network.forward(layout, length, *inputs)
         scores = label_scores(
             hidden,
             model.lm_head_weight(),
@@ -53,22 +54,25 @@ def make_score(network: Network, layout: Layout, pattern: Pattern, length: int) 
             mesh=network.mesh,
             weight_spec=network.lm_head_spec,
         )
-        return scores, density
+        return scores, statistics["density"].mean()
 
     return network.jit(score, network.replicated)
 
 
-def make_prefill(network: Network, layout: Layout, pattern: Pattern, length: int) -> Any:
+def make_prefill(network: Network, layout: Layout, length: int) -> Any:
     """Builds the prefill program, a jitted function of the last arguments of `Network.forward`."""
 
-    def prefill(*inputs: Any) -> Prompt:
-        *_, prompt_len, _ = inputs
-        model, hidden, density, (keys, values) = network.forward(
-            layout, pattern, length, *inputs, capture_kv=lambda k, v: (k, v)
+    def prefill(
+        state: nnx.State, tokens: Array, positions: Array, inputs: AttentionInputs
+    ) -> Prompt:
+        model, hidden, statistics = network.forward(
+            layout, length, state, tokens, positions, inputs, capture_kv=lambda k, v: (k, v)
         )
+        keys, values = statistics["kv"]
+        assert inputs.valid_len is not None  # see `Programs.inputs`
         weight = model.lm_head_weight().astype(hidden.dtype)
-        logits = _last_logits(network, layout, hidden, weight, prompt_len)
-        return Prompt(logits, keys, values, density)
+        logits = _last_logits(network, layout, hidden, weight, inputs.valid_len)
+        return Prompt(logits, keys, values, statistics["density"].mean())
 
     stacked = NamedSharding(network.mesh, STACKED)
     shardings = network.replicated, stacked, stacked, network.replicated

@@ -5,10 +5,12 @@ from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.evaluation.engine.cache import Cache, make_cache
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.passes import Prompt, make_prefill, make_score
@@ -20,7 +22,6 @@ from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.training.build import layer_inputs
 
 
 class Programs:
@@ -89,8 +90,8 @@ class Programs:
         padded = self._network.padded_length(len(ids))
         layout, positions = self._deal(padded)
         tokens = self.place(ids, layout, 0)
-        pattern = self.pattern(padded, of_prompt)
-        return layout, (self._state, tokens, positions, np.int32(valid_len), layer_inputs(pattern))
+        inputs = AttentionInputs(self.pattern(padded, of_prompt), valid_len=jnp.int32(valid_len))
+        return layout, (self._state, tokens, positions, inputs)
 
     def pattern(self, padded: int, of_prompt: bool = False) -> Pattern:
         own = self._network.settings
@@ -122,8 +123,7 @@ class Programs:
         length = self._network.rope_length(length)
         key = make, layout, length
         if key not in self._compiled:
-            pattern = self.pattern(layout.seq_len, of_prompt=make is make_prefill)
-            program = make(self._network, layout, pattern, length)
+            program = make(self._network, layout, length)
             self._compiled[key] = program.lower(*arguments).compile()
         return self._compiled[key]
 

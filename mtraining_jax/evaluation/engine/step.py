@@ -1,6 +1,7 @@
 """One decoding step: appends a token to the cache and samples the next one."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -10,15 +11,15 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.evaluation.decode.attention import attend_to_cache
-from mtraining_jax.evaluation.decode.cache import Cache
-from mtraining_jax.evaluation.decode.prefill import token_logits
-from mtraining_jax.evaluation.decode.sampling import next_token
+from mtraining_jax.evaluation.engine.cache import Cache
+from mtraining_jax.evaluation.engine.cache_attention import attend_to_cache
 from mtraining_jax.evaluation.engine.network import Network
+from mtraining_jax.evaluation.engine.passes import token_logits
+from mtraining_jax.evaluation.engine.sampling import next_token
 from mtraining_jax.models.fsdp import compute_weights, gather_weight
 from mtraining_jax.models.rope.rotary import rope_tables
 from mtraining_jax.models.sharding import layer_specs, lm_head_spec, parameter_spec, state_shardings
-from mtraining_jax.models.transformer import Transformer
+from mtraining_jax.models.transformer import Transformer, graph_definition
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 from mtraining_jax.parallel.ordering import serialize_collectives
@@ -32,7 +33,7 @@ class Stepped(NamedTuple):
     logits: Array
 
 
-def make_step(network: Network, layout: Layout, length: int, kind: str) -> Callable[..., Stepped]:
+def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
     """Builds a program that reads one token and samples the next.
 
     Attention is dense. Every rank computes the full layer, but attends only to its own shard of the
@@ -40,41 +41,36 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Calla
 
     Args:
         layout: layout of the padded prompt in the cache.
-        length: as in `make_prefill`.
+        length: length that RoPE assumes for the full sequence (`Network.rope_length`).
         kind: see `GenerateOptions`.
 
     Returns:
         A jitted function of the state, a `Cache` with room (donated), the token int32 [B] that
         follows those in the cache, and temperature, top_p and seed of `next_token`.
     """
-    specs = Cache.specs(network.spec.num_layers)
-    everywhere = NamedSharding(network.mesh, P())
+    mesh, specs = network.mesh, Cache.specs(network.spec.num_layers)
     in_cache = jax.tree.map(
-        lambda spec: NamedSharding(network.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
     )
 
     def step(
         state: nnx.State, cache: Cache, token: Array, temperature: Array, top_p: Array, seed: Array
     ) -> Stepped:
+        shardings = state_shardings(state, network.spec.parameters, mesh, network.fsdp)
         run = jax.shard_map(
-            lambda *arguments: _step_on_shard(network, layout, length, *arguments),
-            mesh=network.mesh,
-            in_specs=(_state_specs(network, state), specs, P()),
+            functools.partial(_step_on_shard, network, layout, length),
+            mesh=mesh,
+            in_specs=(jax.tree.map(lambda x: x.spec, shardings), specs, P()),
             out_specs=(specs, P()),
             check_vma=False,
         )
         cache, logits = run(state, cache, token)
         # The first token was sampled from the logits of the prompt.
-        drawn = next_token(logits, kind, temperature, top_p, seed, cache.count)
-        return Stepped(cache, drawn, logits)
+        sampled = next_token(logits, kind, temperature, top_p, seed, cache.count)
+        return Stepped(cache, sampled, logits)
 
-    out_shardings = Stepped(in_cache, *cast(Any, (everywhere, everywhere)))
+    out_shardings = Stepped(in_cache, *cast(Any, (network.replicated, network.replicated)))
     return jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
-
-
-def _state_specs(network: Network, state: nnx.State) -> Any:
-    shardings = state_shardings(state, network.spec.parameters, network.mesh, network.fsdp)
-    return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
 def _step_on_shard(
@@ -82,7 +78,8 @@ def _step_on_shard(
 ) -> tuple[Cache, Array]:
     spec, mesh, fsdp = network.spec, network.mesh, network.fsdp
     dtype = jnp.dtype(spec.dtype)
-    model: Transformer = nnx.merge(network.one_token_graphdef, state)
+    one_token = dataclasses.replace(spec, remat="none", mlp_kept_chunks=0)
+    model: Transformer = nnx.merge(graph_definition(one_token), state)
     position = cache.prompt_len + cache.count
     cos, sin = rope_tables(position.reshape(1, 1), spec, length)
     place, seen = _places(layout, cache)

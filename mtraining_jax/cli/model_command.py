@@ -1,0 +1,95 @@
+"""Parts of the commands that load a model: evaluate, generate and propose_sparsity."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mtraining_jax import __version__
+from mtraining_jax.cli.argument_parser import ArgumentParser
+from mtraining_jax.utils.errors import UserError, print_error
+from mtraining_jax.utils.text import print_text
+
+_UNITS = {"K": 2**10, "M": 2**20}
+
+
+def run_command(
+    arguments: Sequence[str] | None, help_text: Callable[[], str], run: Callable[[list[str]], int]
+) -> int:
+    """Runs a command with the arguments of the process, or with others.
+
+    Returns:
+        Exit status: that of `run`; 0 for --help and --version; 2 after a user error.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        if {"-h", "--help"} & set(arguments):
+            return print_text(help_text())
+        if "--version" in arguments:
+            return print_text(f"mtraining-jax {__version__}\n")
+        return run(arguments)
+    except KeyboardInterrupt:
+        return print_error(UserError("interrupted"))
+    except UserError as error:
+        return print_error(error)
+
+
+def model_parser(prog: str) -> ArgumentParser:
+    """Creates a parser with the options of all these commands."""
+    parser = ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
+    parser.add_argument("--model", type=_expanded_path)
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--cpu-devices", type=at_least(1))
+    return parser
+
+
+def check_required(options: argparse.Namespace, *names: str) -> None:
+    """Raises UserError if an option is missing or empty."""
+    for name in names:
+        if not getattr(options, name):
+            raise UserError(f"--{name} is missing; see --help")
+
+
+def forwarded_options(rest: Sequence[str], sections: Sequence[str]) -> dict[str, str]:
+    """Parses options such as --sparsity.max_verticals=512: values as text by dotted name."""
+    found: dict[str, str] = {}
+    left = list(rest)
+    while left:
+        argument = left.pop(0)
+        name, equals, value = argument.removeprefix("--").partition("=")
+        section, _, field = name.partition(".")
+        if not argument.startswith("--") or section not in sections or not field:
+            raise UserError(f"unknown option {argument}; see --help")
+        if not equals:
+            if not left or left[0].startswith("--"):
+                raise UserError(f"--{name} needs a value: --{name}=VALUE")
+            value = left.pop(0)
+        found[name] = value
+    return found
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """Returns a type of arguments: integers from a smallest one."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"{text} must be an integer of at least {smallest}")
+        return int(text)
+
+    return parse
+
+
+def token_count(text: str) -> int:
+    """Parses a number of tokens; 4K is 4096 and 1M is 1048576."""
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(
+            f'"{text}" must be a positive number of tokens, such as 4096 or 4K'
+        )
+    return int(digits) * unit
+
+
+def _expanded_path(text: str) -> Path:
+    return Path(text).expanduser()

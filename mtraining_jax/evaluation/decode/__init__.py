@@ -1,1 +1,0 @@
-"""Text generation: prefill of a prompt, then token-by-token decoding."""

@@ -1,0 +1,87 @@
+"""The KV cache."""
+
+import functools
+from typing import NamedTuple, Self, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.evaluation.engine.cache_attention import CHUNK
+from mtraining_jax.evaluation.engine.network import Network
+from mtraining_jax.evaluation.engine.passes import STACKED, Prompt
+from mtraining_jax.parallel.mesh import SEQUENCE_AXES
+
+_MIN_ROOM = 64
+# One layer, [B, Hk, S, D].
+_ONE_LAYER = P(None, None, SEQUENCE_AXES)
+
+
+class Cache(NamedTuple):
+    """Rotated keys, and values, of a prompt and of new tokens.
+
+    Each rank holds its shard of the prompt, followed by room for T new tokens. Every rank writes
+    new tokens, which is cheap, but only the first attends to them.
+
+    Attributes:
+        keys, values: per layer [B, Hk, W (S / W + T), D] in the compute dtype, tokens sharded over
+            ('node', 'device'). Heads come before tokens, so each head's keys are contiguous. Layers
+            are separate arrays, because the compiler would copy each layer out of a stacked array
+            for every token.
+        prompt_len: int32 scalar, without padding.
+        count: int32 scalar, number of new tokens.
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    prompt_len: Array
+    count: Array
+
+    @classmethod
+    def specs(cls, layers: int) -> Self:
+        of_layers = (_ONE_LAYER,) * layers
+        return cast(Self, cls(of_layers, of_layers, P(), P()))  # pyright: ignore
+
+
+def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
+    """Builds the cache after the prefill.
+
+    Keys and values of the prompt are deleted, as they take as much memory as the result.
+    """
+    room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks)
+    layers = []
+    for stacked in (prompt.keys, prompt.values):
+        layers.append(_with_room(network.mesh, room, stacked))
+        stacked.delete()
+    keys, values = layers
+    count = jax.device_put(np.int32(prompt_len), network.replicated)
+    return Cache(keys, values, count, jnp.zeros((), jnp.int32, device=network.replicated))
+
+
+def room_for(new_tokens: int, local_tokens: int) -> int:
+    """Returns how many new tokens to allocate: a power of two, so that programs can be reused.
+
+    The cache of a long prompt stays divisible by `CHUNK`, for at most a 64th more memory.
+    """
+    share = 1 << max(local_tokens // 64, 1).bit_length() - 1
+    return max(1 << (new_tokens - 1).bit_length(), min(share, CHUNK), _MIN_ROOM)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _with_room(mesh: Mesh, room: int, stacked: Array) -> tuple[Array, ...]:
+    """Splits [L, B, S, Hk, D] by layer, and adds room for T new tokens per rank."""
+
+    def pad_shard(stacked: Array) -> tuple[Array, ...]:
+        padding = ((0, 0), (0, 0), (0, room), (0, 0))
+        return tuple(jnp.pad(layer.swapaxes(1, 2), padding) for layer in stacked)
+
+    return jax.shard_map(
+        pad_shard,
+        mesh=mesh,
+        in_specs=STACKED,
+        out_specs=(_ONE_LAYER,) * stacked.shape[0],
+        check_vma=False,
+    )(stacked)
