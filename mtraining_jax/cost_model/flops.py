@@ -15,7 +15,7 @@ count once.
 import dataclasses
 
 from mtraining_jax.config import Config
-from mtraining_jax.models.families import family_of
+from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.selection.metrics import causal_pairs
 

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
-from mtraining_jax.models.families import family_of
+from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.parameters import ParamTable
-from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling, make_scaling
+from mtraining_jax.models.rope import RopeScaling, make_scaling
 
 REMAT_POLICIES = ("none", "mlp", "attention", "attention_offload", "full")
 COMPUTE_DTYPES = ("bfloat16", "float32")
@@ -79,7 +79,7 @@ class ModelSpec:
                 raise ValueError(f'{name} = "{value}" must be one of {", ".join(allowed)}')
         if self.mlp_kept_chunks < 0:
             raise ValueError(f"mlp_kept_chunks = {self.mlp_kept_chunks} must not be negative")
-        family_of(self.family)
+        FAMILIES.get(self.family)
         if problems := list(spec_problems(self)):
             raise ValueError("; ".join(problems))
 
@@ -87,16 +87,15 @@ class ModelSpec:
     def from_config(cls, config: Any) -> Self:
         """Takes the fields from any object or mapping; missing ones keep their defaults.
 
-        Raises:
-            ValueError: if a field without a default is missing or a value is invalid.
+        Raises ValueError if a field without a default is missing or a value is invalid.
         """
         if isinstance(config, cls):
             return config
-        values = {}
-        for field in dataclasses.fields(cls):
-            value = _get(config, field.name, dataclasses.MISSING)
-            if value is not dataclasses.MISSING:
-                values[field.name] = value
+        names = [field.name for field in dataclasses.fields(cls)]
+        if isinstance(config, Mapping):
+            values = {name: config[name] for name in names if name in config}
+        else:
+            values = {name: getattr(config, name) for name in names if hasattr(config, name)}
         if values.get("head_dim") is None and values.get("num_heads"):
             values["head_dim"] = values.get("hidden_size", 0) // values["num_heads"]
         for field in dataclasses.fields(cls):
@@ -111,7 +110,7 @@ class ModelSpec:
     @functools.cached_property
     def parameters(self) -> ParamTable:
         """All parameters by dotted name, with stacked layers."""
-        return family_of(self.family).parameters(self)
+        return FAMILIES.get(self.family)().parameters(self)
 
 
 def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
@@ -128,12 +127,6 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
             f'{prefix}mlp_kept_chunks = {values.mlp_kept_chunks} needs {prefix}remat = "mlp", but '
             f'it is "{values.remat}"'
         )
-    if (scaling := values.rope_scaling) is not None:
-        kind = ROPE_KINDS[scaling.type]
-        yield from kind.problems(scaling, f"{prefix}rope_scaling.", values.head_dim)
-
-
-def _get(config: Any, name: str, default: Any) -> Any:
-    if isinstance(config, Mapping):
-        return config.get(name, default)
-    return getattr(config, name, default)
+    if values.rope_scaling is not None:
+        for problem in values.rope_scaling.problems(values.head_dim):
+            yield f"{prefix}rope_scaling.{problem}"

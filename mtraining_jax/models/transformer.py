@@ -16,6 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
 from mtraining_jax.models.fsdp import compute_weights, fsdp_apply
 from mtraining_jax.models.parameters import Parameter, ParamTable, layer_params, subtable
@@ -25,14 +26,14 @@ from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_sha
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.swiglu import chunked_swiglu
 
-# (q_BSHD, k_BSHkD, v_BSHkD[, inputs of the layer]) -> (out_BSHD, fp32 scalars or trees by name)
+# (q_BSHD, k_BSHkD, v_BSHkD[, AttentionInputs of the layer])
+# -> (out_BSHD, fp32 scalars or trees by name)
 Attention = Callable[..., tuple[Array, dict[str, Any]]]
 # (k_BSHkD, v_BSHkD) -> what to return of a layer's keys and values, a pytree
 CaptureKV = Callable[[Array, Array], Any]
 
 
-def init_param(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
-    """Initializes a parameter, fp32."""
+def _init_param(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
     if parameter.stddev is None:
         return nnx.Param(jnp.full(parameter.shape, parameter.value, jnp.float32))
     normal = jax.random.normal(rngs.params(), parameter.shape, jnp.float32)
@@ -43,8 +44,8 @@ class Linear(nnx.Module):
     """y = x W^T + b, in the dtype of x. weight fp32 [out, in], bias fp32 [out] or absent."""
 
     def __init__(self, table: ParamTable, rngs: nnx.Rngs) -> None:
-        self.weight = init_param(table["weight"], rngs)
-        self.bias = init_param(table["bias"], rngs) if "bias" in table else None
+        self.weight = _init_param(table["weight"], rngs)
+        self.bias = _init_param(table["bias"], rngs) if "bias" in table else None
 
     def __call__(self, x: Array) -> Array:
         weight = self.weight[...].astype(x.dtype)
@@ -59,7 +60,7 @@ class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32, returned in the dtype of x."""
 
     def __init__(self, table: ParamTable, eps: float, rngs: nnx.Rngs) -> None:
-        self.weight = init_param(table["weight"], rngs)
+        self.weight = _init_param(table["weight"], rngs)
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -72,7 +73,7 @@ class Embed(nnx.Module):
     """An embedding table. weight fp32 [V, E]."""
 
     def __init__(self, table: ParamTable, rngs: nnx.Rngs) -> None:
-        self.weight = init_param(table["weight"], rngs)
+        self.weight = _init_param(table["weight"], rngs)
 
 
 class SelfAttention(nnx.Module):
@@ -178,11 +179,12 @@ class Transformer(nnx.Module):
         positions: Array,
         attention: Attention,
         *,
-        attention_inputs: Any = None,
+        attention_inputs: AttentionInputs | None = None,
+        capture_kv: CaptureKV | None = None,
         mesh: Mesh | None = None,
         fsdp: bool = False,
         length: int | Array | None = None,
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[Array, dict[str, Any]]:
         """Runs all layers.
 
         Args:
@@ -194,8 +196,9 @@ class Transformer(nnx.Module):
                 arrays, without gradients. With `remat="attention"` it is recomputed in the backward
                 pass unless it names the values it needs there, by `checkpoint_name`, as one of
                 `pallas_kernels.names.SAVED_NAMES`.
-            attention_inputs: optional pytree with a leading layer axis [L, ...]; the slice of a
-                layer is the fourth argument of `attention`.
+            attention_inputs: optional; those of a layer are the fourth argument of `attention`.
+            capture_kv: maps the rotated keys and the values of a layer, in the compute dtype and
+                sharded over the mesh, to what `stats["kv"]` has of them.
             mesh: axes ('data', 'node', 'device') of type Auto. Each device computes its own tokens,
                 [B over data, S over (node, device), E]. None: everything is on one device.
             fsdp: whether parameters are sharded as in `param_shardings(..., fsdp=True)`. Those of a
@@ -209,35 +212,6 @@ class Transformer(nnx.Module):
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
             over layers, [L, ...] each.
         """
-        hidden_BSE, stats, _ = self.forward(
-            tokens,
-            positions,
-            attention,
-            attention_inputs=attention_inputs,
-            mesh=mesh,
-            fsdp=fsdp,
-            length=length,
-        )
-        return hidden_BSE, stats
-
-    def forward(
-        self,
-        tokens: Array,
-        positions: Array,
-        attention: Attention,
-        *,
-        capture_kv: CaptureKV | None = None,
-        attention_inputs: Any = None,
-        mesh: Mesh | None = None,
-        fsdp: bool = False,
-        length: int | Array | None = None,
-    ) -> tuple[Array, dict[str, Array], Any]:
-        """Runs all layers like `__call__`, and captures keys and values.
-
-        Args:
-            capture_kv: maps the rotated keys and the values of a layer, in the compute dtype and
-                sharded over the mesh, to what is returned of them, stacked over layers.
-        """
         dtype = jnp.dtype(self.spec.dtype)
         positions = jnp.broadcast_to(positions, tokens.shape)
         cos, sin = rope_tables(positions, self.spec, length)
@@ -245,42 +219,38 @@ class Transformer(nnx.Module):
         graphdef, layers = nnx.split(self.layers)
         specs = None if mesh is None else layer_specs(layers, self.spec.parameters, mesh, fsdp)
 
-        def run_half_layer(
-            method: Callable[..., Any], parameters: nnx.State, *arrays: Array
-        ) -> Any:
-            return fsdp_apply(
-                lambda parameters, *arrays: method(nnx.merge(graphdef, parameters), *arrays),
-                parameters,
-                *arrays,
-                specs=specs,
-                mesh=mesh,
-            )
+        def run_half_layer(method: Callable[..., Any], parameters: nnx.State, *x: Array) -> Any:
+            def run(parameters: nnx.State, *x: Array) -> Any:
+                return method(nnx.merge(graphdef, parameters), *x)
 
-        def body(x_BSE: Array, inputs: tuple[Any, Any]) -> tuple[Array, tuple[Any, Any]]:
+            return fsdp_apply(run, parameters, *x, specs=specs, mesh=mesh)
+
+        def body(x_BSE: Array, inputs: tuple[Any, Any]) -> tuple[Array, dict[str, Any]]:
             parameters, layer_inputs = inputs
             parameters = compute_weights(parameters, dtype)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
             with jax.named_scope("attention_inputs"):
                 qkv = run_half_layer(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
             qkv = checkpoint_name(qkv, QKV)
-            extra = () if attention_inputs is None else (layer_inputs,)
+            extra = () if attention_inputs is None else (attention_inputs.for_layer(layer_inputs),)
             with jax.named_scope("attention"):
                 out_BSHD, stats = attention(*qkv, *extra)
             x_BSE = run_half_layer(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)
             stats = jax.lax.stop_gradient(jax.tree.map(_as_statistic, stats))
-            return x_BSE, (stats, None if capture_kv is None else capture_kv(*qkv[1:]))
+            return x_BSE, stats if capture_kv is None else stats | {"kv": capture_kv(*qkv[1:])}
 
         body = remat(body, self.spec.remat)
-        x_BSE, (stats, captured) = jax.lax.scan(body, x_BSE, (layers, attention_inputs))
-        return self.norm(x_BSE), stats, captured
+        per_layer = None if attention_inputs is None else attention_inputs.per_layer()
+        x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, per_layer))
+        return self.norm(x_BSE), stats
 
     @jax.named_scope("embedding")
     def _embed(self, tokens: Array, mesh: Mesh | None, fsdp: bool) -> Array:
-        table_VE = self.embed_tokens.weight[...]
+        dtype = jnp.dtype(self.spec.dtype)
         spec = mesh and parameter_spec(self.spec.parameters["embed_tokens.weight"], mesh, fsdp)
         return fsdp_apply(
-            lambda table_VE, tokens: embed(table_VE, tokens, jnp.dtype(self.spec.dtype)),
-            table_VE,
+            lambda table_VE, tokens: embed(table_VE, tokens, dtype),
+            self.embed_tokens.weight[...],
             tokens,
             specs=spec,
             mesh=mesh,
@@ -305,17 +275,17 @@ class Transformer(nnx.Module):
 
 def graph_definition(config: Any) -> nnx.GraphDef:
     """Returns the static, hashable structure of a model, from a `ModelSpec` or its fields."""
-    return _abstract(ModelSpec.from_config(config))[0]
+    return _traced_model(ModelSpec.from_config(config))[0]
 
 
 def abstract_state(config: Any) -> nnx.State:
     """Returns the state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
-    _, state = _abstract(ModelSpec.from_config(config))
+    _, state = _traced_model(ModelSpec.from_config(config))
     return jax.tree.map(lambda x: x, state)  # a copy, because states are mutable
 
 
 def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """Returns the `NamedSharding` of every parameter; see `sharding.state_shardings`."""
+    """Returns the `NamedSharding` of every parameter; with `fsdp`, matrices are sharded."""
     spec = ModelSpec.from_config(config)
     return state_shardings(abstract_state(spec), spec.parameters, mesh, fsdp)
 
@@ -335,35 +305,29 @@ def init_model(
         The graph definition (static, hashable) and the state; `nnx.merge` joins them.
     """
     spec = ModelSpec.from_config(config)
-    return graph_definition(spec), _initializer(spec, mesh, fsdp)(seed)
+    return graph_definition(spec), _init_state(seed, spec, mesh, fsdp)
 
 
-@functools.lru_cache(maxsize=8)
-def _initializer(
-    spec: ModelSpec, mesh: Mesh | None, fsdp: bool
-) -> Callable[[int | Array], nnx.State]:
-    """Builds the program of `init_model`, cached for equal models."""
-
-    def init_all(seed: int | Array) -> nnx.State:
-        is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
-        key = seed if is_key else jax.random.key(seed)
-        return nnx.state(Transformer(spec, rngs=nnx.Rngs(params=key)))
-
-    shardings = None if mesh is None else param_shardings(spec, mesh, fsdp)
-    return jax.jit(init_all, out_shardings=shardings)
+@functools.partial(jax.jit, static_argnames=("spec", "mesh", "fsdp"))
+def _init_state(seed: int | Array, spec: ModelSpec, mesh: Mesh | None, fsdp: bool) -> nnx.State:
+    is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
+    key = seed if is_key else jax.random.key(seed)
+    state = nnx.state(Transformer(spec, rngs=nnx.Rngs(params=key)))
+    if mesh is None:
+        return state
+    return jax.lax.with_sharding_constraint(state, param_shardings(spec, mesh, fsdp))
 
 
 @functools.lru_cache(maxsize=32)
-def _abstract(spec: ModelSpec) -> tuple[nnx.GraphDef, nnx.State]:
-    """Traces a model; cached, because several parts of a run need it."""
+def _traced_model(spec: ModelSpec) -> tuple[nnx.GraphDef, nnx.State]:
+    """Cached, because several parts of a run need it."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0))))
 
 
 def _as_statistic(value: Any) -> Array:
-    """Casts floating-point values to fp32; integers, such as the bits of a mask, stay unchanged."""
+    """Casts floating-point values to fp32, but not integers, such as the bits of a mask."""
     value = jnp.asarray(value)
-    floating = jnp.issubdtype(value.dtype, jnp.floating)
-    return value.astype(jnp.float32) if floating else value
+    return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
 def _norm_if_any(table: ParamTable, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | None:

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from mtraining_jax.config import Config
-from mtraining_jax.models.families import family_of
+from mtraining_jax.models.families.family import family_of
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 from pallas_kernels import backends

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from mtraining_jax.models.families import family_of
+from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.names import checkpoint_tensors
 from mtraining_jax.models.huggingface.read import load_hf

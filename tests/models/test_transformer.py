@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, graph_definition, init_model
@@ -170,11 +171,16 @@ def test_each_layer_gets_its_own_inputs(remat):
     tokens = some_tokens(spec)
     positions = jnp.arange(16, dtype=jnp.int32)
 
-    def attention(q, k, v, layer):
+    def attention(q, k, v, inputs):
         out, _ = dense_attention(positions)(q, k, v)
-        return out * layer["gain"], {"gain": layer["gain"], "heads": layer["heads"].sum()}
+        stats = {"gain": inputs.grad_tap, "sum": (inputs.mass_fraction * inputs.valid_len).sum()}
+        return out * inputs.grad_tap, stats
 
-    inputs = {"gain": jnp.array([1.0, 2.0, 0.5]), "heads": jnp.ones((3, 4), jnp.int32)}
+    inputs = AttentionInputs(
+        grad_tap=jnp.array([1.0, 2.0, 0.5]),
+        mass_fraction=jnp.ones((3, 4), jnp.int32),
+        valid_len=jnp.int32(2),
+    )
 
     @jax.jit
     def run(inputs):
@@ -183,8 +189,8 @@ def test_each_layer_gets_its_own_inputs(remat):
 
     _, stats = run(inputs)
     np.testing.assert_array_equal(stats["gain"], [1.0, 2.0, 0.5])
-    np.testing.assert_array_equal(stats["heads"], [4.0, 4.0, 4.0])
-    assert stats["gain"].dtype == jnp.float32 and stats["heads"].dtype == jnp.int32
+    np.testing.assert_array_equal(stats["sum"], [8, 8, 8])  # valid_len is that of all layers
+    assert stats["gain"].dtype == jnp.float32 and stats["sum"].dtype == jnp.int32
 
 
 def test_no_gradient_flows_through_stats():

@@ -1,9 +1,5 @@
-"""Model families, one file each, registered by the model_type of Hugging Face.
+"""Model families, one file each, registered by the model_type of Hugging Face."""
 
-Does not import JAX.
-"""
-
-from mtraining_jax.models.families.family import Family
 from mtraining_jax.utils.plugins import Registry
 
 _HERE = "mtraining_jax.models.families"
@@ -18,15 +14,3 @@ FAMILIES = Registry(
         "phi3": f"{_HERE}.phi3:Phi3",
     },
 )
-
-
-def family_of(name: str) -> Family:
-    """Returns the family of a model_type, or of `package.module:Name`.
-
-    Raises:
-        UserError: if it is unknown.
-    """
-    return FAMILIES.get(name)()
-
-
-__all__ = ["FAMILIES", "Family", "family_of"]

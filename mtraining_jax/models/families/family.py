@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.parameters import (
     LAYERS,
     Parameter,
@@ -13,6 +14,7 @@ from mtraining_jax.models.parameters import (
     vector,
 )
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
+from mtraining_jax.models.spec import ModelSpec
 
 # Names of sizes here, and in config.json.
 SIZES = {
@@ -23,35 +25,6 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "intermediate_size": "intermediate_size",
 }
-
-
-class Sizes(Protocol):
-    """What a family reads of a `ModelSpec`, which imports the families."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def rope_scaling(self) -> RopeScaling | None: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def initializer_range(self) -> float: ...
 
 
 class Family:
@@ -82,10 +55,8 @@ class Family:
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0}
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    # ---- parameters
-
-    def layer(self, spec: Sizes) -> dict[str, Parameter]:
-        """Returns the parameters of one layer by their name in it; a matrix is [out, in]."""
+    def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
+        """The parameters of one layer by their name in it; a matrix is [out, in]."""
         hidden, inner, std = spec.hidden_size, spec.intermediate_size, spec.initializer_range
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return {
@@ -100,11 +71,10 @@ class Family:
             "mlp.down_proj.weight": matrix(hidden, inner, ("embed", "mlp"), std),
         }
 
-    def parameters(self, spec: Sizes) -> ParamTable:
-        """Returns all parameters by dotted name, with stacked layers."""
-        embedding = matrix(
-            spec.vocab_size, spec.hidden_size, ("vocab", "embed"), spec.initializer_range
-        )
+    def parameters(self, spec: ModelSpec) -> ParamTable:
+        """All parameters by dotted name, with stacked layers."""
+        std = spec.initializer_range
+        embedding = matrix(spec.vocab_size, spec.hidden_size, ("vocab", "embed"), std)
         table = {"embed_tokens.weight": embedding}
         for name, parameter in self.layer(spec).items():
             table[f"{LAYERS}{name}"] = parameter.stacked(spec.num_layers)
@@ -113,19 +83,17 @@ class Family:
             table["lm_head.weight"] = embedding
         return table
 
-    def layer_products(self, spec: Sizes) -> dict[str, int]:
-        """Returns the multiplications per token with each matrix of a layer, by name."""
+    def layer_products(self, spec: ModelSpec) -> dict[str, int]:
+        """The multiplications per token with each matrix of a layer, by name."""
         layer = layer_params(self.parameters(spec))
         return {name: x.size for name, x in layer.items() if len(x.shape) == 2}
 
-    def head_products(self, spec: Sizes) -> int:
-        """Returns the multiplications per token with the output matrix, tied or not."""
+    def head_products(self, spec: ModelSpec) -> int:
+        """The multiplications per token with the output matrix, tied or not."""
         return spec.vocab_size * spec.hidden_size
 
-    # ---- Hugging Face
-
-    def layer_tensors(self, spec: Sizes) -> dict[str, tuple[str, ...]]:
-        """Returns the tensors of a checkpoint layer, with the parameters in each of them."""
+    def layer_tensors(self, spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+        """The tensors of a checkpoint layer, with the parameters in each of them."""
         names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.layer(spec)}
         for tensor, parts in self.fused.items():
             for part in parts:
@@ -137,15 +105,12 @@ class Family:
         """Reads the fields of `ModelSpec` that config.json determines, or raises ValueError."""
         for name, needed in self.fixed.items():
             if raw.get(name, needed) != needed:
-                raise ValueError(
-                    f"{name}={_json(raw[name])} is unsupported; it must be {_json(needed)}"
-                )
+                given, needed = json.dumps(raw[name]), json.dumps(needed)
+                raise ValueError(f"{name}={given} is unsupported; it must be {needed}")
         values: dict[str, Any] = {"family": self.model_type}
-        for ours, theirs in SIZES.items():
-            values[ours] = _whole_number(raw, theirs)
-        for name, default in self.defaults.items():
-            value = raw.get(name)
-            values[name] = default if value is None else value
+        values |= {ours: _integer(raw, theirs) for ours, theirs in SIZES.items()}
+        given = with_defaults(raw, **self.defaults)
+        values |= {name: given[name] for name in self.defaults}
         values["head_dim"] = self.head_dim(raw, values)
         rope = self.rope_parameters(raw)
         if rope.get("rope_theta") is not None:
@@ -158,19 +123,19 @@ class Family:
         return values
 
     def head_dim(self, raw: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-        """Returns the width of a head, which config.json may omit."""
+        """The width of a head, which config.json may omit."""
         if raw.get("head_dim") is not None:
-            return _whole_number(raw, "head_dim")
+            return _integer(raw, "head_dim")
         return values["hidden_size"] // values["num_heads"]
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the RoPE section of a config.json of transformers 4 or 5."""
+        """The RoPE section of a config.json of transformers 4 or 5."""
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"rope_parameters={rope!r} must be an object")
         return rope
 
-    def write_config(self, spec: Sizes) -> dict[str, Any]:
+    def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         """Writes config.json for transformers 4 and 5: the inverse of `read_config`."""
         scaling = spec.rope_scaling
         scaled = None if scaling is None else scaling.to_hf(spec.max_position_embeddings)
@@ -191,6 +156,11 @@ class Family:
         }
 
 
+def family_of(name: str) -> Family:
+    """The family of a model_type, or of `package.module:Name`; an unknown one is a UserError."""
+    return FAMILIES.get(name)()
+
+
 def with_defaults(raw: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
     """Returns `raw` with defaults for fields that are missing or null."""
     return defaults | {name: value for name, value in raw.items() if value is not None}
@@ -206,13 +176,9 @@ def _scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:
     return ROPE_KINDS[kind].from_hf(rope, context)
 
 
-def _whole_number(raw: Mapping[str, Any], name: str) -> int:
+def _integer(raw: Mapping[str, Any], name: str) -> int:
     value = raw.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         found = f"{name} is missing" if value is None else f"{name}={value!r}"
         raise ValueError(f"{found}; it must be an integer")
     return value
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value)

@@ -8,8 +8,9 @@ bit-identical.
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.models.families.family import Family, Sizes, with_defaults
+from mtraining_jax.models.families.family import Family, with_defaults
 from mtraining_jax.models.rope import LongRopeScaling
+from mtraining_jax.models.spec import ModelSpec
 
 
 class Phi3(Family):
@@ -51,7 +52,7 @@ class Phi3(Family):
             rope["rope_type"] = "longrope"
         return rope
 
-    def write_config(self, spec: Sizes) -> dict[str, Any]:
+    def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         # transformers 4 accepts exactly three RoPE fields, and derives the factor on cos and sin
         # from the two context lengths. If the factor differs, the file is for transformers 5 only.
         raw = super().write_config(spec)

@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5: biases on queries, keys and values."""
 
-from mtraining_jax.models.families.family import Family, Sizes
+from mtraining_jax.models.families.family import Family
 from mtraining_jax.models.parameters import Parameter, vector
+from mtraining_jax.models.spec import ModelSpec
 
 
 class Qwen2(Family):
@@ -12,7 +13,7 @@ class Qwen2(Family):
     title = "Qwen2"
     fixed = {**Family.fixed, "use_sliding_window": False}
 
-    def layer(self, spec: Sizes) -> dict[str, Parameter]:
+    def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
         layer = super().layer(spec)
         for part in ("q_proj", "k_proj", "v_proj"):
             width, _ = layer[f"self_attn.{part}.weight"].shape

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.models.families.family import Family, Sizes, with_defaults
+from mtraining_jax.models.families.family import Family, with_defaults
 from mtraining_jax.models.parameters import Parameter, vector
+from mtraining_jax.models.spec import ModelSpec
 
 
 class Qwen3(Family):
@@ -15,7 +16,7 @@ class Qwen3(Family):
     title = "Qwen3"
     fixed = {**Family.fixed, "use_sliding_window": False, "attention_bias": False}
 
-    def layer(self, spec: Sizes) -> dict[str, Parameter]:
+    def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
         norms = {f"self_attn.{part}_norm.weight": vector(spec.head_dim, 1.0) for part in "qk"}
         return super().layer(spec) | norms
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.models.families import FAMILIES, family_of
-from mtraining_jax.models.families.family import SIZES
+from mtraining_jax.models.families import FAMILIES
+from mtraining_jax.models.families.family import SIZES, family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mtraining_jax.models.families import family_of
+from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 

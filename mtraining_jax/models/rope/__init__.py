@@ -4,7 +4,6 @@ Does not import JAX, so that configurations can be checked without it. Each scal
 its own file, registered in `ROPE_KINDS`. `mtraining_jax.models.rope.rotary` applies them.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,12 +35,9 @@ __all__ = [
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, *, context: int, length: int
 ) -> tuple[np.ndarray, float]:
-    """Computes the rotary frequencies of a model with this head width and context length.
+    """Returns frequencies float64 [D/2] in radians per token, and the factor on cos and sin.
 
-    Some scalings depend on `length`, that of the sequence in tokens.
-
-    Returns:
-        Frequencies float64 [D/2] in radians per token, and the factor on cos and sin.
+    Some scalings depend on `context`, that of the model, and on `length`, that of the sequence.
     """
     plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
@@ -53,21 +49,12 @@ def make_scaling(values: Any) -> RopeScaling | None:
     """Builds the scaling that a mapping, or any object with these attributes, describes.
 
     `type` (or `rope_type`) selects the class, yarn by default. None, and a `RopeScaling`, are
-    returned unchanged.
-
-    Raises:
-        ValueError: if the type is unknown, `factor` is missing or a value is invalid.
+    returned unchanged. Raises ValueError for an unknown type or invalid values.
     """
     if values is None or isinstance(values, RopeScaling):
         return values
-    get = values.get if isinstance(values, Mapping) else lambda name: getattr(values, name, None)
-    name = get("type") or get("rope_type") or YarnScaling.type
+    raw = values if isinstance(values, Mapping) else vars(values)
+    name = raw.get("type") or raw.get("rope_type") or YarnScaling.type
     if name not in ROPE_KINDS:
         raise ValueError(f'unknown type "{name}"; choose one of {", ".join(ROPE_KINDS)}')
-    kind = ROPE_KINDS[name]
-    found = {field.name: get(field.name) for field in dataclasses.fields(kind)}
-    if found["factor"] is None:
-        raise ValueError("factor is missing")
-    given = {name: value for name, value in found.items() if value is not None}
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    return kind(**fields)
+    return ROPE_KINDS[name].from_fields(raw)

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 from pydantic import BeforeValidator
 
+from mtraining_jax.utils.limits import Ge
+
 # TOML and JSON have lists, but tuples are hashable.
 FloatList = Annotated[
     tuple[float, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
@@ -23,18 +25,17 @@ class RopeScaling:
 
     type: ClassVar[str]
 
-    factor: float
+    factor: Annotated[float, Ge(1)]
 
     def __post_init__(self) -> None:
-        if problems := list(self.problems(self, "", None)):
+        if problems := list(self.problems()):
             raise ValueError("; ".join(problems))
 
-    @classmethod
-    def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        """Yields messages for invalid values of any object with the fields of this class."""
+    def problems(self, head_dim: int | None = None) -> Iterator[str]:
+        """Yields messages, which begin with the field; `head_dim` if the model is known."""
         del head_dim
-        if values.factor < 1:
-            yield f"{prefix}factor = {values.factor} must be at least 1"
+        if self.factor < 1:
+            yield f"factor = {self.factor} must be at least 1"
 
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
@@ -55,18 +56,22 @@ class RopeScaling:
         return switch if length <= switch else switch + 1
 
     @classmethod
+    def from_fields(cls, values: Mapping[str, Any]) -> Self:
+        """Builds the scaling from the entries that are set; lists become tuples."""
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            value = values.get(field.name)
+            if value is not None:
+                fields[field.name] = tuple(value) if isinstance(value, list) else value
+        if "factor" not in fields:
+            raise ValueError("factor is missing")
+        return cls(**fields)
+
+    @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
         """Reads `rope_parameters` of a config.json, or `rope_scaling` of older files."""
         del context
-        names = [field.name for field in dataclasses.fields(cls)]
-        values = {name: rope[name] for name in names if rope.get(name) is not None}
-        if "factor" not in values:
-            raise ValueError("factor is missing")
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-        return cls(**fields)
+        return cls.from_fields(rope)
 
     def to_hf(self, context: int) -> dict[str, Any]:
         """Returns every field that is set: the inverse of `from_hf`."""
@@ -78,10 +83,9 @@ class RopeScaling:
         return fields
 
 
-def original_problems(values: Any, prefix: str, *, needed: bool) -> Iterator[str]:
+def original_problems(original: int | None, *, needed: bool) -> Iterator[str]:
     """Yields messages for an invalid `original_max_position_embeddings`."""
-    original = values.original_max_position_embeddings
-    name = f"{prefix}original_max_position_embeddings"
+    name = "original_max_position_embeddings"
     if original is None and needed:
         yield f"{name} is missing; it is the context length of the original training, in tokens"
     if original is not None and original < 1:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,14 +29,13 @@ class Llama3Scaling(RopeScaling):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
-    @classmethod
-    def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        yield from super().problems(values, prefix, head_dim)
-        yield from original_problems(values, prefix, needed=True)
-        if not 0 < values.low_freq_factor < values.high_freq_factor:
+    def problems(self, head_dim: int | None = None) -> Iterator[str]:
+        yield from super().problems(head_dim)
+        yield from original_problems(self.original_max_position_embeddings, needed=True)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
             yield (
-                f"{prefix}low_freq_factor = {values.low_freq_factor} must be positive and less than"
-                f" {prefix}high_freq_factor = {values.high_freq_factor}"
+                f"low_freq_factor = {self.low_freq_factor} must be positive and less than "
+                f"high_freq_factor = {self.high_freq_factor}"
             )
 
     def stretch(

@@ -31,21 +31,20 @@ class LongRopeScaling(RopeScaling):
     short_factor: FloatList = ()
     long_factor: FloatList = ()
 
-    @classmethod
-    def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        yield from super().problems(values, prefix, head_dim)
-        yield from original_problems(values, prefix, needed=True)
-        if values.original_max_position_embeddings == 1:
-            yield f"{prefix}original_max_position_embeddings = 1 must be at least 2"
+    def problems(self, head_dim: int | None = None) -> Iterator[str]:
+        yield from super().problems(head_dim)
+        yield from original_problems(self.original_max_position_embeddings, needed=True)
+        if self.original_max_position_embeddings == 1:
+            yield "original_max_position_embeddings = 1 must be at least 2"
         for name in ("short_factor", "long_factor"):
-            factors = getattr(values, name)
+            factors = getattr(self, name)
             if not factors:
-                yield f"{prefix}{name} is missing: it needs a number per pair of head dimensions"
+                yield f"{name} is missing: it needs a number per pair of head dimensions"
             elif min(factors) <= 0:
-                yield f"{prefix}{name} has {min(factors)}; all must be positive"
+                yield f"{name} has {min(factors)}; all must be positive"
             elif head_dim is not None and len(factors) != head_dim // 2:
                 yield (
-                    f"{prefix}{name} has {len(factors)} entries, but a head of {head_dim} has"
+                    f"{name} has {len(factors)} entries, but a head of {head_dim} has"
                     f" {head_dim // 2} pairs of dimensions"
                 )
 

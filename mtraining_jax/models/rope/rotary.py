@@ -18,15 +18,12 @@ _LOW_BITS = 11  # p = high + low, low < 2**11: with 12 bits of f, both products 
 def rope_tables(
     positions: Array, spec: ModelSpec, length: int | Array | None = None
 ) -> tuple[Array, Array]:
-    """Computes cosines and sines, multiplied by the factor of the scaling.
+    """Computes cosines and sines, fp32 [1 or B, S, 1, D/2], times the factor of the scaling.
 
     Args:
         positions: int32 [S] or [B, S], global token positions, in any order, below 2**22.
         length: sequence length, for length-dependent scalings; None is S. Int32 [B, S] if tokens
             belong to several sequences.
-
-    Returns:
-        cos and sin, fp32 [1 or B, S, 1, D/2], ready to broadcast over heads.
     """
     length = positions.shape[-1] if length is None else length
     scaling = spec.rope_scaling

@@ -34,17 +34,13 @@ class YarnScaling(RopeScaling):
     attention_factor: float | None = None
     truncate: bool = True
 
-    @classmethod
-    def problems(cls, values: Any, prefix: str, head_dim: int | None) -> Iterator[str]:
-        yield from super().problems(values, prefix, head_dim)
-        yield from original_problems(values, prefix, needed=False)
-        if values.beta_slow <= 0:
-            yield f"{prefix}beta_slow = {values.beta_slow} must be positive"
-        if values.beta_fast < values.beta_slow:
-            yield (
-                f"{prefix}beta_fast = {values.beta_fast} must not be less than {prefix}beta_slow ="
-                f" {values.beta_slow}"
-            )
+    def problems(self, head_dim: int | None = None) -> Iterator[str]:
+        yield from super().problems(head_dim)
+        yield from original_problems(self.original_max_position_embeddings, needed=False)
+        if self.beta_slow <= 0:
+            yield f"beta_slow = {self.beta_slow} must be positive"
+        if self.beta_fast < self.beta_slow:
+            yield f"beta_fast = {self.beta_fast} must not be less than beta_slow = {self.beta_slow}"
 
     def stretch(
         self, plain: np.ndarray, *, theta: float, context: int, length: int
@@ -70,16 +66,11 @@ class YarnScaling(RopeScaling):
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
-        mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-        if (
-            rope.get("attention_factor") is None
-            and mscale
-            and mscale_all_dim
-            and rope.get("factor")
-        ):
+        mscale, all_dim, factor = (rope.get(x) for x in ("mscale", "mscale_all_dim", "factor"))
+        if rope.get("attention_factor") is None and mscale and all_dim and factor:
             # The ratio of two attention factors, as transformers computes it.
-            scale = math.log(max(rope["factor"], 1.0))
-            ratio = (0.1 * mscale * scale + 1.0) / (0.1 * mscale_all_dim * scale + 1.0)
+            scale = math.log(max(factor, 1.0))
+            ratio = (0.1 * mscale * scale + 1.0) / (0.1 * all_dim * scale + 1.0)
             rope = {**rope, "attention_factor": ratio}
         return super().from_hf(rope, context)
 
