@@ -106,7 +106,7 @@ def _plan(args: argparse.Namespace, on_gpu: bool) -> list[Problem]:
                 found.append(Problem(shape, "slash", sparse))
             if "D" in args.masks and seq_len <= args.longest_dense:
                 found += [Problem(shape, kind, "D") for kind in ("dense", "cudnn")[: 1 + on_gpu]]
-            if "F" in args.masks and shape == _flex_shape(args):
+            if "F" in args.masks:
                 found.append(Problem(shape, "blocks", "F"))
     others = [dataclasses.replace(p, also=b) for b in args.also for p in found if p.kind != "cudnn"]
     return found + others
@@ -119,18 +119,13 @@ def _peers(args: argparse.Namespace) -> list[Peer]:
         mask: [(s, mask) for s in shapes if mask != "D" or s.seq_len <= args.longest_dense]
         for mask in args.masks
     }
-    blocks = [x for x in problems.pop("F", []) if x[0] == _flex_shape(args)]
-    found = {"FlexAttention": blocks, "torch flash": problems.get("D", [])}
+    found = {"FlexAttention": problems.pop("F", []), "torch flash": problems.get("D", [])}
     if args.reference is not None:
         found["reference"] = [x for each in problems.values() for x in each]
     checkout = str(args.reference and args.reference.resolve())
     return [
         Peer(name, args.seed, args.repeats, each, checkout) for name, each in found.items() if each
     ]
-
-
-def _flex_shape(args: argparse.Namespace) -> Shape:
-    return Shape(args.flex_seq_len, *HEADS[128], 128)
 
 
 def _compile(args: argparse.Namespace, problem: Problem) -> Callable[[], Iterator[dict[str, Any]]]:
@@ -169,7 +164,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--masks", nargs="+", choices="ABDF", default=list("ABDF"))
     parser.add_argument("--head-dim", type=int, nargs="+", choices=HEADS, default=list(HEADS))
-    parser.add_argument("--flex-seq-len", type=length, default=131072, metavar="S", help="mask F")
     parser.add_argument(
         "--error-seq-len", type=length, default=8192, metavar="S",
         help="length of the comparison with fp32; 0 skips it",

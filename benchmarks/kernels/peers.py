@@ -94,7 +94,7 @@ def flex(torch: Any, peer: Peer, shape: Shape, mask: str, repeats: int) -> dict[
 def _compiled_flex(torch: Any) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def mtraining(torch: Any, peer: Peer, shape: Shape, mask: str, repeats: int) -> dict[str, Any]:

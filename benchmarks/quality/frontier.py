@@ -3,7 +3,7 @@ r"""Measures the loss that sparse patterns cost a pretrained model, and the time
     python -m examples.smollm2 MODEL
     python -m benchmarks.quality.texts --tokenizer MODEL/tokenizer.json --out TEXTS
     python -m benchmarks.quality.frontier --model MODEL --texts TEXTS --out RESULT
-    python -m benchmarks.quality.frontier --model MODEL --texts TEXTS --out RESULT --quick \
+    python -m benchmarks.quality.frontier --model MODEL --texts TEXTS --out RESULT \
         --patterns xattention,stride=8,tau=0.9 my.module:Mine,option=3
 
 Runs the model on long texts with sparse attention in every layer, once per setting of a pattern,
@@ -38,7 +38,7 @@ from benchmarks.quality.measure import (
     measure_times,
     summary,
 )
-from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, parse
+from benchmarks.quality.patterns import BASELINES, FIELD, ROWS, parse
 from benchmarks.quality.stepped_model import SteppedModel, read_model
 from benchmarks.timing import log
 from mtraining_jax.patterns.dense import Dense
@@ -60,13 +60,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     texts, kinds = _read_texts(args)
     model = SteppedModel(read_model(args.model, args.seq_len, dtype), args.seq_len)
     spec, rng = model.spec, np.random.default_rng(args.seed)
     sizes = ModelSizes(spec.num_layers, spec.num_heads, args.seq_len)
-    texts_of_patterns = args.patterns or (QUICK if args.quick else (*BASELINES, *ROWS, *FIELD))
-    patterns = {text: parse(text, sizes) for text in texts_of_patterns}
+    patterns = {text: parse(text, sizes) for text in args.patterns or (*BASELINES, *ROWS, *FIELD)}
     every = {"dense": Dense()} | patterns
     for text, pattern in every.items():
         if args.seq_len % pattern.block_size:
@@ -107,7 +106,7 @@ def _run(args: argparse.Namespace) -> None:
         "seq_len": args.seq_len, "sequences": len(texts), "dtype": dtype, "seed": args.seed,
         "recall_rows": args.recall_rows, "repeats": args.repeats, "timed_layers": numbers,
         "model": args.model.name, **baseline(losses, texts),
-        "times": measure_times(programs, dense, *timed) if args.times else None,
+        "times": measure_times(programs, dense, *timed),
     }  # fmt: skip
     record = frontier_report.Record(args.out, start)
     log(f"dense: {frontier_report.dense_line(start)}")
@@ -116,7 +115,7 @@ def _run(args: argparse.Namespace) -> None:
         try:
             selector = compiling[text].result()
             found = summary(measure_losses(model, programs, selector, texts), losses, texts, kinds)
-            times = measure_times(programs, selector, *timed) if args.times else None
+            times = measure_times(programs, selector, *timed)
         except Exception as error:  # a failing pattern must not stop the others
             failed.append(text)
             record.fail(text, error)
@@ -156,12 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--patterns", nargs="+", metavar="NAME,OPTION=VALUE", help="default: a list of all kinds"
     )
-    parser.add_argument("--quick", action="store_true", help="a short list of patterns by default")
-    parser.add_argument(
-        "--no-times", dest="times", action="store_false", help="losses and recall only"
-    )
     parser.add_argument("--recall-rows", type=int, default=128, help="queries for recall")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: by the device")
     parser.add_argument("--compilers", type=int, default=4, help="programs compiled at a time")
     return parser
 

@@ -52,10 +52,8 @@ class Record:
             file.write(json.dumps(line) + "\n")
 
 
-def speed(row: Row, start: Row) -> float | None:
-    """Time of dense attention over that of a row, including selection; None if not timed."""
-    if not row["times"]:
-        return None
+def speed(row: Row, start: Row) -> float:
+    """Time of dense attention over that of a row, including selection."""
     return start["times"]["together"] / row["times"]["together"]
 
 
@@ -67,9 +65,8 @@ def dense_line(start: Row) -> str:
             f"of far copies {start['loss_copies']:.3f} ({100 * start['share_copies']:.1f} % of "
             "tokens)"
         )
-    if start["times"]:
-        times = start["times"]
-        parts.append(f"forward {times['forward']:.3f} ms, backward {times['backward']:.3f} ms")
+    times = start["times"]
+    parts.append(f"forward {times['forward']:.3f} ms, backward {times['backward']:.3f} ms")
     return ", ".join(parts)
 
 
@@ -110,12 +107,11 @@ def draw(start: Row, rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    timed = any(row["times"] for row in rows)
     kinds = {"rise": "all tokens"}
     if any(row["rise_copies"] is not None for row in rows):
         kinds["rise_copies"] = "far copies"
-    figure = Figure(figsize=(6.5 * (1 + timed), 4.5 * len(kinds)), layout="constrained")
-    grid = figure.subplots(len(kinds), 1 + timed, squeeze=False, sharey="row")
+    figure = Figure(figsize=(13, 4.5 * len(kinds)), layout="constrained")
+    grid = figure.subplots(len(kinds), 2, squeeze=False, sharey="row")
     families = list(dict.fromkeys(family(row["pattern"]) for row in rows))
     for (key, title), below in zip(kinds.items(), grid, strict=True):
         for right, axes in enumerate(below):
@@ -123,9 +119,7 @@ def draw(start: Row, rows: Sequence[Row], path: Path) -> None:
                 points = sorted(
                     (speed(row, start) if right else row["density"], max(row[key], _MIN_INCREASE))
                     for row in rows
-                    if family(row["pattern"]) == name
-                    and row[key] is not None
-                    and (row["times"] or not right)
+                    if family(row["pattern"]) == name and row[key] is not None
                 )
                 marker = "os^vDPX*<>"[(number + number // 10) % 10]  # colors repeat after ten
                 axes.plot(
@@ -149,14 +143,13 @@ def draw(start: Row, rows: Sequence[Row], path: Path) -> None:
 
 
 def _cells(row: Row, start: Row) -> list[str]:
-    times, faster = row["times"], speed(row, start)
     numbers = [
         f"{row['density']:.3f}", f"{row['executed']:.3f}", f"{row['keys']:.0f}",
         _number(row["rise"], "+.4f"), _number(row["rise_error"], ".4f"),
         _number(row["rise_copies"], "+.4f"), f"{row['recall']:.3f}", f"{row['recall_worst']:.2f}",
     ]  # fmt: skip
-    numbers += [f"{times[part]:.3f}" if times else "–" for part in (*PARTS, "together")]
-    return [row["pattern"].replace(",", " "), *numbers, _number(faster, ".2f")]
+    numbers += [f"{row['times'][part]:.3f}" for part in (*PARTS, "together")]
+    return [row["pattern"].replace(",", " "), *numbers, f"{speed(row, start):.2f}"]
 
 
 def _number(value: float | None, form: str) -> str:

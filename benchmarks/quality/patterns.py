@@ -82,13 +82,6 @@ FIELD = (
     *(f"moba,chunk_size=128,top_k={count}" for count in (16, 32)),
     "moba,chunk_size=1024,top_k=4",
 )
-QUICK = (
-    "vertical_slash,top_p=0.9",
-    "window,blocks=16",
-    "sampled_rows,probe_queries_per_block=128,tau=0.95",
-    "xattention,stride=8,tau=0.9",
-    "xattention,stride=8,tau=0.95",
-)
 # Options that vary along a curve.
 _VARYING = (
     "tau", "top_p", "blocks", "max_verticals", "max_slashes", "gamma", "top_k", "top_blocks",

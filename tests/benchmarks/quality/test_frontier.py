@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.quality import frontier, frontier_report
 from benchmarks.quality.measure import summary
-from benchmarks.quality.patterns import BASELINES, FIELD, QUICK, ROWS, Window, family, parse
+from benchmarks.quality.patterns import BASELINES, FIELD, ROWS, Window, family, parse
 from benchmarks.quality.stepped_model import SteppedModel, read_model
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.label_scores import label_scores
@@ -42,7 +42,7 @@ def test_settings_are_written_as_names_and_options():
     )
     assert parse("window,blocks=3", SIZES) == Window(blocks=3)
     assert parse("examples.strided_pattern:Strided,stride=5", SIZES).stride == 5
-    for text in (*BASELINES, *ROWS, *FIELD, *QUICK):
+    for text in (*BASELINES, *ROWS, *FIELD):
         parse(text, SIZES)
     for text, reason in (
         ("windows", 'unknown sparse pattern "windows"; choose one of'),
