@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.kernels.masks import BLOCK
 from benchmarks.kernels.programs import PATTERN
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
@@ -108,7 +109,7 @@ class RingPrograms:
 
     def forward(self, q: Array, k: Array, v: Array, index: Any) -> Array:
         """The output, on all ranks."""
-        return self._attention(q, k, v, index)[0]
+        return self._attention(q, k, v, AttentionInputs(index))[0]
 
     def both(self, q: Array, k: Array, v: Array, dout: Array, index: Any) -> tuple[Array, ...]:
         """Output and gradients, on all ranks."""

@@ -11,9 +11,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.models.transformer import Attention
-from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -61,7 +62,7 @@ class CompiledStep:
             attention = build_attention(config, mesh, layout, pattern)
         builder = StateBuilder(config, mesh)
         begin = time.perf_counter()
-        step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern))
+        step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern))
         self._compiled = step.lower(builder.abstract(), batch).compile()
         self.compile_seconds = time.perf_counter() - begin
 

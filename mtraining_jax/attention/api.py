@@ -84,8 +84,9 @@ def sparse_attention(
             to S.
         documents: `Documents` packed into the sequences: one table per sequence, or one for all.
             Must have the pattern's block size. Queries attend only to their own document, and
-            pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens` use dense
-            attention. Blocks without a document get output 0, lse -inf and zero gradients.
+            pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens`
+            use dense attention. Blocks without a document get output 0, lse -inf and zero
+            gradients.
             Requires a pattern with `supports_documents` (every causal pattern of this package), or
             a `BlockMaskIndex` or `DenseDocumentsIndex` that is then restricted to
             the documents.

@@ -12,8 +12,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mtraining_jax.parallel.groups import map_shards
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
+from mtraining_jax.parallel.replicas import shard_map_remaining
 
 Axes = tuple[str, ...]
 
@@ -48,36 +48,33 @@ class Placement:
         mesh = self.types or self.mesh
         return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
 
-    def reshard(self, args: tuple, specs: tuple) -> tuple:
-        """Reshards trees of arrays, by one spec each, along Explicit axes."""
-        if self.explicit is None:
-            return args
-        shardings = (NamedSharding(self.explicit, spec) for spec in specs)
-        return tuple(
-            jax.tree.map(lambda x, sharding=sharding: jax.sharding.reshard(x, sharding), arg)
-            for arg, sharding in zip(args, shardings, strict=True)
-        )
-
-    def run(self, function: Callable, in_specs: tuple, out_specs: Any, args: tuple) -> Any:
+    def run(self, function: Callable, in_specs: Any, out_specs: Any, args: tuple) -> Any:
         """Runs a function on the shards of every device, or directly without a mesh.
 
-        Explicit axes are made Auto around the call, and results are sharded by `out_specs`. An
-        axis removed by `jax.vmap` may therefore be sharded too.
+        The specs are prefixes of the arguments and results. Arguments are resharded along Explicit
+        axes; these are made Auto around the call, and results are sharded by `out_specs`. An axis
+        removed by `jax.vmap` may therefore be sharded too.
         """
-        if self.mesh is not None and not self.explicit:
-            function = map_shards(function, self.mesh, in_specs, out_specs)
-        if explicit := self.explicit:
+        explicit = self.explicit
+        if explicit is None:
             if self.mesh is not None:
-                function = jax.shard_map(
-                    function, in_specs=in_specs, out_specs=out_specs, check_vma=False
-                )
-            shardings = jax.tree.map(
-                lambda spec: NamedSharding(explicit, spec),
-                out_specs,
-                is_leaf=lambda x: isinstance(x, PartitionSpec),
+                function = shard_map_remaining(function, self.mesh, in_specs, out_specs)
+            return function(*args)
+        of_args, of_results = jax.tree.map(
+            lambda spec: NamedSharding(explicit, spec),
+            (in_specs, out_specs),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        args = jax.tree.map(
+            lambda to, tree: jax.tree.map(lambda x: jax.sharding.reshard(x, to), tree),
+            of_args,
+            args,
+        )
+        if self.mesh is not None:
+            function = jax.shard_map(
+                function, in_specs=in_specs, out_specs=out_specs, check_vma=False
             )
-            function = jax.sharding.auto_axes(function, out_sharding=shardings)
-        return function(*args)
+        return jax.sharding.auto_axes(function, out_sharding=of_results)(*args)
 
     def take(self, x: Array, order: np.ndarray, axis: int = 1) -> Array:
         return keeping_sharding(

@@ -109,12 +109,13 @@ def _attend_on_shard(
         )
     else:
         run = functools.partial(attention_on_one_device, return_lse=True, **numerics)
+    run = cast(Callable[..., tuple[Array, Array]], run)
     if isinstance(index, TokenChunksIndex):
         # The own chunk first, then past ones over the keys of all ranks, across nodes too.
         own = run(q, k, v, index.own(context.block_ids))
         if context.axis_names:
             where = context.num_blocks, context.axis_names
-            k, v = (all_blocks(*where, x, context.block_ids) for x in (k, v))
+            k, v = (cast(Array, all_blocks(*where, x, context.block_ids)) for x in (k, v))
         out, lse = chunk_attention(q, k, v, index, context.block_ids, own, **numerics)
     else:
         out, lse = run(q, k, v, index)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from mtraining_jax.parallel.groups import map_shards
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.parallel.ordering import serialize_collectives
+from mtraining_jax.parallel.replicas import shard_map_remaining
 
 
 def fsdp_apply(
@@ -39,7 +39,7 @@ def fsdp_apply(
         return function(jax.tree.map(gather_weight, weights, specs), *arrays)
 
     in_specs = specs, *[TOKENS] * len(arrays)
-    return map_shards(apply_on_shard, mesh, in_specs, TOKENS)(weights, *arrays)
+    return shard_map_remaining(apply_on_shard, mesh, in_specs, TOKENS)(weights, *arrays)
 
 
 def gather_weight(shard: Array, spec: PartitionSpec) -> Array:

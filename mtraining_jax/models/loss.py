@@ -19,8 +19,8 @@ from mtraining_jax.models.chunks import num_chunks
 from mtraining_jax.models.fsdp import gather_weight, reduce_scatter_gradient, sharded_axis
 from mtraining_jax.models.label_scores import check_output_layer, score_chunk
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.parallel.groups import map_shards, shared_axes
 from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
+from mtraining_jax.parallel.replicas import remaining_axes, shard_map_remaining
 
 
 def count_labels(labels: Array) -> Array:
@@ -59,7 +59,7 @@ def linear_cross_entropy(
         label_weights_BS: fp32 [B, S], optional weights of the labels, sharded as they are.
 
     Returns:
-        fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`. Inside `in_groups`, it and
+        fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`. Inside `per_replica`, it and
         its gradients are those of one replica.
 
     Raises:
@@ -101,7 +101,7 @@ def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_grad
     if mesh is None:
         return local(hidden, weight, of_labels)
 
-    axes = shared_axes(AXES)
+    axes = remaining_axes(AXES)
 
     def summed_over_devices(hidden, weight, of_labels):
         out = local(hidden, gather_weight(weight, weight_spec), of_labels)
@@ -118,7 +118,9 @@ def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_grad
 
     in_specs = ACTIVATIONS, weight_spec, TOKENS
     out_specs = (P(), ACTIVATIONS, weight_spec) if with_gradients else P()
-    return map_shards(summed_over_devices, mesh, in_specs, out_specs)(hidden, weight, of_labels)
+    return shard_map_remaining(summed_over_devices, mesh, in_specs, out_specs)(
+        hidden, weight, of_labels
+    )
 
 
 def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients) -> Any:

@@ -4,16 +4,19 @@ import dataclasses
 import importlib.util
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
-from mtraining_jax.parallel.mesh import DOCUMENTS, SHARES, TOKENS, make_mesh
+from mtraining_jax.parallel.mesh import DOCUMENTS, MASS_FRACTION, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
-from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.documents import reads_lengths
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -21,17 +24,11 @@ from mtraining_jax.training.step import make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Compiler statistics of one device's program.
+    """Compiler statistics of one device's program."""
 
-    Attributes:
-        peak: peak bytes of GPU memory: arguments, results and temporaries.
-        host: bytes of host memory for offloaded arrays.
-        seconds: time of tracing and compiling.
-    """
-
-    peak: int
-    host: int
-    seconds: float
+    peak: int  # bytes of GPU memory: arguments, results and temporaries
+    host: int  # bytes of host memory for offloaded arrays
+    seconds: float  # of tracing and compiling
 
 
 def missing_plugin() -> str | None:
@@ -83,35 +80,32 @@ def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
     """Lowers the training step, with its kernels, for the GPU mesh of the run."""
     mesh = target_mesh(config, gpu)
     layout, pattern = build_layout(config), build_pattern(config)
-    inputs = layer_inputs(pattern)
     # The abstract mesh selects the kernels.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         builder = StateBuilder(config, mesh)
         attention = build_attention(config, mesh, layout, pattern)
-        step = make_train_step(config, builder, attention, mesh, inputs)
+        step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern))
         traced = step.trace(builder.abstract(), abstract_batch(config, mesh))
         return traced.lower(lowering_platforms=("cuda",))
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of the batch of a step."""
-    sharding = NamedSharding(mesh, TOKENS)
-    batch = {
-        name: jax.ShapeDtypeStruct(config.batch_shape, jnp.int32, sharding=sharding)
-        for name in ("tokens", "labels", "positions")
-    }
-    if config.data.has_documents:
-        shape = config.data.batch_size, config.data.seq_len // config.sparsity.block_size, 3
-        sharding = NamedSharding(mesh, DOCUMENTS)
-        batch["documents"] = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    def array(shape: tuple[int, ...], spec: P, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    data = config.data
+    tokens = array(config.batch_shape, TOKENS)
+    batch = {"tokens": tokens, "labels": tokens, "positions": tokens}
+    if data.has_documents:
+        num_blocks = data.seq_len // config.sparsity.block_size
+        batch["documents"] = array((data.batch_size, num_blocks, 3), DOCUMENTS)
     if reads_lengths(config):
-        batch["document_lengths"] = batch["positions"]
+        batch["document_lengths"] = tokens
     if config.loss.weighting == "document":
-        like = batch["labels"]
-        batch["weights"] = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
+        batch["weights"] = array(config.batch_shape, TOKENS, jnp.float32)
     if config.sparsity.tune != "none":
-        shape = config.data.batch_size, config.model.num_layers
-        batch["shares"] = jax.ShapeDtypeStruct(
-            shape, jnp.int32, sharding=NamedSharding(mesh, SHARES)
-        )
+        shape = data.batch_size, config.model.num_layers
+        batch["mass_fraction"] = array(shape, MASS_FRACTION)
     return batch

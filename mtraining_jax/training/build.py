@@ -1,9 +1,13 @@
 """Builds the parts of a run from its configuration."""
 
+import dataclasses
+from collections.abc import Mapping
+
 import jax
+from jax import Array
 from jax.sharding import Mesh
 
-from mtraining_jax.attention.audit.figures import AuditRows
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.config import Config, validate
@@ -12,6 +16,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.training.tuning.replica_load import measures_by_length
 from mtraining_jax.utils.errors import UserError
 
@@ -52,23 +57,8 @@ def build_pattern(config: Config) -> Pattern:
     return config.sparsity.pattern.pattern(sizes)
 
 
-def layer_inputs(pattern: Pattern) -> Pattern | None:
-    """Returns the pattern if its arrays [L, ...] have a slice per layer; None if layers agree."""
-    return pattern if pattern.arrays else None
-
-
-def build_attention(
-    config: Config,
-    mesh: Mesh,
-    layout: Layout,
-    pattern: Pattern,
-    audit_rows: AuditRows | None = None,
-) -> Attention:
-    """Builds the attention of the model's layers.
-
-    The fourth argument of the result is one layer of `layer_inputs`. `audit_rows` are the query
-    rows that an audit measures.
-    """
+def build_attention(config: Config, mesh: Mesh, layout: Layout, pattern: Pattern) -> Attention:
+    """Builds the attention of the model's layers."""
     parallel = config.parallel
     return make_attention(
         mesh,
@@ -76,7 +66,16 @@ def build_attention(
         pattern,
         ring=parallel.ring,
         backend=None if parallel.backend == "auto" else parallel.backend,
-        audit_rows=audit_rows,
         mask_heads=tuple(sorted({head for _, head in config.audited_masks})),
         by_length=measures_by_length(config),
+    )
+
+
+def add_batch(inputs: AttentionInputs, batch: Mapping[str, Array]) -> AttentionInputs:
+    """Adds the documents and mass fractions of a batch, if it has any."""
+    table, fractions = batch.get("documents"), batch.get("mass_fraction")
+    return dataclasses.replace(
+        inputs,
+        documents=None if table is None else DocumentBlocks.from_table(table),
+        mass_fraction=None if fractions is None else fractions.T,
     )

@@ -1,7 +1,6 @@
-"""Documents of a batch: positions that restart, and attention within each document."""
+"""Positions and lengths of the documents of a batch, for rotary embedding."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +9,8 @@ from jax.sharding import Mesh
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
 from mtraining_jax.selection.document_blocks import DocumentBlocks
-
-
-def attention_within(attention: Attention, batch: Mapping[str, Array]) -> Attention:
-    """Limits the attention of a batch's layers to its documents, if it has any."""
-    if "documents" not in batch:
-        return attention
-    # Computed here, outside of the scan over layers.
-    documents = DocumentBlocks.from_table(batch["documents"])
-    return functools.partial(attention, documents=documents)
 
 
 def reads_lengths(config: Config) -> bool:

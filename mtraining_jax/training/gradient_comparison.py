@@ -16,12 +16,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.models.loss import count_labels
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
 from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch, make_gradients
 
@@ -53,7 +54,7 @@ def make_gradient_comparison(
 
     def gradients_with(pattern: Any) -> Callable:
         attention = build_attention(short, mesh, its_layout, pattern)
-        return make_gradients(short, builder, attention, mesh, layer_inputs(pattern))
+        return make_gradients(short, builder, attention, mesh, AttentionInputs(pattern))
 
     functions = [gradients_with(pattern) for pattern in (sparse, Dense(sparse.block_size))]
     parts_of_group = config.parallel.replicas, config.optimizer.accumulation_steps
@@ -68,9 +69,9 @@ def make_gradient_comparison(
         batch = shortened(first, layout, its_layout, mesh)
         count = count_labels(batch["labels"])
         count = jnp.sum(batch["weights"]) if "weights" in batch else count
-        without = {name: x for name, x in batch.items() if name != "shares"}
+        without = {name: x for name, x in batch.items() if name != "mass_fraction"}
         own, dense = (
-            of(trained, frozen, inputs, count)[1]
+            of(trained, frozen, inputs, count, None)[1]
             for of, inputs in zip(functions, (batch, without), strict=True)
         )
         return compared(own, dense)
@@ -87,7 +88,7 @@ def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
     blocks, size = short.num_blocks, short.block_size
 
     def cut(name: str, x: Array) -> Array:
-        if name == "shares":
+        if name == "mass_fraction":
             return x
         if name == "documents":
             first, end, tokens = (x[:, :blocks, i] for i in range(3))

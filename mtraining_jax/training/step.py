@@ -1,5 +1,6 @@
 """One compiled optimizer step: gradients over micro-batches, clipping, finite check, AdamW."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +12,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.audit.figures import AuditRows
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
-from mtraining_jax.parallel.groups import constrain, in_groups
-from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, SHARES, TOKENS
+from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, MASS_FRACTION, TOKENS
 from mtraining_jax.parallel.ordering import join
-from mtraining_jax.training.audit import StepAudit
-from mtraining_jax.training.documents import attention_within
+from mtraining_jax.parallel.replicas import constrain, per_replica
+from mtraining_jax.training.audit import add_gradient_figures, draw_rows, zero_taps
+from mtraining_jax.training.build import add_batch
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
-from mtraining_jax.training.shares import with_shares
 from mtraining_jax.training.state import StateBuilder, TrainState
 
 Batch = dict[str, Array]
@@ -34,8 +35,8 @@ def make_train_step(
     builder: StateBuilder,
     attention: Attention,
     mesh: Mesh,
-    attention_inputs: Any = None,
-    audit: StepAudit | None = None,
+    attention_inputs: AttentionInputs | None = None,
+    audited: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds one jitted training step.
 
@@ -50,8 +51,8 @@ def make_train_step(
         builder: builds the run's states.
         attention: attention of the model's layers; see `Transformer`.
         mesh: axes ('data', 'node', 'device').
-        attention_inputs: pytree with a leading layer axis, one slice per layer; see `Transformer`.
-        audit: optional audit; its attention replaces `attention`.
+        attention_inputs: inputs of `attention` that no batch has, such as a pattern by layer.
+        audited: whether to measure attention in every step, as `[audit]` says.
 
     Returns:
         A function (state, batch) -> (next state, metrics). It donates the state.
@@ -59,26 +60,26 @@ def make_train_step(
         The batch has int32 [B, S] `tokens`, `labels` and `positions` in layout order. Optional:
         `documents` int32 [B, NB, 3] as in `Documents` (attention stays within each document, and
         positions restart there), `document_lengths` int32 [B, S] for models with length-dependent
-        rotary positions, `weights` fp32 [B, S] of the labels, and `shares` int32 [B, L], the mass
-        fraction that each layer keeps of each sequence, as in `SelectionContext`.
+        rotary positions, `weights` fp32 [B, S] of the labels, and `mass_fraction` int32 [B, L], of
+        each layer for each sequence, as in `SelectionContext`.
 
         Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping)
         and `lr`; int32 `step` (from 1), `labels` (counted), `skipped` (so far) and
         `skipped_in_row`; `layers`, attention statistics by name, fp32 [L] each, mean over the
-        batch. With `shares` also `density_by_group`, fp32 [M, L]. An audited step adds `audit`,
-        figures by name, fp32 [L, Hq] each, mean over micro-batches and replicas, and optionally
-        `masks`, an index with a leading layer axis.
+        batch. With `mass_fraction` also `density_by_group`, fp32 [M, L]. An audited step adds
+        `audit`, figures by name, fp32 [L, Hq] each, mean over micro-batches and replicas, and
+        optionally `masks`, an index with a leading layer axis.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
-    gradients_of = make_gradients(config, builder, attention, mesh, attention_inputs, audit)
+    gradients_of = make_gradients(config, builder, attention, mesh, attention_inputs, audited)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.parameters)
         labels = count_labels(batch["labels"])
         # The weights of a document sum to 1.
         count = jnp.sum(batch["weights"]) if "weights" in batch else labels
-        rows = () if audit is None else (audit.draw(state),)
-        loss, gradients, by_group = gradients_of(trained, frozen, batch, count, *rows)
+        rows = draw_rows(config, state) if audited else None
+        loss, gradients, by_group = gradients_of(trained, frozen, batch, count, rows)
         layers = by_group
         if config.parallel.replicas > 1:
             layers = jax.tree.map(_over_parts, by_group)
@@ -113,7 +114,7 @@ def make_train_step(
             "layers": layers,
             **of_audit,
         }
-        if "shares" in batch:
+        if "mass_fraction" in batch:
             density = by_group["density"]
             metrics["density_by_group"] = density.reshape(config.parallel.replicas, -1)
         return after, metrics
@@ -132,30 +133,31 @@ def make_gradients(
     builder: StateBuilder,
     attention: Attention,
     mesh: Mesh,
-    attention_inputs: Any = None,
-    audit: StepAudit | None = None,
+    attention_inputs: AttentionInputs | None = None,
+    audited: bool = False,
 ):
-    """Builds a function (trained, frozen, batch, count[, rows]) -> loss, gradients, layer stats.
+    """Builds a function (trained, frozen, batch, count, rows) -> loss, gradients, layer stats.
 
-    `count` is the divisor of the loss over all micro-batches; `rows` are the rows of an audit.
-    Stats are [L, ...], or [M, L, ...] with several replicas.
+    `count` is the divisor of the loss over all micro-batches; `rows` are those of an audit, or
+    None. Stats are [L, ...], or [M, L, ...] with several replicas.
     """
     fsdp = config.parallel.fsdp
+    of_run = attention_inputs or AttentionInputs()
 
     def loss_of(
         trained: Parameters,
+        taps: Array | None,
         frozen: Parameters,
         batch: Batch,
         count: Array,
-        attention: Attention = attention,
-        attention_inputs: Any = attention_inputs,
+        rows: AuditRows | None,
     ):
         model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
-        attend, inputs = with_shares(attention_within(attention, batch), attention_inputs, batch)
+        inputs = dataclasses.replace(add_batch(of_run, batch), grad_tap=taps, audit_rows=rows)
         hidden, layers = model(
             batch["tokens"],
             batch["positions"],
-            attend,
+            attention,
             attention_inputs=inputs,
             mesh=mesh,
             fsdp=fsdp,
@@ -173,47 +175,40 @@ def make_gradients(
         )
         return total / jnp.maximum(count, 1), layers
 
-    differentiate = jax.value_and_grad(loss_of, has_aux=True)
-    if audit is not None:
-        differentiate = audit.differentiate(loss_of, attention_inputs)
-    parts, groups = config.optimizer.accumulation_steps, config.parallel.replicas
+    value_and_grad = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+    parts, replicas = config.optimizer.accumulation_steps, config.parallel.replicas
 
-    def of_group(
-        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows
+    def differentiate(trained: Parameters, *args: Any):
+        taps = zero_taps(config) if audited else None
+        (loss, layers), (gradients, of_taps) = value_and_grad(trained, taps, *args)
+        layers = layers if of_taps is None else add_gradient_figures(layers, of_taps)
+        return loss, gradients, layers
+
+    def of_replica(
+        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, rows: AuditRows | None
     ):
         if parts == 1:
-            (loss, layers), gradients = differentiate(trained, frozen, batch, count, *rows)
-            return loss, gradients, layers
+            return differentiate(trained, frozen, batch, count, rows)
 
         def add(sums: tuple[Array, Parameters], micro: Batch):
-            (loss, layers), gradients = differentiate(trained, frozen, micro, count, *rows)
+            loss, gradients, layers = differentiate(trained, frozen, micro, count, rows)
             return jax.tree.map(jnp.add, sums, (loss, gradients)), layers
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, trained)
         (loss, gradients), layers = lax.scan(add, zeros, micro_batches(batch, parts, mesh))
         return loss, gradients, jax.tree.map(_over_parts, layers)
 
-    def meeting(
-        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows
-    ):
-        loss, gradients, layers = of_group(trained, frozen, batch, count, *rows)
+    def summed_over_replicas(*args: Any):
+        loss, gradients, layers = of_replica(*args)
         # All gradients first: an early reduction would make replicas wait for each other.
         loss, gradients = join((loss, gradients))
         loss, gradients = lax.psum((loss, gradients), DATA_AXIS)
         return loss, gradients, jax.tree.map(lambda x: x[None], layers)
 
-    if groups == 1:
-        return of_group
-
-    def gradients_of(
-        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, *rows: AuditRows
-    ):
-        of_batch = {name: P(DATA_AXIS) for name in batch}
-        in_specs = (P(), P(), of_batch, P(), *(P() for _ in rows))
-        run = in_groups(meeting, mesh, in_specs, (P(), P(), P(DATA_AXIS)))
-        return run(trained, frozen, batch, count, *rows)
-
-    return gradients_of
+    if replicas == 1:
+        return of_replica
+    in_specs, out_specs = (P(), P(), P(DATA_AXIS), P(), P()), (P(), P(), P(DATA_AXIS))
+    return per_replica(summed_over_replicas, mesh, in_specs, out_specs)
 
 
 def _over_parts(x: Array) -> Array:
@@ -225,7 +220,7 @@ def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
     """Splits the batch of a replica, [B, ...], into micro-batches [parts, B / parts, ...]."""
 
     def cut(name: str, x: Array) -> Array:
-        spec = {"documents": DOCUMENTS, "shares": SHARES}.get(name, TOKENS)
+        spec = {"documents": DOCUMENTS, "mass_fraction": MASS_FRACTION}.get(name, TOKENS)
         return constrain(x.reshape(parts, -1, *x.shape[1:]), mesh, P(None, *spec))
 
     return {name: cut(name, x) for name, x in batch.items()}

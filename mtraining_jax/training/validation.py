@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.models.label_scores import label_scores
@@ -20,9 +21,8 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.record import Record, validation_record
-from mtraining_jax.training.build import build_attention, build_layout, build_pattern, layer_inputs
+from mtraining_jax.training.build import add_batch, build_attention, build_layout, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
-from mtraining_jax.training.documents import attention_within
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import Batch
@@ -39,7 +39,7 @@ class Evaluator:
         identity: identity of the data, from its loader.
 
     Raises:
-        UserError: if the validation data cannot be used, or has fewer than eval.num_batches batches.
+        UserError: if the validation data cannot be used or has too few batches.
     """
 
     def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
@@ -58,13 +58,14 @@ class Evaluator:
             raise UserError(
                 f"eval.num_batches = {config.eval.num_batches} with eval.data.batch_size = "
                 f"{evaluation.data.batch_size} needs {wanted} sequences, but eval.data has only "
-                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce eval.num_batches"
+                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce "
+                "eval.num_batches"
             )
         self._begin = self._batches.state()
         self._functions, self._programs = {}, {}
         for name, pattern in _patterns(config, evaluation).items():
             attention = build_attention(evaluation, mesh, layout, pattern)
-            inputs = layer_inputs(pattern)
+            inputs = AttentionInputs(pattern)
             self._functions[name] = _make_sums(evaluation, builder, attention, mesh, inputs)
 
     def is_due(self, step: int) -> bool:
@@ -127,7 +128,7 @@ def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
 
 
 def _make_sums(
-    config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh, attention_inputs: Any
+    config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh, inputs: AttentionInputs
 ) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
     """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by position bucket."""
     buckets, fsdp = num_buckets(config.data.seq_len), config.parallel.fsdp
@@ -137,8 +138,8 @@ def _make_sums(
         hidden, _ = model(
             batch["tokens"],
             batch["positions"],
-            attention_within(attention, batch),
-            attention_inputs=attention_inputs,
+            attention,
+            attention_inputs=add_batch(inputs, batch),
             mesh=mesh,
             fsdp=fsdp,
             length=batch.get("document_lengths"),

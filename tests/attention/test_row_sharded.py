@@ -9,6 +9,7 @@ import pytest
 
 from mtraining_jax import SampledRows, inspect, sequence_layout, sparse_attention, stripe, unstripe
 from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -43,8 +44,9 @@ def test_indices_are_returned_and_accepted_in_sequence_order():
     again, same = attend(*qkv, pattern=of_one)
     np.testing.assert_array_equal(again, out)
     np.testing.assert_array_equal(same.bits, of_one.bits)
-    with pytest.raises(ValueError, match="not support a BlockMaskIndex.* use ring='gather'"):
-        attend(*qkv, pattern=PATTERN, ring="hierarchical")
+    rotated, same = attend(*qkv, pattern=PATTERN, ring="flat")
+    np.testing.assert_allclose(rotated, out, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(same.bits, of_one.bits)
 
 
 def test_statistics_and_an_audit_cover_the_rows_of_all_ranks():
@@ -53,21 +55,19 @@ def test_statistics_and_an_audit_cover_the_rows_of_all_ranks():
     found = inspect(index, q, k, rows=[0])
     rows = AuditRows(jnp.array([0, 77, 100, 200, 255]), jnp.array([203, 240]))
     layout = Layout("striped", indices.SEQ_LEN, 4, indices.BLOCK_SIZE, 2)
-    attention = make_attention(
-        make_mesh(2, 2, 2), layout, PATTERN, audit_rows=rows, mask_heads=(2, 0)
-    )
+    attention = make_attention(make_mesh(2, 2, 2), layout, PATTERN, mask_heads=(2, 0))
     order = layout.permutation()
 
     @jax.jit
     def run(q, k, v, d_out):
         # As in a model's layer that is rematerialized in the backward pass.
         @functools.partial(jax.checkpoint, policy=SAVE)
-        def loss(sink):
-            out, stats = attention(q, k, v, sink=sink)
+        def loss(grad_tap):
+            inputs = AttentionInputs(grad_tap=grad_tap, audit_rows=rows)
+            out, stats = attention(q, k, v, inputs)
             return (out * d_out).sum(), stats
 
-        sink = jnp.zeros((indices.HEADS, len(GRADIENT_FIGURES)))
-        return jax.grad(loss, has_aux=True)(sink)
+        return jax.grad(loss, has_aux=True)(jnp.zeros((indices.HEADS, len(GRADIENT_FIGURES))))
 
     of_gradient, stats = run(*(x[:, order] for x in (q, k, v, d_out)))
     for name in ("density", "executed"):

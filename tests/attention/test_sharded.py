@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.attention.audit.figures import AuditRows
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -44,12 +45,12 @@ def layout_of(kind="striped"):
     return Layout(kind, indices.SEQ_LEN, NODES * DEVICES, indices.BLOCK_SIZE, nodes)
 
 
-def run(pattern, given=None, **options):
+def run(pattern, inputs=None, **options):
     """Returns the output in sequence order, and stats; no gradients, to compile less."""
     layout = layout_of()
     attention = make_attention(make_mesh(DATA, NODES, DEVICES), layout, pattern, **options)
     q, k, v, _ = (x[:, layout.permutation()] for x in indices.inputs())
-    out, stats = jax.jit(attention)(q, k, v, given)
+    out, stats = jax.jit(attention)(q, k, v, inputs)
     return out[:, layout.inverse()], stats
 
 
@@ -79,7 +80,7 @@ def test_the_index_matches_one_device_and_recall_is_measured():
     mask = chosen("top_p")
     positions = jnp.array([0, 100, 200, 255], jnp.int32)
     rows = AuditRows(positions)
-    out, stats = run(PATTERN, audit_rows=rows)
+    out, stats = run(PATTERN, AttentionInputs(audit_rows=rows))
     check(out, stats, mask)
     q, k, *_ = indices.inputs()
     keys = jnp.repeat(k, indices.HEADS // indices.KV_HEADS, axis=2)
@@ -93,13 +94,13 @@ def test_the_index_matches_one_device_and_recall_is_measured():
 
 
 def test_per_layer_budgets_can_be_passed_as_an_argument():
-    out, stats = run(BUDGET, BUDGET)
+    out, stats = run(BUDGET, AttentionInputs(BUDGET))
     check(out, stats, chosen("fixed"))
 
 
 def test_a_given_index_is_used_unchanged():
     index = indices.sparse()
-    out, stats = run(Dense(indices.BLOCK_SIZE), index, ring="gather")
+    out, stats = run(Dense(indices.BLOCK_SIZE), AttentionInputs(index), ring="gather")
     check(out, stats, np.asarray(mask_from_index(index, indices.SEQ_LEN)))
 
 
@@ -127,6 +128,6 @@ def test_documents_with_more_pairs_than_an_int32_holds_are_measured():
     )
     documents = Documents.from_lengths([[seq_len // 2]], seq_len, block).blocks()
     q = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
-    out, stats = jax.eval_shape(functools.partial(attention, documents=documents), q, q, q)
+    out, stats = jax.eval_shape(attention, q, q, q, AttentionInputs(documents=documents))
     assert out.shape == q.shape
     assert {"document_pairs", "pairs_of_length_class_5"} <= set(stats)

@@ -5,15 +5,9 @@ import functools
 import jax
 import numpy as np
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import load_config
-from mtraining_jax.training.audit import make_step_audit
-from mtraining_jax.training.build import (
-    build_attention,
-    build_layout,
-    build_mesh,
-    build_pattern,
-    layer_inputs,
-)
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -37,8 +31,7 @@ def first_step(backend, audited, **changes):
     pattern = build_pattern(config)
     batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
     attention = build_attention(config, mesh, layout, pattern)
-    audit = make_step_audit(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern), audit)
+    step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern), audited=True)
     _, metrics = step(builder.fresh(), next(batches))
     batches.close()
     return jax.device_get(metrics)

@@ -9,15 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import load_config
 from mtraining_jax.parallel.compiler import ring_compiler_options
-from mtraining_jax.training.build import (
-    build_attention,
-    build_layout,
-    build_mesh,
-    build_pattern,
-    layer_inputs,
-)
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -42,7 +37,7 @@ def train(name, **changes):
     pattern = build_pattern(config)
     batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
     attention = build_attention(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern))
+    step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern))
     state, found = builder.fresh(), []
     options = ring_compiler_options("gpu") | {"xla_allow_excess_precision": False}
     batch = next(batches)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
@@ -103,15 +104,18 @@ class Ring:
         )
         self._sharding = NamedSharding(self.mesh, HEADS)
 
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, index: Index) -> jax.Array:
+        return self._attention(q, k, v, AttentionInputs(index))[0]
+
     def lower_forward(self, index: Index) -> jax.stages.Lowered:
         """(q, k, v, index) -> out."""
-        return self._lower(lambda *args: self._attention(*args)[0], 3, index)
+        return self._lower(self._attend, 3, index)
 
     def lower_both(self, index: Index) -> jax.stages.Lowered:
         """(q, k, v, dout, index) -> out, dq, dk, dv."""
 
         def both(q, k, v, dout, index):
-            out, vjp = jax.vjp(lambda q, k, v: self._attention(q, k, v, index)[0], q, k, v)
+            out, vjp = jax.vjp(lambda q, k, v: self._attend(q, k, v, index), q, k, v)
             return out, *vjp(dout)
 
         return self._lower(both, 4, index)

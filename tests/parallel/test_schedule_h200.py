@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
@@ -31,7 +32,7 @@ def schedule(ring: str, nodes: int, recomputed: bool = False) -> str:
     attention = make_attention(mesh, layout, Dense(BLOCK), ring=ring)
 
     def layer(q, k, v, index):
-        return attention(q, k, v, index)[0]
+        return attention(q, k, v, AttentionInputs(index))[0]
 
     if recomputed:
         layer = jax.checkpoint(layer, policy=KEPT)

@@ -19,12 +19,13 @@ _KEPT = 12
 _made: OrderedDict[str, Any] = OrderedDict()
 
 
-def made_once(config, builder, attention, mesh, inputs=None, audit=None):
+def made_once(config, builder, attention, mesh, inputs=None, audited=False):
     """`make_train_step`, or its earlier result for equal arguments."""
     devices, each_layer = mesh.device_ids.tolist(), inputs is not None
-    of_step = _of_step(config, audit is not None)
+    of_step = _of_step(config, audited)
     key = repr((of_step, _of_attention(attention), devices, each_layer))
-    step = _made.pop(key, None) or make_train_step(config, builder, attention, mesh, inputs, audit)
+    step = _made.pop(key, None)
+    step = step or make_train_step(config, builder, attention, mesh, inputs, audited)
     _made[key] = step
     if len(_made) > _KEPT:
         _made.popitem(last=False)
@@ -53,6 +54,6 @@ def _of_step(config: Config, audited: bool) -> tuple:
 def _of_attention(attention: Any) -> tuple:
     """Returns the arguments of `make_attention`."""
     within = inspect.getclosurevars(attention).nonlocals
-    pattern, (way,) = within["pattern"], within["run"].args
+    pattern, spec = within["pattern"], within["spec"]
     arrays = [np.asarray(getattr(pattern, name)).tobytes() for name in pattern.arrays]
-    return pattern, arrays, way, within["audit_rows"], within["mask_heads"]
+    return pattern, arrays, spec

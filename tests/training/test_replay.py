@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.step.trace_summary import find_traces, read_trace
-from mtraining_jax.training.build import (
-    build_attention,
-    build_layout,
-    build_mesh,
-    build_pattern,
-    layer_inputs,
-)
+from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
@@ -82,7 +77,7 @@ def test_rematerialization_and_the_estimate_change_no_number(replayed):
     builder, batches = StateBuilder(config, mesh), DeviceBatches(config, mesh, layout)
     pattern = build_pattern(config)
     attention = build_attention(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, layer_inputs(pattern))
+    step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern))
     _, metrics = step(builder.fresh(), next(batches))
     batches.close()
     metrics = jax.device_get(metrics)

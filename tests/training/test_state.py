@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtraining_jax.training.audit import make_step_audit
-from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
+from mtraining_jax.training.audit import draw_rows
+from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step, read_state
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed, tiny_config
@@ -46,11 +46,9 @@ def test_the_generator_of_a_state_does_not_depend_on_the_default_one(tmp_path):
         other = builder_of(config)
         assert other.abstract().rng.shape == state.rng.shape == (2,)
         np.testing.assert_array_equal(other.fresh().rng, state.rng)
-        mesh, layout = build_mesh(config), build_layout(config)
         audited = changed(config, audit={"interval": 1, "num_queries": 4})
-        audit = make_step_audit(audited, mesh, layout, build_pattern(audited))
-        rows = audit.draw(state)
-    assert_equal(rows, audit.draw(state))
+        rows = draw_rows(audited, state)
+    assert_equal(rows, draw_rows(audited, state))
 
 
 def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):

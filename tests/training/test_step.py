@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES
-from mtraining_jax.parallel.groups import in_groups
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.training.audit import make_step_audit
+from mtraining_jax.parallel.replicas import per_replica
+from mtraining_jax.training.audit import audits_steps
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
@@ -39,8 +39,8 @@ class Parts:
         self.builder = StateBuilder(config, self.mesh)
         pattern = build_pattern(config)
         attention = build_attention(config, self.mesh, layout, pattern)
-        audit = make_step_audit(config, self.mesh, layout, pattern)
-        self.step = make_train_step(config, self.builder, attention, self.mesh, audit=audit)
+        audited = audits_steps(config)
+        self.step = make_train_step(config, self.builder, attention, self.mesh, audited=audited)
 
     def train(self, steps):
         """Returns the metrics of each step, and the last state."""
@@ -161,7 +161,7 @@ def test_micro_batches_hold_every_row_once_and_move_none(dense):
     def own(x):
         return micro_batches({"tokens": x}, 2, mesh)["tokens"]
 
-    cut = jax.jit(in_groups(own, mesh, jax.P("data"), jax.P(None, "data")))
+    cut = jax.jit(per_replica(own, mesh, jax.P("data"), jax.P(None, "data")))
     np.testing.assert_array_equal(cut(rows)[:, :, 0] // 16, [[0, 1, 4, 5], [2, 3, 6, 7]])
     text = cut.lower(rows).compile().as_text()
     assert "all-to-all" not in text and "all-gather" not in text and "permute" not in text

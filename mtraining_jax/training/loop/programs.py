@@ -1,6 +1,7 @@
 """The compiled programs of a run."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.training.audit import make_step_audit
-from mtraining_jax.training.build import build_attention, layer_inputs
+from mtraining_jax.training.audit import audits_steps
+from mtraining_jax.training.build import build_attention
 from mtraining_jax.training.gradient_comparison import make_gradient_comparison
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder
@@ -49,14 +51,14 @@ def make_programs(
         dense_step = make_train_step(config, builder, attention, mesh)
     if num_dense == config.run.steps - done:  # only sparse steps are audited
         return Programs(dense_step=dense_step)
-    inputs = layer_inputs(pattern)
     attention = build_attention(config, mesh, layout, pattern)
-    audit = make_step_audit(config, mesh, layout, pattern)
-    audited = audit and make_train_step(config, builder, attention, mesh, inputs, audit)
-    always = audited is not None and config.audit.interval == 1
+    make_step = functools.partial(
+        make_train_step, config, builder, attention, mesh, AttentionInputs(pattern)
+    )
+    audits, always = audits_steps(config), config.audit.interval == 1
     return Programs(
-        train_step=audited if always else make_train_step(config, builder, attention, mesh, inputs),
-        audited_step=None if always else audited,
+        train_step=make_step(audited=audits and always),
+        audited_step=make_step(audited=True) if audits and not always else None,
         dense_step=dense_step,
         compare_gradients=make_gradient_comparison(config, builder, mesh, layout),
     )

@@ -9,9 +9,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
-from mtraining_jax.cost_model.kernel_times import KERNEL_RATES
 from mtraining_jax.data.loader import Loader
-from mtraining_jax.parallel.mesh import SHARES
+from mtraining_jax.parallel.mesh import MASS_FRACTION
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.training.tuning.density_response import (
     DensityResponse,
@@ -46,7 +45,7 @@ class Tuner:
         kept = sparsity.pattern.mass_fraction()
         assert kept is not None  # `validate` requires it for sparsity.tune
         self._config, self._loader, self._load, self._kept = config, loader, load, kept
-        self._sharding = NamedSharding(mesh, SHARES)
+        self._sharding = NamedSharding(mesh, MASS_FRACTION)
         self._tuning = FractionTuning(
             sparsity.tune_min, sparsity.tune_max, sparsity.tune, attention_size(config)
         )
@@ -56,7 +55,7 @@ class Tuner:
         self._unfinished: dict[int, tuple[list[ReplicaDocuments], TunedFractions]] = {}
 
     def add_to(self, batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Adds `shares`, int32 [B, L], to the batch that the loader returned last."""
+        """Adds `mass_fraction`, int32 [B, L], to the batch that the loader returned last."""
         step, documents = self._loader.step, self._documents()
         known = self._after[max(step - DELAY, min(self._after))]
         tuned = self._tuning.tune(documents, known)
@@ -66,7 +65,7 @@ class Tuner:
         array = jax.make_array_from_callback(
             shares.shape, self._sharding, lambda index: shares[index]
         )
-        return {**batch, "shares": array}
+        return {**batch, "mass_fraction": array}
 
     def finish(self, metrics: Mapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
@@ -88,12 +87,9 @@ class Tuner:
             "infeasible": float(tuned.infeasible.mean()),
         }
         if self._load is not None:
-            times = self._measured_ms(documents, before, measured)
             record |= self._load.imbalances(tuned.untuned_ms, "_untuned")
             record |= self._load.imbalances(tuned.tuned_ms, "_predicted")
-            record |= self._load.imbalances(times, "")
-            if self._config.model.head_dim in KERNEL_RATES:
-                record["attention_ms_by_group"] = times.tolist()
+            record |= self._load.imbalances(self._measured_ms(documents, before, measured), "")
         recent = {past: x for past, x in self._after.items() if past >= step - DELAY}
         self._after = {**recent, step: before.after(documents, tuned.fractions, measured)}
         return record

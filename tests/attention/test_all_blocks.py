@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention import composed
+from mtraining_jax.attention.all_blocks import all_blocks
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES, make_mesh
 from mtraining_jax.selection import collectives
@@ -30,7 +30,7 @@ def gathered(x, gather):
 
 
 def in_compute_dtype(x, blocks):
-    return composed._all_blocks(LAYOUT.num_blocks, SEQUENCE_AXES, x, blocks)
+    return all_blocks(LAYOUT.num_blocks, SEQUENCE_AXES, x, blocks)
 
 
 def through_fp32(x, blocks):

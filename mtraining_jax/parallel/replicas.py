@@ -1,7 +1,7 @@
 """Data-parallel replicas that run independently and communicate only where asked to.
 
-The mesh axis 'data' replicates the model. `in_groups` runs a function once per replica, and
-functions sharded inside it (`map_shards`) use the other axes only.
+The mesh axis 'data' replicates the model. `per_replica` runs a function once per replica, and
+functions sharded inside it (`shard_map_remaining`) use the other axes only.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.mesh import DATA_AXIS
 
 
-def in_groups(
+def per_replica(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Maps `function` over data-parallel replicas; returns it unchanged if there is only one.
@@ -35,27 +35,26 @@ def in_groups(
     )
 
 
-def shared_axes(axes: Iterable[str]) -> tuple[str, ...]:
-    """Drops 'data' from mesh axes inside `in_groups`; elsewhere keeps all axes."""
-    taken = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in axes if axis not in taken)
+def remaining_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    """Drops 'data' from mesh axes inside `per_replica`; elsewhere keeps all axes."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis not in manual)
 
 
-def map_shards(
+def shard_map_remaining(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Applies `jax.shard_map` over the axes that shard arrays here, without replication checks.
+    """Applies `jax.shard_map` over the remaining axes, without replication checks.
 
-    The specs are written as outside `in_groups`.
+    The specs are written as outside `per_replica`.
     """
-    axes = shared_axes(mesh.axis_names)
+    axes = remaining_axes(mesh.axis_names)
     if len(axes) == len(mesh.axis_names):
         return jax.shard_map(
             function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-    in_specs, out_specs = (
-        jax.tree.map(_shared, specs, is_leaf=lambda x: isinstance(x, P))
-        for specs in (in_specs, out_specs)
+    in_specs, out_specs = jax.tree.map(
+        _remaining, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
     )
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
@@ -63,19 +62,19 @@ def map_shards(
 
 
 def constrain(x: Array, mesh: Mesh, spec: P) -> Array:
-    """Constrains the sharding of `x` to `spec`, over the axes that shard arrays here."""
+    """Constrains the sharding of `x` to `spec`, over the remaining axes."""
     context = jax.sharding.get_abstract_mesh()
     return lax.with_sharding_constraint(
-        x, NamedSharding(context if context.manual_axes else mesh, _shared(spec))
+        x, NamedSharding(context if context.manual_axes else mesh, _remaining(spec))
     )
 
 
-def _shared(spec: P) -> P:
+def _remaining(spec: P) -> P:
     """Drops the axes that do not shard arrays here from a spec."""
 
     def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if entry is None:
             return None
-        return shared_axes((entry,) if isinstance(entry, str) else entry) or None
+        return remaining_axes((entry,) if isinstance(entry, str) else entry) or None
 
     return P(*map(left, spec))

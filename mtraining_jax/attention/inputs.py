@@ -1,0 +1,117 @@
+"""What attention reads besides q, k and v, how it is computed, and its results."""
+
+import dataclasses
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtraining_jax.attention.audit.figures import AuditRows
+from mtraining_jax.attention.placement import Placement
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.row_attention import RowAttention
+from pallas_kernels.index import Index
+
+Stats = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionInputs:
+    """What attention reads besides q, k and v; a pytree.
+
+    As an input of a model, the first three fields have a leading layer axis [L, ...]. The others
+    are the same for all layers.
+
+    Attributes:
+        pattern: a pattern with arrays [Hq, ...] or without arrays, or a global index with arrays
+            [B, Hq, ...]; None for the pattern of `make_attention`.
+        mass_fraction: int32 [B], override of the pattern's mass fraction for each sequence, as in
+            `SelectionContext`.
+        grad_tap: zeros, fp32 [Hq, 2]; their cotangent is the result of `gradient_figures` for
+            `audit_rows`. None skips these metrics.
+        documents: documents of the sequences. Queries attend within their document, even if an
+            index lists other pairs.
+        valid_len: int32 scalar, tokens before the padding, as in `SelectionContext`.
+        audit_rows: queries to measure the metrics of `attention.audit` on, or None. They cost as
+            much as exact attention of these rows, forward and backward.
+    """
+
+    pattern: Pattern | Index | None = None
+    mass_fraction: Array | None = None
+    grad_tap: Array | None = None
+    documents: DocumentBlocks | None = None
+    valid_len: Array | None = None
+    audit_rows: AuditRows | None = None
+
+    def per_layer(self) -> Self:
+        """Keeps only what has a layer axis, for a scan over layers."""
+        return dataclasses.replace(self, documents=None, valid_len=None, audit_rows=None)
+
+    def for_layer(self, layer: Self) -> Self:
+        """Returns the inputs of one layer, a slice of `per_layer`."""
+        shared = {name: getattr(self, name) for name in ("documents", "valid_len", "audit_rows")}
+        return dataclasses.replace(layer, **shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Static configuration of an attention call.
+
+    Attributes:
+        layout: token order over the ranks of a sequence; None for one device in sequence order.
+        ring, scale, causal, backend: see `sparse_attention`.
+        statistics: whether to measure the index.
+        by_length: whether to also count its pairs by document length.
+        mask_heads: query heads with their masks included in an audit.
+    """
+
+    placement: Placement
+    layout: Layout | None
+    ring: str = "gather"
+    scale: float | None = None
+    causal: bool = True
+    backend: str | None = None
+    statistics: bool = False
+    by_length: bool = False
+    mask_heads: tuple[int, ...] = ()
+
+    def context(self, q: Array, block_size: int, inputs: AttentionInputs) -> SelectionContext:
+        """Describes the shard of queries [B, n, Hq, D] to a selection."""
+        if self.layout is None or self.placement.ranks == 1:
+            axes, num_blocks = (), q.shape[1] // block_size
+            block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
+        else:
+            axes, num_blocks = self.placement.sequence, self.layout.num_blocks
+            block_ids = self.layout.block_ids(lax.axis_index(axes))
+        return SelectionContext(
+            block_ids,
+            num_blocks,
+            axes,
+            self.scale,
+            self.backend,
+            self.causal,
+            inputs.valid_len,
+            inputs.documents,
+            inputs.mass_fraction,
+        )
+
+
+class AttentionOutput(NamedTuple):
+    """The results of attention.
+
+    Attributes:
+        out, lse, index: see `sparse_attention`.
+        statistics: see `make_attention`; empty unless requested.
+        rows: exact attention of the audited rows; None without an audit.
+    """
+
+    out: Array
+    lse: Array
+    index: Index
+    statistics: Stats
+    rows: RowAttention | None = None
