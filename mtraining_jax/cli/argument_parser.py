@@ -1,13 +1,94 @@
-"""An argument parser that raises an exception instead of exiting the process."""
+"""Parsing of command lines: errors as exceptions, and fields of the configuration as options."""
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
+from mtraining_jax.config import available_configs
+from mtraining_jax.config.tables import all_fields, nearest
 from mtraining_jax.utils.errors import UserError
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` with errors as `UserError`."""
+    """`argparse.ArgumentParser` with errors as `UserError` instead of exiting the process."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
+
+    @property
+    def option_names(self) -> list[str]:
+        """Names of the options, without dashes."""
+        return [name.lstrip("-") for action in self._actions for name in action.option_strings]
+
+
+def config_parser(prog: str) -> ArgumentParser:
+    """A parser with the options of all commands that read a configuration."""
+    parser = ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("--help", nargs="?", const="")
+    return parser
+
+
+def parse_with_overrides(parser: ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses arguments, with the fields of a configuration as `--section.field=value`.
+
+    Returns:
+        The options of the parser, `config` as a name or None, and `overrides` of fields for
+        `load_config`, which validates them.
+
+    Raises:
+        UserError: one line per unknown option or misplaced argument.
+    """
+    options, rest = parser.parse_known_args([x if x != "-h" else "--help" for x in arguments])
+    overrides, positional, problems = [], [], []
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument[2:].partition("=")
+        if not argument.startswith("--"):
+            positional.append(argument)
+            continue
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else None
+        if "." in name:
+            overrides.append((name, value))
+        else:
+            problems.append(_unknown_option(name, parser.option_names))
+    if positional:
+        problems.append(_misplaced(positional[0], parser.option_names, bool(options.config)))
+    if len(options.config) > 1:
+        names = ", ".join(options.config)
+        problems.append(f"--config is given {len(options.config)} times: {names}")
+    if problems:
+        raise UserError("\n".join(problems))
+    options.config = options.config[0] if options.config else None
+    options.overrides = overrides
+    return options
+
+
+def required_config(options: argparse.Namespace) -> str:
+    """The name or path given by `--config`."""
+    if options.config is None:
+        names = ", ".join(available_configs())
+        raise UserError(
+            f"--config NAME is missing; choose one of {names} or pass the path of a TOML file; "
+            "see --help"
+        )
+    return options.config
+
+
+def _misplaced(text: str, options: Sequence[str], has_config: bool) -> str:
+    name = text.lstrip("-").partition("=")[0]
+    if text.startswith("-") and name in (*all_fields(), *options):
+        return f'"{text}" begins with one dash; did you mean -{text}?'
+    if not has_config:
+        return f'unexpected argument "{text}"; did you mean --config {text}?'
+    return f'unexpected argument "{text}"; quote a list as one: \'["a", "b"]\''
+
+
+def _unknown_option(name: str, options: Sequence[str]) -> str:
+    fields = all_fields()
+    if any(field.startswith(f"{name}.") for field in fields):
+        return f"--{name} is a section; set one of its fields: --{name}.FIELD=VALUE"
+    near = nearest(name, [*fields, *options])
+    hint = "--help lists all options" if near is None else f"did you mean --{near}?"
+    return f"unknown option --{name}; {hint}"

@@ -4,20 +4,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtraining_jax.cli.argument_parser import ArgumentParser
-from mtraining_jax.cli.train import parse_command_line
+from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, required_config
+from mtraining_jax.cli.model_command import run_command
 from mtraining_jax.config import load_config
 from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.pack_report import report_on
-from mtraining_jax.data.sources import selected_source
-from mtraining_jax.utils.errors import UserError, print_error
-from mtraining_jax.utils.text import print_text
+from mtraining_jax.utils.errors import UserError
 
 _USAGE = """\
 usage: python -m mtraining_jax.cli.inspect_data --config NAME [options]
 
-Prints how documents are packed into sequences (data.mode=pack or data.mask_documents=true): document
-lengths, documents per sequence, padding, and how much the attention cost of sequences varies.
+Prints how documents are packed into sequences (data.mode=pack or data.mask_documents=true):
+document lengths, documents per sequence, padding, and how much the attention cost of sequences
+varies.
 
   --config NAME    configuration of the run, as in train.py
   --SECTION.FIELD=VALUE
@@ -37,39 +36,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 on success, 2 after a user error, printed to stderr.
     """
-    parser = ArgumentParser(
-        prog="python -m mtraining_jax.cli.inspect_data", allow_abbrev=False, add_help=False
-    )
-    parser.add_argument("--picture")
-    parser.add_argument("--help", "-h", action="store_true")
-    try:
-        own, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
-        if own.help:
-            return print_text(_USAGE)
-        command = parse_command_line(rest)
-        if command.config is None:
-            raise UserError("--config NAME is missing; see --help")
-        if own.picture is not None:
-            _check_picture(Path(own.picture))
-        config = load_config(command.config, command.overrides)
-        data, block_size = config.data, config.sparsity.block_size
-        if not data.has_documents:
-            raise UserError(
-                f'data.mode = "{data.mode}" without data.mask_documents joins documents without packing '
-                "them; set data.mode=pack or data.mask_documents=true"
-            )
-        corpus = selected_source(data).open(data, config.model.vocab_size)
-        packs = packs_of(corpus, data, block_size)
-        print(f"{data.source}: {corpus.summary}; {packs.summary}")
-        report = report_on(packs, data.seq_len, block_size)
-        print(report)
-        if own.picture is not None:
-            report.draw(own.picture)
-            print(f"picture: {own.picture}")
-    except KeyboardInterrupt:
-        return print_error(UserError("interrupted"))
-    except UserError as error:
-        return print_error(error)
+    return run_command(arguments, lambda: _USAGE, _run)
+
+
+def _run(arguments: list[str]) -> int:
+    parser = config_parser("python -m mtraining_jax.cli.inspect_data")
+    parser.add_argument("--picture", type=Path)
+    options = parse_with_overrides(parser, arguments)
+    if options.picture is not None:
+        _check_picture(options.picture)
+    config = load_config(required_config(options), options.overrides)
+    data, block_size = config.data, config.sparsity.block_size
+    if not data.has_documents:
+        raise UserError(
+            f'data.mode = "{data.mode}" without data.mask_documents joins documents without '
+            "packing them; set data.mode=pack or data.mask_documents=true"
+        )
+    corpus = data.source_options.open(data, config.model.vocab_size)
+    packs = packs_of(corpus, data, block_size)
+    print(f"{data.source}: {corpus.summary}; {packs.summary}")
+    report = report_on(packs, data.seq_len, block_size)
+    print(report)
+    if options.picture is not None:
+        report.draw(str(options.picture))
+        print(f"picture: {options.picture}")
     return 0
 
 

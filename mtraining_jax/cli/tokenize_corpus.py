@@ -10,12 +10,12 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mtraining_jax.cli.argument_parser import ArgumentParser
-from mtraining_jax.cli.train import parse_command_line
+from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, required_config
+from mtraining_jax.cli.model_command import at_least, run_command
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
-from mtraining_jax.utils.errors import UserError, print_error
-from mtraining_jax.utils.text import counted, print_text
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 _USAGE = """\
 usage: python -m mtraining_jax.cli.tokenize_corpus --out FOLDER --config NAME [options]
@@ -72,44 +72,34 @@ class _Progress:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, or 2 after a user error."""
-    try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except UserError as error:
-        return print_error(error)
+    return run_command(arguments, lambda: _USAGE, _run)
 
 
 def _run(arguments: list[str]) -> int:
-    parser = ArgumentParser(
-        prog="python -m mtraining_jax.cli.tokenize_corpus", allow_abbrev=False, add_help=False
-    )
+    parser = config_parser("python -m mtraining_jax.cli.tokenize_corpus")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--processes", type=int, default=_processors())
-    parser.add_argument("--help", "-h", action="store_true")
-    own, rest = parser.parse_known_args(arguments)
-    if own.help:
-        return print_text(_USAGE)
-    if own.out is None:
+    parser.add_argument("--processes", type=at_least(1), default=_processors())
+    options = parse_with_overrides(parser, arguments)
+    if options.out is None:
         raise UserError("--out FOLDER, the folder for the token files, is missing; see --help")
-    if own.processes < 1:
-        raise UserError(f"--processes={own.processes} must be at least 1")
-    command = parse_command_line(rest)
-    if command.config is None:
-        raise UserError("--config NAME, the run that will read the token files, is missing")
-    config = load_config(command.config, command.overrides)
+    config, out = load_config(required_config(options), options.overrides), options.out.expanduser()
     console = Console(highlight=False, soft_wrap=True)
     begin = time.monotonic()
     try:
         with _Progress(console) as progress:
             totals = tokenize_corpus(
-                config.data, config.model.vocab_size, own.out.expanduser(), own.processes, progress
+                config.data, config.model.vocab_size, out, options.processes, progress
             )
     except KeyboardInterrupt:
         raise UserError("interrupted; the same command resumes") from None
     resumed = f" ({totals.found:,} already there)" if totals.found else ""
     console.print(
-        f"{own.out}: {_words(totals)}{resumed}, in {time.monotonic() - begin:,.1f} s", markup=False
+        f"{options.out}: {_words(totals)}{resumed}, in {time.monotonic() - begin:,.1f} s",
+        markup=False,
     )
-    console.print(f"train with  --data.source=tokens --data.paths='[\"{own.out}\"]'", markup=False)
+    console.print(
+        f"train with  --data.source=tokens --data.paths='[\"{options.out}\"]'", markup=False
+    )
     return 0
 
 

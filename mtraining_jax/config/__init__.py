@@ -1,18 +1,12 @@
 """Configuration of a run: typed fields, TOML files, overrides and validation. Imports no JAX."""
 
-from mtraining_jax.config.load import (
-    available_configs,
-    config_folder,
-    config_from_dict,
-    config_of_model,
-    load_config,
-    load_own_plugins,
-)
+from mtraining_jax.config.files import available_configs, config_folder
+from mtraining_jax.config.load import config_from_dict, config_of_model, load_config
 from mtraining_jax.config.render import config_to_dict, config_to_toml, help_text
-from mtraining_jax.config.schema import (
+from mtraining_jax.config.schema import Config
+from mtraining_jax.config.sections import (
     AuditConfig,
     CheckpointConfig,
-    Config,
     DataConfig,
     DistributedConfig,
     EvalConfig,
@@ -22,7 +16,6 @@ from mtraining_jax.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     ProfileConfig,
-    RopeScalingConfig,
     RunConfig,
     SparsityConfig,
 )
@@ -41,7 +34,6 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
-    "RopeScalingConfig",
     "RunConfig",
     "SparsityConfig",
     "available_configs",
@@ -52,6 +44,5 @@ __all__ = [
     "config_to_toml",
     "help_text",
     "load_config",
-    "load_own_plugins",
     "validate",
 ]

@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.config.schema import AuditConfig, Config, DataConfig
-from mtraining_jax.config.sections import assembled
+from mtraining_jax.config.schema import Config
+from mtraining_jax.config.sections import AuditConfig, DataConfig
+from mtraining_jax.utils.fields import fields_of
 
 
 def with_data_of_training(table: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
@@ -21,9 +22,12 @@ def with_data_of_training(table: Mapping[str, Any]) -> tuple[dict[str, Any], set
     given = held_out.get("data")
     if not isinstance(given, dict):
         return dict(table), set()
-    of_sources = assembled(DataConfig).owners if "source" in given else ()
-    excluded = {*of_sources, "balance"}  # evaluations do not reorder sequences
-    inherited = {name: value for name, value in data.items() if name not in excluded}
+    inherited = {
+        name: value
+        for name, value in data.items()
+        # Evaluations do not reorder sequences, and options of a source belong to that source.
+        if name != "balance" and ("source" not in given or name in fields_of(DataConfig))
+    }
     filled = {f"eval.data.{name}" for name in inherited.keys() - given.keys()}
     return {**table, "eval": {**held_out, "data": inherited | given}}, filled
 

@@ -1,5 +1,8 @@
-"""Former names of fields, accepted in files, checkpoints and on the command line for one release."""
+"""Former names of fields, accepted with a notice for one release."""
 
+import copy
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +13,7 @@ RENAMED = {
     "checkpoint.every_steps": "checkpoint.interval",
     "data.documents": "data.mask_documents",
     "eval.batches": "eval.num_batches",
+    "eval.data.documents": "eval.data.mask_documents",
     "eval.every_steps": "eval.interval",
     "metrics.recall_every": "audit.interval",
     "metrics.recall_rows": "audit.num_queries",
@@ -31,17 +35,37 @@ RENAMED = {
 }
 
 
-def with_new_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces former field names; a field given by both names keeps both, which is an error."""
-    found = dict(table)
+def current_name(name: str) -> str:
+    """The name of a field today; prints a notice if it was renamed."""
+    if name in RENAMED:
+        _notify(name)
+    return RENAMED.get(name, name)
+
+
+@functools.cache  # once per field
+def _notify(name: str) -> None:
+    logging.getLogger(__name__).warning("note: %s is now %s", name, RENAMED[name])
+
+
+def with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with current names. A field given by both names keeps both, which is an error."""
+    found = copy.deepcopy(dict(table))
     for old, new in RENAMED.items():
-        (section, name), (new_section, new_name) = old.split("."), new.split(".")
-        values = found.get(section)
-        if not isinstance(values, dict) or name not in values:
+        (section, name), (new_section, new_name) = old.rsplit(".", 1), new.rsplit(".", 1)
+        values = _at(found, section)
+        if values is None or name not in values:
             continue
-        others = found.get(new_section, {})
-        if not isinstance(others, dict) or new_name in others:
-            continue
-        found[section] = {key: value for key, value in values.items() if key != name}
-        found[new_section] = {**found.get(new_section, {}), new_name: values[name]}
+        target = values if section == new_section else found.setdefault(new_section, {})
+        if isinstance(target, dict) and new_name not in target:
+            target[new_name] = values.pop(name)
+            _notify(old)
     return found
+
+
+def _at(table: dict[str, Any], dotted: str) -> dict[str, Any] | None:
+    for name in dotted.split("."):
+        inner = table.get(name)
+        if not isinstance(inner, dict):
+            return None
+        table = inner
+    return table

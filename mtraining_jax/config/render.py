@@ -1,39 +1,37 @@
 """Serializes a configuration to TOML or a dict, and renders the help text."""
 
-import dataclasses
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.config.fields import all_fields, infos, section_class, sections, toml_value
 from mtraining_jax.config.schema import Config
+from mtraining_jax.config.tables import all_fields, table_of, table_type
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import Field, fields_of, toml_value
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Nested dicts of JSON values; `config_from_dict` is the inverse.
 
-    Omits the fields of custom plug-ins that are not selected: the reader may not know them.
+    As in files, the options of a plug-in are fields of its section.
     """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, tuple) else value
-
-    table = plain(dataclasses.asdict(config))
-    _leave_out_own(config, table)
-    return table
+    sections = fields_of(Config).items()
+    return {name: _table(field.annotation, getattr(config, name)) for name, field in sections}
 
 
-def _leave_out_own(section: Any, values: dict[str, Any]) -> None:
-    """Removes the fields of custom plug-ins that are not selected."""
-    owned = section.owners if hasattr(section, "plugins") else {}
-    for field, owners in owned.items():
-        chosen = values[section.plugins.selector]
-        if chosen not in owners and not section.plugins.registry.names_any(owners):
-            del values[field]
-    for name, inner in values.items():
-        if isinstance(inner, dict):
-            _leave_out_own(getattr(section, name), inner)
+def _table(kind: Any, section: Any) -> dict[str, Any]:
+    empty = table_of(kind, {})
+    options = getattr(section, empty.holder, section)
+    selector = None if empty.plugin is None else empty.plugin.selector
+    selected = {} if selector is None else {selector: getattr(section, selector)}
+    values = {}
+    for name, field in table_of(kind, selected).fields.items():
+        value = getattr(section if hasattr(section, name) else options, name)
+        inner = table_type(field)
+        if inner is not None and value is not None:
+            value = _table(inner, value)
+        values[name] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 def config_to_toml(config: Config) -> str:
@@ -43,40 +41,46 @@ def config_to_toml(config: Config) -> str:
     """
     lines: list[str] = []
 
-    def table(title: str, values: dict[str, Any]) -> None:
+    def table(title: str, values: Mapping[str, Any]) -> None:
         lines.extend(["", f"[{title}]"] if lines else [f"[{title}]"])
-        inner = {name: value for name, value in values.items() if isinstance(value, dict)}
         for name, value in values.items():
-            if name not in inner:
-                mark = "# " if value is None else ""
-                lines.append(f"{mark}{name} = {toml_value(value)}")
-        for name, value in inner.items():
-            table(f"{title}.{name}", value)
+            if not isinstance(value, dict):
+                lines.append(f"{'# ' if value is None else ''}{name} = {toml_value(value)}")
+        for name, value in values.items():
+            if isinstance(value, dict):
+                table(f"{title}.{name}", value)
 
     for name, section in config_to_dict(config).items():
         table(name, section)
     return "\n".join(lines) + "\n"
 
 
-def help_text(width: int = 100) -> str:
-    """Help text with the allowed values, default and description of every field."""
+def help_text(
+    fields: Mapping[str, Field] | None = None, section: str | None = None, width: int = 100
+) -> str:
+    """Help text with the allowed values, default and description of every field.
+
+    Args:
+        fields: by dotted name; without, those of the default plug-ins.
+        section: name of a section to print only that one.
+
+    Raises:
+        UserError: unknown section.
+    """
+    fields = all_fields() if fields is None else fields
+    sections = fields_of(Config)
+    if section is not None and section not in sections:
+        raise UserError(f"{section} is not a section; choose one of {', '.join(sections)}")
     lines: list[str] = []
-    fields = list(all_fields().values())
-    own = sections()
-    nested = [  # sections that also appear within another section, documented once
-        f"{name}.{field}."
-        for name, section in own.items()
-        for field, info in infos(section).items()
-        if section_class(info.annotation) in own.values()
-    ]
-    for name, section in own.items():
-        doc = (section.__doc__ or "").strip().splitlines()[0]
+    for name in sections if section is None else [section]:
+        doc = (sections[name].annotation.__doc__ or "").strip().splitlines()[0]
         lines += ["", f"[{name}] {doc}"]
-        for field in fields:
-            if field.name.split(".")[0] != name or field.name.startswith(tuple(nested)):
+        for dotted, field in fields.items():
+            if not dotted.startswith(f"{name}.") or dotted.startswith("eval.data."):  # as [data]
                 continue
             default = "required" if field.required else f"default {toml_value(field.default)}"
-            lines += [f"  --{field.name}  {field.allowed}; {default}"]
-            doc = " ".join(field.doc.split())
-            lines += textwrap.wrap(doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += [f"  --{dotted}  {field.allowed}; {default}"]
+            lines += textwrap.wrap(
+                field.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines[1:]) + "\n"

@@ -1,435 +1,37 @@
-"""Configuration fields: types, ranges, defaults and help texts.
+"""The configuration of a run, and sizes derived from it."""
 
-Every section is a frozen dataclass that pydantic validates strictly: a value of another type is an
-error, not converted (but an integer is a valid float). The docstring of a field is its help text.
-"""
+from dataclasses import field
 
-import functools
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from mtraining_jax.config.dense_steps import DenseSteps
 from mtraining_jax.config.sections import (
-    STRICT,
-    Plugins,
-    assembled,
-    key_of,
-    one_of,
-    selected,
-    with_fields_of,
-)
-from mtraining_jax.config.sizes import Sizes
-from mtraining_jax.data.sources import SOURCES
-from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.rope import ROPE_KINDS, YarnScaling
-from mtraining_jax.patterns.base import Settings
-from mtraining_jax.patterns.registry import PATTERNS
-from mtraining_jax.utils.limits import (
-    Decay,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PathText,
-    PositiveFloat,
-    PositiveInt,
-    Text,
-    TextList,
-    UnitFraction,
+    AuditConfig,
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    EvalConfig,
+    LossConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RunConfig,
+    SparsityConfig,
 )
 
-_Family = Annotated[str, one_of(FAMILIES)]
-_Pattern = Annotated[str, one_of(PATTERNS)]
-_Source = Annotated[str, one_of(SOURCES)]
-_RopeKind = Annotated[str, key_of(ROPE_KINDS)]
 
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RunConfig:
-    """General settings of the run."""
-
-    name: Text = "run"
-    """Name of the run; defaults to the name of the configuration file."""
-    output_dir: PathText = "runs"
-    """Parent folder of all runs; this run writes to OUTPUT_DIR/NAME."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the parameter initialization."""
-    steps: PositiveInt = 1000
-    """Total number of optimizer steps."""
-    log_interval: PositiveInt = 1
-    """Print metrics every N steps."""
-    step_timeout_seconds: PositiveInt = 1800
-    """Stop the run if a step takes longer than this; most likely a device or process hangs."""
-    compile_cache_dir: PathText = "auto"
-    """Folder of JAX's persistent compilation cache; never disables it.
-
-    auto uses OUTPUT_DIR/compiled on GPUs and no cache on the CPU.
-    """
-
-    @property
-    def folder(self) -> Path:
-        """The folder that this run writes to."""
-        return Path(self.output_dir) / self.name
-
-
-@with_fields_of(ROPE_KINDS, "model.rope_scaling.type")
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RopeScalingConfig:
-    """RoPE scaling for contexts longer than the model was trained on."""
-
-    type: _RopeKind = YarnScaling.type
-    """Scaling method; yarn is https://arxiv.org/abs/2309.00071."""
-    factor: Annotated[float, Field(ge=1)]
-    """Ratio of the new context length to the original one."""
-
-    owners: ClassVar[Mapping[str, list[str]]] = {}  # added fields: the types that use them
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ModelConfig:
-    """The transformer.
-
-    With init_from, fields that the checkpoint's config.json sets may be omitted; see override.
-    """
-
-    family: _Family = "qwen2"
-    """Model family, as model_type in config.json, or your own as package.module:Class."""
-    vocab_size: PositiveInt
-    """Vocabulary size."""
-    hidden_size: PositiveInt
-    """Width of the residual stream."""
-    num_layers: PositiveInt
-    """Number of decoder layers."""
-    num_heads: PositiveInt
-    """Number of query heads."""
-    num_kv_heads: PositiveInt
-    """Number of key/value heads; must divide num_heads."""
-    head_dim: PositiveInt
-    """Head dimension; even, and 64 or 128 for the GPU kernels."""
-    intermediate_size: PositiveInt
-    """Width of the feed-forward layer (MLP)."""
-    max_position_embeddings: PositiveInt = 32768
-    """Maximum sequence length of the model, in tokens."""
-    rope_theta: PositiveFloat = 1e6
-    """Base of the rotary position embedding (RoPE)."""
-    rope_scaling: RopeScalingConfig | None = None
-    """RoPE scaling for longer contexts; none disables it."""
-    rms_norm_eps: PositiveFloat = 1e-6
-    """Epsilon of RMSNorm, added to the mean square."""
-    tie_word_embeddings: bool = False
-    """Share the token embedding with the output layer."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of activations; parameters and optimizer state are always float32."""
-    init_from: PathText | None = None
-    """Folder of a Hugging Face checkpoint to start from; none initializes randomly."""
-    override: TextList = ()
-    """Fields for which this configuration wins over the checkpoint of init_from.
-
-    Allowed: rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps and initializer_range.
-    Any other field that differs from the checkpoint's config.json is an error.
-    """
-    remat: Literal["none", "mlp", "attention", "attention_offload", "full"] = "attention"
-    """What the backward pass recomputes, from most memory to least.
-
-    none: nothing; mlp: half of the MLP; attention: each layer except its attention;
-    attention_offload: the same, with layer inputs offloaded to host memory; full: entire layers.
-    """
-    mlp_chunk_size: PositiveInt = 16384
-    """MLP activations are in memory for at most this many tokens per device at a time."""
-    mlp_kept_chunks: NonNegativeInt = 0
-    """With remat = "mlp": number of MLP chunks to keep instead of recomputing; costs memory."""
-    initializer_range: PositiveFloat = 0.02
-    """Standard deviation of randomly initialized matrices."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class SparsityConfig:
-    """Which query-key pairs attention computes."""
-
-    kind: _Pattern = "sampled_rows"
-    """Sparse attention pattern; docs/patterns.md describes all of them.
-
-    sampled_rows and xattention select key blocks for each query
-    block in every forward pass. vertical_slash selects verticals and slashes for each head in every
-    forward pass; fixed does the same with budgets from a file. dense computes all pairs. replay is
-    for speed measurements with random weights, which attend almost uniformly: every head computes
-    random block diagonals and columns, or random lists, of a given density, and nothing is
-    selected. Pass your own pattern as package.module:Class; its fields then belong to this section.
-    """
-    block_size: PositiveInt = 128
-    """Block size in tokens, of the sparse pattern and of the stripes assigned to devices."""
-    tune: Literal["none", "mean", "min", "max"] = "none"
-    """Tune the mass fraction per data-parallel replica so that all replicas finish together.
-
-    Each replica uses the fraction (tau, or top_p of vertical_slash) at which its predicted time is
-    the mean, minimum or maximum over all replicas at the configured fraction. Has an effect only
-    with documents: without them all replicas have the same work.
-    """
-    tune_min: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Lower limit of the tuned mass fraction."""
-    tune_max: Annotated[float, Field(gt=0, le=1)] = 0.97
-    """Upper limit of the tuned mass fraction."""
-    dense_warmup_steps: NonNegativeInt = 0
-    """Dense warm-up: compute all pairs in the first N steps of the run."""
-    dense_cooldown_steps: NonNegativeInt = 0
-    """Dense cooldown: compute all pairs in the last N steps, counted back from run.steps."""
-    dense_interval: NonNegativeInt = 0
-    """Compute all pairs in every Nth step; 0 disables."""
-
-    plugins: ClassVar[Plugins] = Plugins(PATTERNS, selector="kind")
-
-    @functools.cached_property
-    def settings(self) -> Settings:
-        """Settings of the pattern that `kind` selects.
-
-        Raises:
-            ValueError: invalid settings; the message begins with the name of the field.
-        """
-        cls = PATTERNS.get(self.kind)
-        return cls(**selected(self, cls))
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ParallelConfig:
-    """The device mesh, replicas x nodes x devices_per_node, and how sequences are sharded over it."""
-
-    replicas: PositiveInt = 1
-    """Number of data-parallel replicas; each processes different sequences of the batch."""
-    nodes: PositiveInt = 1
-    """Number of nodes that a sequence is sharded over (the outer ring)."""
-    devices_per_node: PositiveInt = 1
-    """Number of devices per node that a sequence is sharded over (the inner ring)."""
-    layout: Literal["striped", "zigzag"] = "striped"
-    """striped assigns blocks round-robin, best for sparse attention; zigzag two chunks a device."""
-    ring: Literal["gather", "hierarchical", "flat"] = "gather"
-    """How keys and values are exchanged; the results are the same.
-
-    gather: all-gather the keys within a node while those of the next node arrive (fastest as far as
-    measured); hierarchical: a ring within each node instead, with less memory; flat: one ring over
-    all devices.
-    """
-    backend: Literal["auto", "xla", "mosaic_gpu", "triton"] = "auto"
-    """Attention kernels.
-
-    auto selects mosaic_gpu on Hopper GPUs, triton on older ones (compute capability 8.x, with the
-    extra ampere), and xla elsewhere.
-    """
-    fsdp: bool = False
-    """Shard parameters and optimizer state over the devices (FSDP) instead of replicating them."""
-    cpu_devices: PositiveInt | None = None
-    """Number of virtual CPU devices per process.
-
-    A number forces the CPU even if there is a GPU; none uses the devices that JAX finds, GPUs
-    before the CPU.
-    """
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DataConfig:
-    """Training data; every source adds fields of its own."""
-
-    source: _Source = "python_stdlib"
-    """python_stdlib: Python's standard library; tokens: token ids in .npy or .bin files.
-
-    synthetic is for speed measurements: random token ids over the vocabulary, with word-like
-    frequencies, in documents of very different lengths that repeat passages. Pass your own source
-    as package.module:Class; its fields then belong to this section.
-    """
-    tokenizer: PathText = "bytes"
-    """bytes (ids 0-255 are bytes, 256 ends a document) or the path of a tokenizer.json."""
-    eos: NonNegativeInt | Text | None = None
-    """Token that ends a document, as id or string; none uses the tokenizer's own (bytes: 256)."""
-    seq_len: Annotated[int, Field(ge=2)] = 4096
-    """Sequence length in tokens."""
-    batch_size: PositiveInt = 1
-    """Sequences per optimizer step, over all devices and accumulation steps."""
-    mode: Literal["concat", "exact", "pack"] = "concat"
-    """How documents become sequences.
-
-    concat joins documents and splits them every seq_len tokens; exact keeps only documents of
-    exactly seq_len tokens; pack puts entire documents together with little padding and masks
-    attention between them.
-    """
-    mask_documents: bool = False
-    """Mask attention between documents; mode = "pack" always does."""
-    shuffle: bool = True
-    """Shuffle the sequences, in a new order every epoch."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the shuffle."""
-    balance: Literal["none", "length", "density"] = "none"
-    """Assign the sequences of a batch to data-parallel replicas so that their work is even.
-
-    length estimates the work from document lengths; density also uses the density that earlier
-    steps measured for documents of that length. Without documents all sequences count the same.
-    """
-
-    plugins: ClassVar[Plugins] = Plugins(SOURCES, selector="source")
-
-    @property
-    def has_documents(self) -> bool:
-        """Whether attention is masked between documents."""
-        return self.mask_documents or self.mode == "pack"
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvalConfig:
-    """Validation: the loss on data that is not trained on."""
-
-    interval: NonNegativeInt = 0
-    """Evaluate every N steps and after the last step; 0 disables."""
-    num_batches: PositiveInt = 8
-    """Batches per evaluation, the same every time."""
-    attention: Literal["same", "dense", "both"] = "same"
-    """same: with the sparse pattern of training; dense: with all pairs; both: report both losses.
-
-    A run with dense attention is evaluated once in any case.
-    """
-    data: DataConfig | None = None
-    """Validation data: the fields of [data], with its values as defaults.
-
-    If eval.data.source is set, source-specific fields do not default to those of [data].
-    """
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class OptimizerConfig:
-    """AdamW, its learning rate schedule, gradient clipping and skipped steps."""
-
-    lr: PositiveFloat = 2e-5
-    """Peak learning rate."""
-    b1: Decay = 0.9
-    """Decay of the first moment."""
-    b2: Decay = 0.95
-    """Decay of the second moment."""
-    eps: PositiveFloat = 1e-8
-    """Epsilon, added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, multiplied by the learning rate."""
-    clip_norm: NonNegativeFloat = 1.0
-    """Clip the global norm of the gradient to this; 0 disables."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay from lr, after warm-up, to final_lr_ratio * lr."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps of learning rate warm-up from 0 to lr."""
-    decay_steps: PositiveInt | None = None
-    """Step, counted from the start of the run, at which the schedule ends; none uses run.steps."""
-    final_lr_ratio: UnitFraction = 0.0
-    """Final learning rate as a fraction of lr."""
-    accumulation_steps: PositiveInt = 1
-    """Gradient accumulation: micro-batches per optimizer step, to save memory."""
-    trainable: TextList = ()
-    """Train only parameters with a name that contains one of these; empty trains all."""
-    max_skipped_steps: NonNegativeInt = 10
-    """Steps with a non-finite loss or gradient are skipped; stop after more than N in a row."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LossConfig:
-    """Next-token cross entropy."""
-
-    chunk_size: PositiveInt = 1024
-    """Logits are in memory for at most this many tokens per device at a time."""
-    weighting: Literal["token", "document"] = "token"
-    """token: mean over all tokens; document: mean over documents of their mean (LongAlign).
-
-    document needs data.mode = "pack" or data.mask_documents; the pieces of a split document count as
-    documents.
-    """
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    interval: NonNegativeInt = 0
-    """Save a checkpoint every N steps; 0 saves only at the end."""
-    last_step: bool = True
-    """Save a checkpoint after the last step; false saves time in speed measurements."""
-    keep: PositiveInt = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
-    resume: bool | Literal["auto"] = "auto"
-    """Whether to resume from the newest checkpoint.
-
-    auto: if there is one; true: fail if there is none; false: start from scratch.
-    """
-    async_save: bool = True
-    """Continue training while a checkpoint is written."""
-    export_hf: bool = False
-    """Export the trained model for Hugging Face transformers, in bfloat16, to RUN_FOLDER/hf."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class MetricsConfig:
-    """Where metrics are written."""
-
-    jsonl: bool = True
-    """Write metrics.jsonl, one line per step."""
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
-    wandb: bool = False
-    """Send metrics to Weights & Biases (needs the extra wandb)."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class AuditConfig:
-    """Audits: the accuracy of sparse attention, measured during training; ignored in dense runs."""
-
-    interval: NonNegativeInt = 0
-    """Compare attention with dense attention every N steps, from step 1; 0 disables."""
-    num_queries: Annotated[int, Field(ge=4)] = 64
-    """Queries per audit: a quarter from the last 64, the others from the entire sequence."""
-    gradient_interval: NonNegativeInt = 0
-    """Compare all gradients with those of dense attention every N steps; 0 disables."""
-    gradient_tokens: PositiveInt | None = None
-    """Truncate sequences to N tokens for that comparison; none: 8192, or all if fewer."""
-    masks: TextList = ()
-    """Heads, as LAYER.HEAD counted from 0.0; each audit draws their masks into RUN_FOLDER/masks."""
-    alarm_recall: UnitFraction = 0.3
-    """Warn if a head's recall stays below this for two audits; 0 disables."""
-    alarm_gradient: UnitFraction = 0.5
-    """Warn if the cosine with dense gradients stays below this for two audits; 0 disables."""
-    alarm_gap: UnitFraction = 0.2
-    """Warn if the recall of the last queries exceeds others by this for two audits; 1 disables."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ProfileConfig:
-    """Profiler trace of a few steps, written to RUN_FOLDER/profile."""
-
-    start: PositiveInt | None = None
-    """First traced step, counted from 1; none disables tracing."""
-    steps: PositiveInt = 2
-    """Number of traced steps."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DistributedConfig:
-    """How the processes of a run on several machines connect."""
-
-    initialize: Literal["auto", "never"] = "auto"
-    """auto joins the processes that SLURM, Kubernetes or these fields give; never joins none."""
-    coordinator: Text | None = None
-    """HOST:PORT of process 0, if no scheduler provides it."""
-    num_processes: PositiveInt | None = None
-    """Number of processes; requires coordinator."""
-    process_id: NonNegativeInt | None = None
-    """Index of this process, from 0; requires coordinator."""
-    timeout_seconds: PositiveInt = 300
-    """How long to wait for the other processes at startup."""
-    heartbeat_timeout_seconds: PositiveInt = 100
-    """Stop if another process sends no heartbeat for this long."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Config(Sizes):
-    """A run; derived sizes are properties of `Sizes`."""
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
+class Config:
+    """A run. `validate` checks that all divisions of its derived sizes are exact."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
-    sparsity: SparsityConfig = Field(default_factory=lambda: assembled(SparsityConfig)())
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     parallel: ParallelConfig = ParallelConfig()
-    data: DataConfig = Field(default_factory=lambda: assembled(DataConfig)())
+    data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = EvalConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
@@ -438,3 +40,82 @@ class Config(Sizes):
     audit: AuditConfig = AuditConfig()
     profile: ProfileConfig = ProfileConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    @property
+    def dense_steps(self) -> DenseSteps:
+        """Dense steps of a sparse run; none if the run is dense."""
+        steps, sparsity = self.run.steps, self.sparsity
+        if not sparsity.pattern.sparse:
+            return DenseSteps(steps)
+        return DenseSteps(
+            steps,
+            sparsity.dense_warmup_steps,
+            sparsity.dense_cooldown_steps,
+            sparsity.dense_interval,
+        )
+
+    @property
+    def mesh_shape(self) -> tuple[int, int, int]:
+        """Data-parallel replicas, nodes, devices per node."""
+        parallel = self.parallel
+        return parallel.replicas, parallel.nodes, parallel.devices_per_node
+
+    @property
+    def ranks(self) -> int:
+        """Context-parallel size: devices that a sequence is sharded over."""
+        return self.parallel.nodes * self.parallel.devices_per_node
+
+    @property
+    def devices(self) -> int:
+        """Devices of the run."""
+        return self.parallel.replicas * self.ranks
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Global batch shape: sequences, tokens per sequence."""
+        return self.data.batch_size, self.data.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step, over all devices and micro-batches."""
+        return self.data.batch_size * self.data.seq_len
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of the batch dimension: data-parallel replicas times micro-batches."""
+        return self.parallel.replicas * self.optimizer.accumulation_steps
+
+    @property
+    def local_rows(self) -> int:
+        """Sequences per micro-batch and data-parallel replica."""
+        return self.data.batch_size // self.row_parts
+
+    @property
+    def local_seq_len(self) -> int:
+        """Tokens per sequence and device."""
+        return self.data.seq_len // self.ranks
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens per micro-batch and device."""
+        return self.local_rows * self.local_seq_len
+
+    @property
+    def gradient_tokens(self) -> int:
+        """Tokens of the truncated sequences used to compare gradients with dense ones."""
+        if self.audit.gradient_tokens is not None:
+            return self.audit.gradient_tokens
+        unit = self.sequence_unit
+        return min(self.data.seq_len, max(8192 // unit, 1) * unit)
+
+    @property
+    def audited_masks(self) -> list[tuple[int, int]]:
+        """Layer and head of each mask that audits draw."""
+        pairs = (text.split(".") for text in self.audit.masks)
+        return [(int(layer), int(head)) for layer, head in pairs]
+
+    @property
+    def sequence_unit(self) -> int:
+        """Divisor of data.seq_len: gives all context-parallel ranks equally many entire blocks."""
+        chunks = 2 if self.parallel.layout == "zigzag" else 1  # of a rank
+        return chunks * self.ranks * self.sparsity.block_size

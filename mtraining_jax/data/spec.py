@@ -1,6 +1,6 @@
 """The options of `[data]` that all sources share."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class DataSpec(Protocol):
@@ -8,6 +8,8 @@ class DataSpec(Protocol):
 
     @property
     def source(self) -> str: ...
+    @property
+    def source_options(self) -> Any: ...  # the `Source`, which itself needs this class
     @property
     def tokenizer(self) -> str: ...
     @property

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make_encoder
 from mtraining_jax.data.source import FileSource
-from mtraining_jax.data.sources import problems, selected_source
+from mtraining_jax.data.sources import problems
 from mtraining_jax.data.sources.token_parts import (
     PartRecord,
     close_folder,
@@ -35,8 +35,7 @@ PART_BYTES = 2**25
 LARGE = 2**28
 
 _Documents = list[tuple[str, Document]]
-# Arguments of `make_encoder`: tokenizer, eos and vocabulary size.
-_EncoderArgs = tuple[str | None, int | str | None, int]
+_EncoderArgs = tuple[str | None, int | str | None, int]  # of `make_encoder`
 
 
 @dataclass
@@ -49,7 +48,6 @@ class Totals:
     found: int = 0
 
     def add(self, record: PartRecord, found: bool) -> None:
-        """Counts a complete part."""
         self.parts += 1
         self.documents += record.documents
         self.tokens += record.tokens
@@ -58,7 +56,7 @@ class Totals:
 
 def pretokenize_hint(data: DataSpec) -> str | None:
     """A hint to pre-tokenize a large corpus, which otherwise every process tokenizes at startup."""
-    source = selected_source(data)
+    source = data.source_options
     if not isinstance(source, DocumentSource) or not isinstance(source, FileSource):
         return None
     size = source.size()
@@ -91,7 +89,7 @@ def tokenize_corpus(
     """
     if found := list(problems(data, vocab_size)):
         raise UserError("\n".join(found))
-    source = selected_source(data)
+    source = data.source_options
     if not isinstance(source, DocumentSource):
         raise UserError(f'data.source = "{data.source}" has no documents to tokenize')
     args = None if source.holds_ids else data.tokenizer, data.eos, vocab_size
@@ -134,10 +132,7 @@ def tokenize_corpus(
 
 
 def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents, int, int]]:
-    """Splits the documents of a source into parts, deterministically.
-
-    Yields the documents of a part with their locations, their checksum, and their bytes.
-    """
+    """Yields the documents of each part with their locations, their checksum, and their bytes."""
     documents: _Documents = []
     checksum = size = 0
     for where, document in source.documents():
@@ -181,7 +176,6 @@ _worker_encoder = functools.cache(make_encoder)
 def _make_part(
     args: _EncoderArgs, folder: Path, number: int, documents: _Documents, checksum: int
 ) -> PartRecord:
-    """Tokenizes and writes one part, in a worker process."""
     encoder = _worker_encoder(*args)
     pieces = [encoder.encode(document, where) for where, document in documents]
     lengths = np.array([ids.size for ids in pieces], np.int64)

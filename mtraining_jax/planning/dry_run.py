@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import jax
 
 from mtraining_jax.config import Config
-from mtraining_jax.cost_model.flops import audit_flops, peak_flops
+from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, mean_audit_flops
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import H200, Gpu
-from mtraining_jax.planning.memory import Memory, count_parameters, estimate_memory, offloaded
+from mtraining_jax.planning.memory import Memory, estimate_memory, offloaded, planned_state
+from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, host_memory
 
@@ -46,12 +47,6 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     jax.config.update("jax_platforms", "cpu")
     if config.dense_steps.count() == config.run.steps:
         config = _dense(config)
-    # Sparse and dense steps never run at the same time, so the larger one counts.
-    programs = {"step": config}
-    if _mixed(config):
-        programs = {"sparse step": config, "dense step": _dense(config)}
-    memories = {what: estimate_memory(program) for what, program in programs.items()}
-    compiled, how = None, "estimated by formulas"
     reason = missing_plugin()
     if gpu.target_config is None:
         reason = f"there is no target description of the {gpu.kind}"
@@ -59,22 +54,26 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
         reason = "the run uses virtual CPU devices"
     if mode == "compile" and reason:
         raise UserError(f"--dry-run=compile is not possible: {reason}")
-    if mode == "auto" and reason:
-        how += f": {reason}"
-    elif mode != "estimate":
-        found = {}
+    # Sparse and dense steps never run at the same time, so the larger one counts.
+    programs = {"step": config}
+    if _mixed(config):
+        programs = {"sparse step": config, "dense step": _dense(config)}
+    memories = {what: estimate_memory(program) for what, program in programs.items()}
+    compiled = {}
+    if mode == "estimate" or reason:
+        how = "estimated by formulas" + (f": {reason}" if mode == "auto" else "")
+    else:
         for what, program in programs.items():
             print(f"compiling the {what} for {config.devices} x {gpu.kind} ...", flush=True)
-            found[what] = compile_step(program, gpu)
-            memories[what] = memories[what].with_total(found[what].peak)
-        took = sum(one.seconds for one in found.values())
+            compiled[what] = compile_step(program, gpu)
+            memories[what] = memories[what].with_total(compiled[what].peak)
+        took = sum(one.seconds for one in compiled.values())
         how = f"compiled by jax {jax.__version__} in {took:.0f} s"
-        compiled = max(found.values(), key=lambda one: one.peak)
     largest = max(memories, key=lambda what: memories[what].total)
     memory = memories[largest]
     if _mixed(config):
         how += f"; for a {largest}, which needs the most"
-    for line in report(config, gpu, memory, how, compiled):
+    for line in report(config, gpu, memory, how, compiled.get(largest)):
         print(line)
     return 0 if memory.total <= available(config, gpu) else 1
 
@@ -84,40 +83,39 @@ def _mixed(config: Config) -> bool:
     return 0 < config.dense_steps.count() < config.run.steps
 
 
+def _step(config: Config) -> str:
+    return "sparse step" if _mixed(config) else "step"
+
+
 def _dense(config: Config) -> Config:
     """The configuration of the dense steps of a sparse run."""
-    return dataclasses.replace(config, sparsity=dataclasses.replace(config.sparsity, kind="dense"))
+    dense = DenseOptions(block_size=config.sparsity.block_size)
+    return dataclasses.replace(config, sparsity=dataclasses.replace(config.sparsity, pattern=dense))
 
 
 def available(config: Config, gpu: Gpu) -> int:
     """Bytes that a run can use per device; virtual CPU devices share host memory."""
     if config.parallel.cpu_devices is not None:
         return host_memory() // config.parallel.cpu_devices
-    return int(gpu.memory * memory_fraction())
-
-
-def memory_fraction() -> float:
-    """The fraction of GPU memory that JAX uses, from the environment."""
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it
     text = os.environ.get(name, str(MEMORY_FRACTION))
     try:
-        value = float(text)
+        fraction = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
         raise UserError(f"{name}={text} in the environment must be a number above 0 and up to 1")
-    return value
+    return int(gpu.memory * fraction)
 
 
 def report(
     config: Config, gpu: Gpu, memory: Memory, how: str, compiled: Compiled | None = None
 ) -> Iterator[str]:
     """Yields the lines that a dry run prints; `how` says how `memory` was obtained."""
-    parallel, data = config.parallel, config.data
-    devices = config.devices
+    parallel, data, devices = config.parallel, config.data, config.devices
     shape = " x ".join(map(str, config.mesh_shape))
     kind = gpu.kind if parallel.cpu_devices is None else "virtual CPU device"
-    total, trained = count_parameters(config)
+    total, trained = planned_state(config).count_parameters()
     pairs = planned_pairs(config)
     read = "only document lengths are read" if pairs.counted else "no data is read"
     yield f"dry run of {config.run.name}: nothing is trained, {read}"
@@ -139,14 +137,12 @@ def report(
     yield from _memory_lines(config, gpu, memory, how, compiled)
     yield ""
     flops = count_flops(config, pairs)
-    yield from _flop_lines(flops, pairs, _mixed(config))
-    yield from _audit_lines(config, flops)
+    yield from _flop_lines(config, flops, pairs)
     yield ""
     yield from _time_lines(config, gpu, memory, flops, pairs)
-    free = available(config, gpu)
-    if memory.total > free:
+    if memory.total > available(config, gpu):
         yield ""
-        yield from _advice(config, memory, free, devices)
+        yield from _advice(config, memory, memory.total - available(config, gpu))
 
 
 def _memory_lines(
@@ -183,7 +179,7 @@ def _memory_lines(
         yield "  not included: CUDA context and NCCL buffers, which are outside of JAX's limit"
 
 
-def _flop_lines(flops: Flops, pairs: Pairs, mixed: bool) -> Iterator[str]:
+def _flop_lines(config: Config, flops: Flops, pairs: Pairs) -> Iterator[str]:
     every = "pairs within documents" if pairs.source else "causal pairs"
     rows = [
         ("model", flops.layers + flops.head, "matrix products, without attention"),
@@ -192,74 +188,48 @@ def _flop_lines(flops: Flops, pairs: Pairs, mixed: bool) -> Iterator[str]:
         ("recomputed", flops.recomputed + flops.attention_recomputed, "in the backward pass"),
     ]
     unit, scale = ("PFLOP", 1e15) if flops.model >= 1e15 else ("TFLOP", 1e12)
-    step = "sparse step" if mixed else "step"
-    yield f"{unit} per {step}, forward and backward, all devices"
+    yield f"{unit} per {_step(config)}, forward and backward, all devices"
     for name, value, note in rows:
         yield f"  {name:<17} {value / scale:8.3f}  {note}"
-
-
-def _audit_lines(config: Config, flops: Flops) -> Iterator[str]:
-    audit = config.audit
-    if not config.sparsity.settings.sparse or not (audit.interval or audit.gradient_interval):
-        return
-    step = flops.layers + flops.head + flops.attention
-    step += flops.recomputed + flops.attention_recomputed
-    share = audit_flops(config).share(config, step)
-    yield f"  audits add {share:.3%} to this, averaged over steps"
+    if config.sparsity.pattern.sparse and (audits := mean_audit_flops(config)):
+        yield f"  audits add {audits / flops.executed:.3%} to this, averaged over steps"
 
 
 def _time_lines(
     config: Config, gpu: Gpu, memory: Memory, flops: Flops, pairs: Pairs
 ) -> Iterator[str]:
-    missing = rates_missing(config, gpu)
-    if missing:
+    if missing := rates_missing(config, gpu):
         yield f"step time: not estimated ({missing})"
         return
     parts = seconds(config, gpu, memory, flops)
-    total = sum(parts.values())
-    tokens = config.tokens_per_step
-    peak = peak_flops(gpu.kind)
-    assert peak is not None  # known for all GPUs of `hardware`
-    mfu = flops.model / (total * config.devices * peak)
-    step = "sparse step" if _mixed(config) else "step"
+    total, tokens = sum(parts.values()), config.tokens_per_step
+    mfu = flops.model / (total * config.devices * PEAK_BF16_FLOPS[gpu.kind])
     if gpu.forecast is None:
-        yield f"{step} time in seconds: an ESTIMATE from rates of its parts, not a measurement"
+        what = "an ESTIMATE from rates of its parts, not a measurement"
     else:
-        yield f"{step} time in seconds: a FORECAST from rates that were not measured:"
-        yield f"  {gpu.forecast}"
+        what = f"a FORECAST from rates that were not measured:\n  {gpu.forecast}"
+    yield f"{_step(config)} time in seconds: {what}"
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
     yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
     if _mixed(config):
-        yield from _dense_time_lines(config, gpu, memory, flops, pairs)
+        dense_flops = count_flops(_dense(config), dataclasses.replace(pairs, density=1.0))
+        dense = sum(seconds(_dense(config), gpu, memory, dense_flops).values())
+        share = config.dense_steps.count() / config.run.steps
+        mean = share * dense + (1 - share) * total
+        yield f"  {'dense step':<20} {dense:6.2f}  {share:.1%} of the steps"
+        yield f"  {'mean of all steps':<20} {mean:6.2f}  {tokens / mean:,.0f} tokens/s"
     yield "  assumed: ring communication is hidden behind the attention kernels"
     if config.parallel.nodes * config.parallel.replicas > 1:
         yield "  assumed: the network between nodes is as fast as the links within a node"
 
 
-def _dense_time_lines(
-    config: Config, gpu: Gpu, memory: Memory, flops: Flops, pairs: Pairs
-) -> Iterator[str]:
-    """Times of the dense steps and the mean over all steps of a sparse run."""
-    of_dense = _dense(config)
-    all_pairs = count_flops(of_dense, dataclasses.replace(pairs, density=1.0))
-    dense = sum(seconds(of_dense, gpu, memory, all_pairs).values())
-    sparse = sum(seconds(config, gpu, memory, flops).values())
-    share = config.dense_steps.count() / config.run.steps
-    mean = share * dense + (1 - share) * sparse
-    yield f"  {'dense step':<20} {dense:6.2f}  {share:.1%} of the steps"
-    yield f"  {'mean of all steps':<20} {mean:6.2f}  {config.tokens_per_step / mean:,.0f} tokens/s"
-
-
-def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator[str]:
+def _advice(config: Config, memory: Memory, excess: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
-    yield (
-        f"the run exceeds the memory of a device by {(memory.total - free) / _GIB:.1f} GiB; options"
-        " that reduce it:"
-    )
-    states = memory.parameters + memory.optimizer
-    if not parallel.fsdp and devices > 1:
-        saved = states * (1 - 1 / config.ranks)
+    above = f"{excess / _GIB:.1f} GiB"
+    yield f"the run exceeds the memory of a device by {above}; options that reduce it:"
+    if not parallel.fsdp and config.devices > 1:
+        saved = (memory.parameters + memory.optimizer) * (1 - 1 / config.ranks)
         yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
     if model.mlp_kept_chunks:
         yield "  --model.mlp_kept_chunks=0: recompute the MLP for all tokens"
@@ -269,10 +239,8 @@ def _advice(config: Config, memory: Memory, free: int, devices: int) -> Iterator
     if model.mlp_chunk_size > 4096:
         yield f"  --model.mlp_chunk_size={model.mlp_chunk_size // 4}: smaller MLP activations"
     if config.local_rows > 1:
-        yield (
-            "  --optimizer.accumulation_steps="
-            f"{config.data.batch_size // parallel.replicas}: one sequence at a time"
-        )
+        steps = config.data.batch_size // parallel.replicas
+        yield f"  --optimizer.accumulation_steps={steps}: one sequence at a time"
     if config.loss.chunk_size > 256:
         yield f"  --loss.chunk_size={config.loss.chunk_size // 4}: fewer logits at a time"
     yield (

@@ -11,9 +11,6 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-# Values of another type are errors; only integers are also valid floats.
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
 _BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 _NOUNS = {int: "an integer", float: "a finite number"}
 
@@ -148,6 +145,8 @@ def _in_words(option: Any, limits: list[Any]) -> str:
         return "none"
     if option is bool:
         return "true or false"
+    if words := [limit.words for limit in limits if hasattr(limit, "words")]:
+        return words[0]
     if option is str:
         return "a non-empty string"
     if typing.get_origin(option) is Literal:

@@ -15,7 +15,6 @@ import pytest
 
 from mtraining_jax.cli.tokenize_corpus import main
 from mtraining_jax.data import tokenizing
-from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.sources.tokens import TokenFiles
 from mtraining_jax.data.tokenizing import parts, pretokenize_hint, tokenize_corpus
 from mtraining_jax.training import loop as training
@@ -60,10 +59,10 @@ def times(folder):
 
 
 def test_parts_depend_on_documents_only(corpus):
-    found = list(parts(selected_source(corpus), PART))
+    found = list(parts(corpus.source_options, PART))
     assert [text for documents, _, _ in found for _, text in documents] == TEXTS
     assert all(size >= PART for _, _, size in found[:-1]) and len(found) > 3
-    again = [checksum for _, checksum, _ in parts(selected_source(corpus), PART)]
+    again = [checksum for _, checksum, _ in parts(corpus.source_options, PART)]
     assert again == [checksum for _, checksum, _ in found]
 
 
@@ -72,7 +71,7 @@ def test_token_files_match_the_tokens_of_a_run(corpus, whole, tmp_path):
     tokens = sum(len(text) + 1 for text in TEXTS if text)
     assert (totals.documents, totals.tokens, totals.found) == (len(TEXTS), tokens, 0)
     assert parts_of(tmp_path / "one") == parts_of(whole)
-    expected, _ = sequences(source="jsonl", paths=corpus.paths, seq_len=8)
+    expected, _ = sequences(source="jsonl", paths=corpus.source_options.paths, seq_len=8)
     found, _ = sequences(source="tokens", paths=(str(tmp_path / "one"),), seq_len=8)
     assert found == expected
     # Documents are known without data.eos.
@@ -80,7 +79,7 @@ def test_token_files_match_the_tokens_of_a_run(corpus, whole, tmp_path):
     batches = [
         next(loader_of(section(**fields, **of), block_size=4))
         for of in (
-            {"source": "jsonl", "paths": corpus.paths},
+            {"source": "jsonl", "paths": corpus.source_options.paths},
             {"source": "tokens", "paths": (str(tmp_path / "one"),)},
         )
     ]
@@ -116,7 +115,7 @@ def test_a_killed_command_resumes(corpus, whole, tmp_path):
         f"    tokenize_corpus(data, {VOCAB}, Path(sys.argv[2]), 1, wait, part_bytes={PART})\n"
     )
     process = subprocess.Popen(
-        [sys.executable, str(script), corpus.paths[0], str(folder)],
+        [sys.executable, str(script), corpus.source_options.paths[0], str(folder)],
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
@@ -154,14 +153,14 @@ def test_a_second_call_rewrites_only_changed_parts(corpus, tmp_path):
     second = run(corpus, folder)
     assert second.documents == 21 and 0 < second.found < second.parts < first.parts
     assert len(list(folder.glob("part-*.json"))) == second.parts
-    expected, _ = sequences(source="jsonl", paths=corpus.paths, seq_len=8)
+    expected, _ = sequences(source="jsonl", paths=corpus.source_options.paths, seq_len=8)
     assert sequences(source="tokens", paths=(str(folder),), seq_len=8)[0] == expected
 
 
 def test_a_folder_with_other_content_is_rejected(corpus, tmp_path):
     folder = tmp_path / "out"
     run(corpus, folder)
-    other = section(source="jsonl", paths=corpus.paths, eos=7)
+    other = section(source="jsonl", paths=corpus.source_options.paths, eos=7)
     with pytest.raises(UserError, match=r"was started with data.eos = 256, but now it is 7"):
         run(other, folder)
     with pytest.raises(UserError, match="has other files: choose an empty folder"):
@@ -192,7 +191,7 @@ def test_errors_locate_invalid_documents(tmp_path):
 
 
 def test_the_command(corpus, tmp_path, capsys):
-    arguments = ["--config=tiny", "--data.source=jsonl", f"--data.paths=['{corpus.paths[0]}']"]
+    arguments = ["--config=tiny", "--data.source=jsonl", f"--data.paths=['{corpus.source_options.paths[0]}']"]
     out = tmp_path / "out"
     assert main([f"--out={out}", "--processes=1", *arguments]) == 0
     printed = capsys.readouterr().out
@@ -201,7 +200,7 @@ def test_the_command(corpus, tmp_path, capsys):
     assert "tokens in 1 part" in printed
     for bad, words in (
         ([], "--out FOLDER, the folder for the token files, is missing"),
-        ([f"--out={out}"], "--config NAME, the run that will read the token files, is"),
+        ([f"--out={out}"], "--config NAME is missing; choose one of "),
         ([f"--out={out}", "--processes=0", *arguments], "--processes=0 must be at least 1"),
         ([f"--out={out}", "--processes=x"], "invalid int value: 'x'; see --help"),
         ([f"--out={out}", "--data.path=a"], "unknown option --data.path"),

@@ -579,7 +579,8 @@ def test_wrong_overrides(minimal):
         (
             {"sparsity__kind": "replay", "sparsity__least_share": "0.04"},
             "sparsity.min_block_mass = 0.04 is an option of sparsity.preset = 'joint', but "
-            "sparsity.preset is 'safe'; set sparsity.preset = 'joint' or sparsity.min_block_mass = 0",
+            "sparsity.preset is 'safe'; set sparsity.preset = 'joint' or "
+            "sparsity.min_block_mass = 0",
         ),
         (
             {"profile__start": "1000", "profile__steps": "2"},

@@ -9,6 +9,7 @@ from mtraining_jax.config import (
     config_to_toml,
     load_config,
 )
+from mtraining_jax.data.sources.text import TextFiles
 from mtraining_jax.utils.errors import UserError
 
 TEXT = (("eval.interval", "20"), ("eval.data.source", "text"), ("eval.data.paths", "held/*.py"))
@@ -31,13 +32,14 @@ def error_of(load, *overrides):
 
 def test_unset_fields_default_to_training(load):
     data = load(*TEXT, ("data.eos", "7"), ("eval.data.batch_size", "3")).eval.data
-    assert (data.source, data.paths, data.batch_size) == ("text", ("held/*.py",), 3)
+    assert (data.source, data.source_options.paths, data.batch_size) == ("text", ("held/*.py",), 3)
     assert (data.eos, data.seq_len, data.tokenizer) == (7, 2048, "bytes")
     # Source-specific fields are inherited only if eval.data.source is not set.
     own = ("data.source", "jsonl"), ("data.paths", "train.jsonl"), ("data.text_field", "body")
     same = load(*own, ("eval.interval", "1"), ("eval.data.paths", "held.jsonl")).eval.data
-    assert (same.source, same.paths, same.text_field) == ("jsonl", ("held.jsonl",), "body")
-    assert load(*own, *TEXT).eval.data.text_field == "text"
+    options = same.source_options
+    assert (same.source, options.paths, options.text_field) == ("jsonl", ("held.jsonl",), "body")
+    assert load(*own, *TEXT).eval.data.source_options == TextFiles(paths=("held/*.py",))
     # Validation batches are not balanced.
     assert load(*TEXT, ("data.balance", "length")).eval.data.balance == "none"
 
@@ -80,9 +82,11 @@ def test_invalid_evaluations(load):
     assert error == "eval.data.seq_len = 4096 is more than model.max_position_embeddings = 2048"
     error = error_of(load, on, ("eval.data.source", "text"))
     assert error == 'eval.data.source = "text" needs eval.data.paths, the files to read'
-    replayed = ("sparsity.kind", "replay"), ("sparsity.min_block_mass", "0")
+    small = ("sparsity.num_probe_queries", "32"), ("sparsity.min_block_mass", "0")
+    replayed = ("sparsity.kind", "replay"), *small
     error = error_of(load, *TEXT, *replayed, ("audit.interval", "0"))
     assert error.startswith('eval.attention = "same" needs a pattern that selects pairs, and ')
     error = error_of(load, on, ("eval.data.source", "no:Such"))
     assert error.startswith('eval.data.source: "no:Such" cannot be loaded')
-    assert load(("eval.data.paths", "x")).eval.interval == 0  # disabled, so not validated
+    disabled = load(*TEXT[1:], ("eval.data.seq_len", "1000"))  # so not validated
+    assert disabled.eval.interval == 0

@@ -5,7 +5,6 @@ import pytest
 
 from mtraining_jax.config import DataConfig, config_from_dict
 from mtraining_jax.data.loader import Loader
-from mtraining_jax.data.sources import selected_source
 from mtraining_jax.utils.errors import UserError
 
 VOCAB = 257
@@ -41,7 +40,7 @@ def loader_of(data: DataConfig, vocab_size: int = VOCAB, permutation=None, **loc
 def sequences(vocab_size: int = VOCAB, **fields):
     """All sequences in order, and the corpus."""
     data = section(vocab_size, **fields)
-    corpus = selected_source(data).open(data, vocab_size)
+    corpus = data.source_options.open(data, vocab_size)
     within = np.arange(data.seq_len)
     return [corpus.stream.take(start + within).tolist() for start in corpus.starts], corpus
 

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from mtraining_jax.cli.train import parse_command_line
 from mtraining_jax.config import (
     config_from_dict,
     config_to_dict,
@@ -20,11 +19,13 @@ from mtraining_jax.config import (
     help_text,
     load_config,
 )
+from mtraining_jax.config.load import fields_with
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.data.sources.python_stdlib import library_files
 from mtraining_jax.data.tokenizer import make_tokenizer
 from tests.data.common import VOCAB, error_of, loader_of, section, sequences
 from tests.data.contract import SourceContract
+from tests.data.own_source import Counting
 
 EOS = 256
 # Four tokens each, so that every text is a sequence in mode exact.
@@ -120,8 +121,7 @@ OWN = "tests.data.own_source:Counting"
 @pytest.fixture
 def own_source(monkeypatch):
     """Isolates the registry of sources."""
-    for name in ("_places", "_loaded"):
-        monkeypatch.setattr(SOURCES, name, dict(getattr(SOURCES, name)))
+    monkeypatch.setattr(SOURCES, "_loaded", dict(SOURCES._loaded))
 
 
 @pytest.mark.usefixtures("own_source")
@@ -133,16 +133,17 @@ class TestOwn(SourceContract):
     )
 
     def test_its_options_are_known_if_it_is_selected(self):
-        arguments = ["--config=tiny", f"--data.source={OWN}", "--data.count_to", "7"]
-        command = parse_command_line(arguments)
-        config = load_config(command.config, command.overrides)
-        assert config.data.count_to == 7
+        overrides = [("data.source", OWN), ("data.count_to", "7")]
+        config = load_config("tiny", overrides)
+        assert config.data.source_options == Counting(count_to=7)
         text = config_to_toml(config)
         assert f'source = "{OWN}"' in text and "\ncount_to = 7\n" in text
         assert config_from_dict(config_to_dict(config), "a dict") == config
         rows, _ = sequences(source=OWN, count_to=7, seq_len=7)
         assert rows == [list(range(1, 8))] * 8
-        assert "  --data.count_to  an integer (at least 1); default 4\n" in help_text()
+        assert "  --data.count_to  an integer (at least 1); default 4\n" in help_text(
+            fields_with("tiny", overrides)
+        )
 
 
 @pytest.mark.usefixtures("own_source")

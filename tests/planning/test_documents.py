@@ -37,11 +37,11 @@ def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
     config = tiny_config(
         tmp_path, sparsity={"min_sparse_tokens": 40}, data={"mode": "pack", "eos": 0}
     )
-    chosen = density_of_lists(128, config.sparsity.settings.tau)
+    chosen = density_of_lists(128, config.sparsity.pattern.tau)
     unknown = planned_pairs(config)
     assert (unknown.causal, unknown.density, unknown.counted) == (1.0, chosen, False)
     assert unknown.source.startswith('ASSUMED one document per sequence: data.source = "tokens"')
-    path, lengths = config.data.paths[0], np.array([100, 30, 57, 60, 6])
+    path, lengths = config.data.source_options.paths[0], np.array([100, 30, 57, 60, 6])
     np.save(path, np.load(path)[: lengths.sum()])
     with open(f"{path}.lengths", "wb") as file:
         np.save(file, lengths)
@@ -77,7 +77,7 @@ def test_expected_density_falls_with_document_length(tmp_path):
     )
     one = planned_pairs(config)
     assert one.density == pytest.approx((0.100 * 0.046) ** 0.5)  # logarithmic interpolation
-    path, lengths = config.data.paths[0], np.array([2**17, 2**16, 2**16])
+    path, lengths = config.data.source_options.paths[0], np.array([2**17, 2**16, 2**16])
     np.save(path, np.ones(lengths.sum(), np.uint16))
     with open(f"{path}.lengths", "wb") as file:
         np.save(file, lengths)

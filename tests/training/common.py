@@ -1,6 +1,5 @@
 """A run so small that it compiles in seconds, on data that it can learn."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -9,19 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from mtraining_jax.config import Config, config_from_dict, config_to_toml
-from mtraining_jax.config.schema import RopeScalingConfig
+from mtraining_jax.config import Config, config_of_model, config_to_dict, config_to_toml, validate
+from mtraining_jax.models.rope import LongRopeScaling
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
 # Vertical-slash, instead of the row blocks of `tiny_config`.
 VERTICAL_SLASH = {
     "kind": "vertical_slash", "num_probe_queries": 8, "min_verticals": 2, "min_slashes": 2,
-    "max_verticals": 8, "max_slashes": 4,
+    "max_verticals": 8, "max_slashes": 4, "sink_tokens": 2,
 }  # fmt: skip
 # For heads of 16: the short factors up to 32 tokens, the long ones above.
-LONGROPE = RopeScalingConfig(
-    type="longrope",
+LONGROPE = LongRopeScaling(
     factor=4.0,
     original_max_position_embeddings=32,
     short_factor=(1.0,) * 8,
@@ -59,7 +57,6 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
             "block_size": 8,
             "probe_queries_per_block": 2,
             "tau": 0.6,
-            "sink_tokens": 2,
             "local_blocks": 1,
         },
         "parallel": {"nodes": 2, "devices_per_node": 2},
@@ -70,18 +67,17 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
     }
     for section, fields in sections.items():
         table[section] = table.get(section, {}) | fields
-    return config_from_dict(table, "a test")
+    config = config_of_model(table, "a test")
+    validate(config)
+    return config
 
 
 def changed(config: Config, **sections: dict) -> Config:
     """Returns the configuration with some fields changed."""
-    return dataclasses.replace(
-        config,
-        **{
-            section: dataclasses.replace(getattr(config, section), **fields)
-            for section, fields in sections.items()
-        },
-    )
+    table = config_to_dict(config)
+    for section, fields in sections.items():
+        table[section] = table[section] | fields
+    return config_of_model(table, "a test")
 
 
 def losses(records: list[dict]) -> np.ndarray:

@@ -134,7 +134,7 @@ def test_documents_may_weigh_as_much_as_each_other(packed):
 
 def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_them(packed):
     lengths = np.array([30, 57, 5, 100, 64, 40, 20, 17])
-    path = packed.config.data.paths[0]
+    path = packed.config.data.source_options.paths[0]
     ids = np.load(path)[: lengths.sum()]
     np.save(path, ids)
     with open(f"{path}.lengths", "wb") as file:

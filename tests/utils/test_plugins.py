@@ -1,16 +1,14 @@
-"""Registries of plug-ins, and the fields that plug-ins add to sections."""
+"""Registries of plug-ins, and reflection on their fields."""
 
 import dataclasses
-import re
 import sys
+from typing import Annotated, Literal
 
 import pytest
 
-from mtraining_jax.cli.train import main
-from mtraining_jax.config.sections import STRICT, assemble
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import attribute_docs
-from mtraining_jax.utils.limits import PositiveFraction, check_limits
+from mtraining_jax.utils.fields import attribute_docs, fields_of
+from mtraining_jax.utils.limits import Ge, PositiveFraction, TextList, check_limits
 from mtraining_jax.utils.plugins import Registry
 
 OWN = """
@@ -33,11 +31,10 @@ def registry(tmp_path, monkeypatch):
 def test_lookup_by_name_and_by_module(registry):
     first = registry.get("first")
     assert first.__name__ == "Mine" and registry.get("first") is first
-    assert tuple(registry) == ("first",)
     assert registry.get("own_plugins_for_tests:Mine") is first
     assert tuple(registry) == ("first", "own_plugins_for_tests:Mine")
-    assert registry.names == ("first",)
-    assert set(registry.classes().values()) == {first}
+    assert registry.names == ("first",) and registry.name_of(first) == "first"
+    assert registry.name_of(dict) == "builtins:dict"
 
 
 @pytest.mark.parametrize(
@@ -55,84 +52,6 @@ def test_lookup_errors(registry, name, sentence):
     assert tuple(registry) == ("first",)
 
 
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """One plug-in.
-
-    Attributes:
-        share: of the whole, in words that
-            take two lines.
-        size: how large.
-    """
-
-    share: PositiveFraction = 0.5
-    size: int = 3
-
-    def __post_init__(self):
-        check_limits(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Right:
-    """Another."""
-
-    size: int = 3
-    name: str = "x"
-
-
-def section_of(**plugins):
-    from pydantic.dataclasses import dataclass
-
-    @dataclass(frozen=True, kw_only=True, config=STRICT)
-    class Base:
-        kind: str = "left"
-
-    return assemble("Section", Base, plugins, "kind")
-
-
-def test_a_section_has_the_fields_of_all_plugins():
-    section = section_of(left=Left, right=Right)
-    fields = section.__pydantic_fields__
-    assert list(fields) == ["kind", "share", "size", "name"]
-    assert fields["share"].description == "of the whole, in words that take two lines. (kind left)"
-    assert section.owners["size"] == ["left", "right"]
-    assert dataclasses.replace(section(share=0.25), kind="right").share == 0.25
-    with pytest.raises(ValueError, match="less than or equal to 1"):
-        section(share=2.0)
-    with pytest.raises(ValueError, match="shape"):
-        section(shape=2.0)
-
-
-def test_conflicting_fields_of_plugins_are_an_error():
-    @dataclasses.dataclass
-    class Wrong:
-        size: int = 4
-
-    sentence = (
-        '"wrong" cannot declare the field size: int = 4, because left declares it as int = 3; '
-        "rename it, or use the same type and default"
-    )
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        section_of(left=Left, wrong=Wrong)
-
-
-def test_a_conflicting_plugin_is_reported_and_forgotten(tmp_path, monkeypatch, capsys):
-    (tmp_path / "conflicting_pattern.py").write_text(
-        "import dataclasses\n"
-        "from mtraining_jax.patterns.options.base import PatternOptions\n"
-        "@dataclasses.dataclass(frozen=True)\n"
-        "class Strided(PatternOptions):\n"
-        "    tau: int = 3\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    name = "conflicting_pattern:Strided"
-    assert main(["--config", "tiny", f"--sparsity.kind={name}", "--print-config"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f'error: "{name}" cannot declare the field tau: int = 3, because ')
-    assert main(["--config", "tiny", "--print-config"]) == 0
-
-
 def test_only_own_plugins_search_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -141,9 +60,50 @@ def test_only_own_plugins_search_the_current_folder(tmp_path, monkeypatch):
     assert str(tmp_path) not in sys.path
 
 
-def test_classes_check_their_limits():
-    with pytest.raises(ValueError, match="share=0.0 must be a finite number"):
-        Left(share=0.0)
-    assert attribute_docs(Right) == {}
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """One plug-in.
+
+    Attributes:
+        share: of the whole, in words that
+            take two lines.
+        size, kind: two fields.
+
+    More text: no field.
+    """
+
+    share: PositiveFraction = 0.5
+    size: Annotated[int, Ge(2)] | None = None
+    kind: Literal["a", "b"] = "a"
+    names: TextList = ()
+
+    def __post_init__(self):
+        check_limits(self)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("share", 0.0, "a finite number (greater than 0 and at most 1)"),
+        ("share", "x", "a finite number (greater than 0 and at most 1)"),
+        ("share", float("nan"), "a finite number (greater than 0 and at most 1)"),
+        ("size", 1, "an integer (at least 2) or none"),
+        ("size", 3.0, "an integer (at least 2) or none"),
+        ("size", True, "an integer (at least 2) or none"),
+        ("kind", "c", '"a" or "b"'),
+        ("names", ("",), "a list of non-empty strings"),
+    ],
+)
+def test_classes_check_their_limits(field, value, allowed):
+    with pytest.raises(ValueError) as error:
+        Options(**{field: value})
+    assert str(error.value) == f"{field}={value!r} must be {allowed}"
+
+
+def test_fields_and_their_docs():
+    share, size, kind, names = fields_of(Options).values()
+    assert share.doc == "of the whole, in words that take two lines." and size.doc == kind.doc
+    assert attribute_docs(Options).keys() == {"share", "size", "kind"} and names.doc == ""
+    assert share.default == 0.5 and not share.required
+    assert size.kinds == {int, type(None)} and names.kinds == {list}
+    assert names.converted(["a"]) == ("a",) and Options(share=1).share == 1

@@ -1,9 +1,7 @@
 """Registry of built-in data sources."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 
-from mtraining_jax.data.source import Source
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.utils.plugins import Registry
 
@@ -25,26 +23,14 @@ SOURCES = Registry(
 )
 
 
-def selected_source(data: DataSpec) -> Source:
-    """The source that `data.source` selects, with its options."""
-    cls = SOURCES.get(data.source)
-    return cls(**{field.name: getattr(data, field.name) for field in fields(cls) if field.init})
-
-
 def problems(data: DataSpec, vocab_size: int) -> Iterator[str]:
     """Validates the section without opening files; yields one message per problem."""
-    source = selected_source(data)
+    source = data.source_options
     if data.mode not in source.modes:
         allowed = " or ".join(f'"{mode}"' for mode in source.modes)
         yield (
             f'data.mode = "{data.mode}" is not possible with data.source = "{data.source}": it '
             f"must be {allowed}"
-        )
-    paths = getattr(data, "paths", ())  # a field that sources declare
-    if paths and not hasattr(source, "paths"):
-        yield (
-            f'data.paths has {len(paths)} entries, but data.source = "{data.source}" does not '
-            'use it; set data.source = "text" to read text files'
         )
     yield from source.problems(data, vocab_size)
     if isinstance(data.eos, int) and data.eos >= vocab_size:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.config import Config, config_to_dict
-from mtraining_jax.config.fields import all_fields, toml_value
+from mtraining_jax.config import Config, config_of_model, config_to_dict
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
 
 # Fields of the model that may change without changing its parameters.
 _FREE_MODEL_FIELDS = (
@@ -21,11 +21,13 @@ def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
     `saved` is the configuration in the checkpoint at `path`. It lacks fields that were added later;
     they had their defaults.
     """
-    current = config_to_dict(config)
+    # The folder of the initial weights may no longer exist.
+    model = saved["model"] | {"init_from": None, "override": []}
+    table = {"model": model, "optimizer": saved.get("optimizer", {})}
+    before, current = config_to_dict(config_of_model(table, str(path))), config_to_dict(config)
     fields = [("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS]
     for section, field in [*fields, ("optimizer", "trainable")]:
-        was = _with_defaults(f"{section}.{field}", saved.get(section, {}))
-        now = current[section][field]
+        was, now = before[section][field], current[section][field]
         if was != now:
             what = "of another model" if section == "model" else "with other trained parameters"
             was, now = toml_value(was), toml_value(now)
@@ -45,15 +47,3 @@ def check_shapes(path: Path, saved: Mapping[str, list[int]], needed: Mapping[str
                 f"{path} is a checkpoint of another model: its parameter {name} has shape "
                 f"{saved.get(name)}, but {shapes.get(name)} is needed"
             )
-
-
-def _with_defaults(name: str, saved: dict[str, Any]) -> Any:
-    """Returns the value of the field `name` in a saved table, with defaults filled in."""
-    fields = all_fields()
-    default = fields[name].default
-    default = list(default) if isinstance(default, tuple) else default  # as JSON has it
-    value = saved.get(name.rpartition(".")[2], default)
-    if not isinstance(value, dict):
-        return value
-    inner = [other for other in fields if other.rpartition(".")[0] == name]
-    return {other.rpartition(".")[2]: _with_defaults(other, value) for other in inner} | value

@@ -21,7 +21,7 @@ S = 128
 def documents(tmp_path_factory):
     """A file of documents, from one block up to a full sequence."""
     folder = tmp_path_factory.mktemp("documents")
-    path = tiny_config(folder).data.paths[0]
+    path = tiny_config(folder).data.source_options.paths[0]
     rng = np.random.default_rng(0)
     lengths = np.where(rng.random(120) < 0.3, S, rng.integers(8, 60, 120))
     with open(f"{path}.lengths", "wb") as file:

@@ -1,0 +1,109 @@
+"""Configuration files: lookup by name or path, reading, and inheritance.
+
+A file inherits from another with `base = "qwen3b_512k"`, or a path relative to its own folder.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
+from mtraining_jax.utils.file_limits import absence, read_text
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def config_folder() -> Path:
+    """The folder of named configurations, in the checkout or the installed package."""
+    checkout = _PACKAGE.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / "configs").is_dir():
+        return checkout / "configs"
+    return _PACKAGE / "configs"
+
+
+def available_configs() -> list[str]:
+    """Sorted names of the configurations in `config_folder()`."""
+    return sorted(path.stem for path in config_folder().glob("*.toml"))
+
+
+def read_chain(name_or_path: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Reads a file and its chain of base files: their paths and tables, the file itself first.
+
+    `run.name` is not inherited: every file has its own run folder.
+
+    Raises:
+        UserError: a file is missing, unreadable or malformed, or the base files form a cycle.
+    """
+    return _read_chain(_find(str(name_or_path)), ())
+
+
+def _read_chain(path: Path, derived: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
+    table = _read(path)
+    if "base" not in table:
+        return [(path, table)]
+    name = table.pop("base")
+    what = f"{path}: base = {toml_value(name) if isinstance(name, str) else name}"
+    if not isinstance(name, str) or not name:
+        raise UserError(
+            f"{what} is not allowed: it must be the name of a configuration or the path of a TOML "
+            "file"
+        )
+    try:
+        base = path.parent / Path(name).expanduser() if _is_path(name) else _find(name)
+        if base.resolve() in [file.resolve() for file in (*derived, path)]:
+            files = " -> ".join(str(file) for file in (*derived, path, base))
+            raise UserError(f"the base files form a cycle: {files}")
+        bases = _read_chain(base, (*derived, path))
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+    for _, inherited in bases:
+        if isinstance(inherited.get("run"), dict):
+            inherited["run"].pop("name", None)
+    return [(path, table), *bases]
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(".toml") or len(Path(name).parts) > 1
+
+
+def _find(name: str) -> Path:
+    """Resolves a name or path to a file."""
+    if _is_path(name):
+        return Path(name).expanduser()
+    names = available_configs()
+    if name in names:
+        path = config_folder() / f"{name}.toml"
+        near = path.is_relative_to(Path.cwd())  # shorter in messages
+        return path.relative_to(Path.cwd()) if near else path
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {close[0]}? Choose" if close else "choose"
+    raise UserError(
+        f'unknown configuration "{name}"; {hint} one of {", ".join(names)} or pass the path of a '
+        ".toml file"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = read_text(path)
+    except UserError:
+        raise
+    except FileNotFoundError:
+        others = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
+        close = difflib.get_close_matches(str(path), others, 1)
+        if path.stem in available_configs():
+            close = [f"--config {path.stem}"]
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"the configuration file {path} {absence(path)}{hint}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: invalid byte at {error.start}") from error
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff"))  # byte-order mark
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+    except ValueError as error:  # Python limits the digits of a number
+        raise UserError(f"{path} has a number of too many digits") from error

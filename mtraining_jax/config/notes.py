@@ -1,0 +1,50 @@
+"""Notes on a valid configuration, printed before the run."""
+
+from collections.abc import Iterable, Iterator
+
+from mtraining_jax.config.schema import Config
+from mtraining_jax.config.validate import DENSE_STEPS
+
+
+def notes(config: Config, names: Iterable[str]) -> list[str]:
+    """Hints, and a sentence for each of the named fields that has no effect.
+
+    The names are those of the command line, where such a field is most likely a mistake.
+    """
+    reasons = [(name, next(_reasons(config, name), None)) for name in dict.fromkeys(names)]
+    unused = [f"{name} has no effect: {reason}" for name, reason in reasons if reason is not None]
+    sparse = config.sparsity.pattern.sparse and not config.dense_steps.count()
+    if not (config.checkpoint.export_hf and sparse):
+        return unused
+    # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
+    return [
+        *unused,
+        "Hugging Face transformers runs the exported model with dense attention, where a model "
+        "trained with sparse attention has a slightly higher loss; "
+        f"--sparsity.dense_cooldown_steps={max(1, config.run.steps // 10)} (a tenth of the "
+        "steps) recovers most of it",
+    ]
+
+
+def _reasons(config: Config, name: str) -> Iterator[str]:
+    """Why a field has no effect."""
+    section, _, field = name.partition(".")
+    audit, schedule = config.audit, config.optimizer.schedule
+    if section == "eval" and field != "interval" and not config.eval.interval:
+        yield "eval.interval = 0 disables evaluation"
+    if section == "audit" and "interval" not in field:
+        if not audit.interval and not audit.gradient_interval:
+            yield "audit.interval = 0 and audit.gradient_interval = 0 disable audits"
+    if name == "profile.steps" and config.profile.start is None:
+        yield "profile.start = none disables tracing"
+    if name in ("sparsity.tune_min", "sparsity.tune_max") and config.sparsity.tune == "none":
+        yield 'sparsity.tune = "none" disables tuning'
+    if name in DENSE_STEPS and not config.sparsity.pattern.sparse:
+        yield f'sparsity.kind = "{config.sparsity.kind}" computes all pairs in every step'
+    if name in ("optimizer.final_lr_ratio", "optimizer.decay_steps") and schedule == "constant":
+        yield 'optimizer.schedule = "constant" does not decay the learning rate'
+    if name == "data.balance" and config.data.balance != "none":
+        if config.parallel.replicas == 1:
+            yield "parallel.replicas = 1 has a single data-parallel replica"
+        if not config.data.has_documents:
+            yield 'all sequences have the same work without documents (data.mode = "pack")'

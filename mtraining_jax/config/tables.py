@@ -1,0 +1,145 @@
+"""The tables of a configuration file, whose fields may depend on the kind of a plug-in."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+from mtraining_jax.config.schema import Config
+from mtraining_jax.config.sections import OptionsOf
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import Field, fields_of, joined, toml_value
+from mtraining_jax.utils.plugins import Registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of a file: a section, with the options of a plug-in if one belongs to it.
+
+    Attributes:
+        section: class of the section; None if there are only options.
+        plugin: selects the class of the options; None if there are none.
+        holder: field of the section that holds the options.
+        kind: the selected kind of plug-in.
+        options: class of its options; None if the kind is unknown.
+    """
+
+    section: Any
+    plugin: OptionsOf | None = None
+    holder: str = ""
+    kind: Any = None
+    options: Any = None
+
+    @property
+    def own(self) -> dict[str, Field]:
+        """The fields of the section."""
+        fields = {} if self.section is None else fields_of(self.section)
+        return {name: field for name, field in fields.items() if name != self.holder}
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The selector, the fields of the section and the options of the selected kind."""
+        fields = self.own
+        if self.plugin is not None:
+            selector, classes = self.plugin.selector, self.plugin.classes
+            known = joined([toml_value(name) for name in classes])
+            words = classes.words if isinstance(classes, Registry) else known
+            first = Field(selector, str, self.plugin.default, self.plugin.doc, words)
+            fields = {selector: first} | fields
+        options = {} if self.options is None else fields_of(self.options)
+        return fields | {name: field for name, field in options.items() if name not in fields}
+
+    def kinds_with(self, name: str) -> dict[str, Field]:
+        """The built-in kinds that have an option of this name, and the option."""
+        if self.plugin is None:
+            return {}
+        options = {kind: fields_of(self.plugin.classes.get(kind)) for kind in self.plugin.classes}
+        return {kind: fields[name] for kind, fields in options.items() if name in fields}
+
+    def build(self, values: Mapping[str, Any]) -> Any:
+        """The section or options with checked values.
+
+        Raises:
+            ValueError: values that contradict each other.
+        """
+        if self.plugin is None:
+            return self.section(**values)
+        names = fields_of(self.options)
+        options = self.options(**{name: values[name] for name in names if name in values})
+        if self.section is None:
+            return options
+        own = {name: value for name, value in values.items() if name in self.own}
+        return self.section(**own, **{self.holder: options})
+
+
+def table_type(field: Field) -> Any:
+    """What a field holds if it is a table: the class of a section, or `OptionsOf`; else None."""
+    for option in (field.annotation, *get_args(field.annotation)):
+        if mark := _mark(option):
+            return mark
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            return option
+    return None
+
+
+def table_of(kind: Any, values: Any) -> Table:
+    """The table of a `table_type`, with the options that `values` select."""
+    if isinstance(kind, OptionsOf):
+        section, plugin, holder = None, kind, ""
+    else:
+        marks = {name: mark for name, f in fields_of(kind).items() if (mark := _mark(f.annotation))}
+        section, (holder, plugin) = kind, next(iter(marks.items()), ("", None))
+    if plugin is None:
+        return Table(section)
+    selected = values.get(plugin.selector) if isinstance(values, Mapping) else None
+    selected = plugin.default if selected is None else selected
+    try:
+        options = plugin.classes.get(selected) if isinstance(selected, str) else None
+    except UserError:
+        options = None
+    return Table(section, plugin, holder, selected, options)
+
+
+def _mark(annotation: Any) -> OptionsOf | None:
+    marks = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+    return next((mark for mark in marks if isinstance(mark, OptionsOf)), None)
+
+
+def all_fields(values: Mapping[str, Any] | None = None) -> dict[str, Field]:
+    """All fields of a configuration by dotted name; a table comes before its fields.
+
+    Args:
+        values: tables of values, which select the kinds of plug-ins; the default ones without.
+    """
+    found: dict[str, Field] = {}
+
+    def collect(prefix: str, kind: Any, values: Any) -> list[str]:
+        fields = table_of(kind, values).fields
+        for name, field in fields.items():
+            dotted = f"{prefix}.{name}"
+            found[dotted] = field
+            if (inner := table_type(field)) is not None:
+                within = values.get(name) if isinstance(values, Mapping) else None
+                names = ", ".join(collect(dotted, inner, within))
+                found[dotted] = dataclasses.replace(field, words=f"a table of {names} or none")
+        return list(fields)
+
+    for name, field in fields_of(Config).items():
+        collect(name, field.annotation, (values or {}).get(name))
+    return found
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The closest match for a misspelled dotted `name`, or None.
+
+    Preference: similar name in the same section, same name in another section, any similar name.
+    """
+    names = list(names)
+    head, _, leaf = name.rpartition(".")
+    siblings = [n for n in names if n.rpartition(".")[0] == head]
+    if head and (close := difflib.get_close_matches(name, siblings, 1, cutoff=0.75)):
+        return close[0]
+    if same := [n for n in names if n.rpartition(".")[2] == leaf]:
+        return same[0]
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
+    return close[0] if close else None
