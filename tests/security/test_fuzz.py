@@ -41,10 +41,10 @@ TENSORS = safetensors({"a.weight": ("F32", [2, 3], bytes(24)), "b": ("BF16", [4]
 
 
 def read_tensors(folder):
-    with Tensors(folder) as tensors:
-        for name in tensors.files:
-            found = tensors.open(name)
-            found.get_shape(), found.get_dtype()  # noqa: B018 - like `load_hf`
+    tensors = Tensors(folder)
+    for name in tensors.files:
+        found = tensors.open(name)
+        found.get_shape(), found.get_dtype()  # noqa: B018 - like `load_hf`
 
 
 @FUZZ

@@ -27,13 +27,8 @@ FREE = (
 def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
     """Reads the model of a checkpoint, in the format of transformers 4 or 5.
 
-    Args:
-        directory: folder of config.json.
-        **overrides: fields of `ModelSpec` that config.json does not determine, such as `dtype` and
-            `remat`.
-
-    Raises:
-        UserError: if the file is missing or damaged, or has an unsupported value.
+    `overrides` are fields of `ModelSpec` that config.json does not determine, such as `dtype` and
+    `remat`. Raises UserError if the file is missing or damaged, or has an unsupported value.
     """
     values = read_hf_values(directory, overrides.get("family"))
     try:
@@ -50,15 +45,14 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
     """
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
-    own = family_of(own_family) if own_family is not None and ":" in own_family else None
     kind, architectures = raw.get("model_type"), raw.get("architectures") or [None]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
         raise UserError(f"{path}: architectures={architectures!r} must be a list of names")
     architecture = architectures[0]
     if kind is None and architecture is not None:
         kind = next((k for k in FAMILIES.names if family_of(k).architecture == architecture), None)
-    own = own if own is not None and own.model_type == kind else None
-    if own is not None:
+    own = family_of(own_family) if own_family is not None and ":" in own_family else None
+    if own is not None and own.model_type == kind:
         family = own
     elif isinstance(kind, str) and kind in FAMILIES.names:
         family = family_of(kind)
@@ -77,7 +71,7 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
         raise UserError(f"{path}: quantization_config is not supported; use unquantized weights")
     try:
         values = family.read_config(raw)
-        return values if own is None else values | {"family": own_family}
+        return values | {"family": own_family} if family is own else values
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         # A value of the wrong type may fail in arithmetic in many ways.
         raise UserError(f"{path}: {error}") from None
@@ -90,11 +84,7 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 
 def check_same_model(config: Any, directory: str | Path, override: Sequence[str] = ()) -> None:
-    """Checks that a checkpoint matches the model, except for the fields in `override`.
-
-    Raises:
-        UserError: naming the first field that differs.
-    """
+    """Checks that a checkpoint matches the model, except for the fields in `override`."""
     ours = ModelSpec.from_config(config)
     theirs = ModelSpec.from_config(read_hf_values(directory, ours.family))
 
@@ -113,11 +103,7 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
 
 
 def read_json(path: Path, limit: int = file_limits.LARGEST_CONFIG) -> dict[str, Any]:
-    """Reads a file with one JSON object, of at most `limit` bytes.
-
-    Raises:
-        UserError: if the file is invalid, too large or unreadable.
-    """
+    """Reads a file with one JSON object, of at most `limit` bytes, or raises UserError."""
     try:
         raw = file_limits.read_json(path, limit)
     except UserError:

@@ -1,9 +1,10 @@
 """Reads safetensors into a sharded state; each device reads only its slices."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,9 +46,6 @@ def load_hf(
         override: fields of `config.FREE` in which `config` may differ from the checkpoint's
             config.json, for example to extend a context.
 
-    Returns:
-        The state; `nnx.merge` joins it with `graph_definition`.
-
     Raises:
         UserError: if a file is missing or damaged; a tensor is missing, unknown, or has another
             shape or dtype; or the checkpoint is of another model.
@@ -59,13 +57,12 @@ def load_hf(
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, wanted)
-    with Tensors(directory) as tensors:
-        sources = _check_tensors(tensors, spec)
+    sources = _check_tensors(Tensors(directory), spec)
 
-        def load(name: str, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
-            return _load_parameter(sources[name], leaf.shape, sharding)
+    def load(name: str, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
+        return _load_parameter(sources[name], leaf.shape, sharding)
 
-        return jax.tree.map(load, names, wanted, shardings)
+    return jax.tree.map(load, names, wanted, shardings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,31 +73,21 @@ class _Source:
     first_row: int
     layer: int | None
 
-    def read(self, rows: slice, rest: tuple[slice, ...]) -> np.ndarray:
+    def read(self, rows: slice, *rest: slice) -> np.ndarray:
         rows = slice(rows.start + self.first_row, rows.stop + self.first_row)
         return self.tensor[(rows, *rest)]
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, read lazily; a context manager that closes the files."""
+    """The tensors of a checkpoint by name, read lazily."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._handles: dict[Path, Any] = {}
-        self._files = self._find_files()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handles.clear()
-
-    @property
-    def files(self) -> Mapping[str, Path]:
-        return self._files
+        self.files = self._find_files()
 
     def open(self, name: str) -> Any:
-        return self._handle(self._files[name]).get_slice(name)
+        return self._handle(self.files[name]).get_slice(name)
 
     def _find_files(self) -> dict[str, Path]:
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
@@ -150,10 +137,10 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
                 f"{tensors.files[name]}: tensor {name} has shape {list(found.get_shape())}, "
                 f"but the model needs {list(tensor.shape)}"
             )
-        if found.get_dtype() not in _DTYPES:
+        if (dtype := found.get_dtype()) not in _DTYPES:
             raise UserError(
-                f"{tensors.files[name]}: tensor {name} has dtype {found.get_dtype()}; "
-                f"it must be one of {', '.join(_DTYPES)}"
+                f"{tensors.files[name]}: tensor {name} has dtype {dtype}; it must be one of "
+                f"{', '.join(_DTYPES)}"
             )
         for part in tensor.parts:
             source = _Source(found, part.first_row, part.layer)
@@ -168,21 +155,19 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
 def _load_parameter(
     sources: Sequence[_Source], shape: tuple[int, ...], sharding: Sharding
 ) -> Array:
-    # Devices with the same slice share one read.
-    seen: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+    @functools.cache  # devices with the same slice share one read
+    def block(ranges: tuple[tuple[int, int, int], ...]) -> np.ndarray:
+        slices = [slice(start, stop) for start, stop, _ in ranges]
+        if sources[0].layer is None:
+            return sources[0].read(*slices).astype(np.float32)
+        layers, *rest = slices
+        values = np.empty([stop - start for start, stop, _ in ranges], np.float32)
+        for row, layer in enumerate(range(layers.start, layers.stop)):
+            values[row] = sources[layer].read(*rest)
+        return values
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
-        if key not in seen:
-            ranges = [slice(start, stop) for start, stop, _ in key]
-            if sources[0].layer is None:
-                block = sources[0].read(ranges[0], tuple(ranges[1:])).astype(np.float32)
-            else:
-                block = np.empty([part.stop - part.start for part in ranges], np.float32)
-                for row, layer in enumerate(range(ranges[0].start, ranges[0].stop)):
-                    block[row] = sources[layer].read(ranges[1], tuple(ranges[2:]))
-            seen[key] = block
-        return seen[key]
+        return block(tuple(part.indices(size) for part, size in zip(index, shape, strict=True)))
 
     return jax.make_array_from_callback(shape, sharding, read)

@@ -1,6 +1,5 @@
 """Writes a state as a Hugging Face checkpoint, which appears only when complete."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, hf_config, read_json
-from mtraining_jax.models.huggingface.names import checkpoint_tensors
+from mtraining_jax.models.huggingface.names import CheckpointTensor, checkpoint_tensors
 from mtraining_jax.models.huggingface.read import INDEX_FILE, SINGLE_FILE
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
@@ -63,9 +62,6 @@ def save_hf(
             that are not in `ModelSpec`, such as the ids of special tokens.
         eos: id of the end token, if `like` has none; None leaves it unset.
 
-    Returns:
-        The folder.
-
     Raises:
         UserError: if the folder is in use or not writable, or an argument is invalid. No files are
             left behind.
@@ -81,85 +77,74 @@ def save_hf(
     config_json = _UNKNOWN_TOKENS | others | hf_config(spec, dtype)
     if config_json["eos_token_id"] is None and eos is not None and eos < spec.vocab_size:
         config_json["eos_token_id"] = eos
-    shards = _plan(state, spec, jnp.dtype(dtype), max_shard_bytes)
-    folder = _Folder(directory, replace) if jax.process_index() == 0 else None
+    names, leaves = jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state)
+    parameters = dict(zip(names, leaves, strict=True))
+    shards = _split(checkpoint_tensors(spec), jnp.dtype(dtype), max_shard_bytes)
+    folder, is_first = _Folder(directory, replace), jax.process_index() == 0
     try:
-        _together(folder, _Folder.make)
+        _on_first(folder, folder.make)
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             file = SINGLE_FILE
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= {tensor.name: file for tensor in shard}
             tensors = {}
             for tensor in shard:
-                value = tensor.gather(dtype, keep=folder is not None)
-                weight_map[tensor.name] = file
-                if folder is not None:
-                    tensors[tensor.name] = value
-            _together(folder, _Folder.write_tensors, file, tensors)
+                parts = [_gather(parameters[x.parameter], x.layer, dtype) for x in tensor.parts]
+                if is_first:
+                    arrays = [np.asarray(part) for part in parts]
+                    tensors[tensor.name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            _on_first(folder, folder.write_tensors, file, tensors)
         if len(shards) > 1:
-            size = sum(tensor.size for shard in shards for tensor in shard)
+            size = sum(_size(tensor, jnp.dtype(dtype)) for shard in shards for tensor in shard)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            _together(folder, _Folder.write_json, INDEX_FILE, index)
-        _together(folder, _Folder.write_json, CONFIG_FILE, config_json)
-        _together(folder, _Folder.copy, copied)
-        _together(folder, _Folder.publish)
+            _on_first(folder, folder.write_json, INDEX_FILE, index)
+        _on_first(folder, folder.write_json, CONFIG_FILE, config_json)
+        _on_first(folder, folder.copy, copied)
+        _on_first(folder, folder.publish)
     finally:
-        if folder is not None:
+        if is_first:
             folder.discard()
     return directory
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """One tensor of the checkpoint: parameters, or layers of stacked ones, concatenated by rows."""
+def _split(
+    tensors: list[CheckpointTensor], dtype: jnp.dtype, max_bytes: int
+) -> list[list[CheckpointTensor]]:
+    """Assigns tensors to files, in order."""
+    shards: list[list[CheckpointTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = _size(tensor, dtype)
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return shards
 
-    name: str
-    parts: tuple[tuple[Array, int | None], ...]
-    size: int  # bytes in the file
 
-    def gather(self, dtype: str, *, keep: bool) -> np.ndarray | None:
-        """Returns the tensor on the host, if it is kept there; a collective operation."""
-        values = [_gather(parameter, layer, dtype) for parameter, layer in self.parts]
-        if not keep:
-            return None
-        arrays = [np.asarray(value) for value in values]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _size(tensor: CheckpointTensor, dtype: jnp.dtype) -> int:
+    return math.prod(tensor.shape) * dtype.itemsize
 
 
 def _gather(parameter: Array, layer: int | None, dtype: str) -> Array:
+    """Returns a parameter, or a layer of it, on every process; a collective operation."""
     sharding = getattr(parameter, "sharding", None)
-    whole = None
     if isinstance(sharding, NamedSharding):
-        whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return _whole(parameter, layer, dtype=dtype, sharding=whole).addressable_data(0)
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    else:
+        sharding = None
+    return _cast(parameter, layer, dtype=dtype, sharding=sharding).addressable_data(0)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "sharding"))
-def _whole(x: Array, layer: int | None, *, dtype: str, sharding: Sharding | None) -> Array:
+def _cast(x: Array, layer: int | None, *, dtype: str, sharding: Sharding | None) -> Array:
     if layer is not None:
         x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
     x = x.astype(dtype)
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _plan(
-    state: Any, spec: ModelSpec, dtype: jnp.dtype, max_shard_bytes: int
-) -> list[list[_Tensor]]:
-    parameters = dict(
-        zip(jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state), strict=True)
-    )
-    shards: list[list[_Tensor]] = [[]]
-    filled = 0
-    for tensor in checkpoint_tensors(spec):
-        parts = tuple((parameters[part.parameter], part.layer) for part in tensor.parts)
-        size = math.prod(tensor.shape) * dtype.itemsize
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(_Tensor(tensor.name, parts, size))
-        filled += size
-    return shards
 
 
 class _Folder:
@@ -179,8 +164,9 @@ class _Folder:
     def write_tensors(self, file: str, tensors: dict[str, np.ndarray]) -> None:
         path = self.temporary / file
         save_file(tensors, path, metadata={"format": "pt"})
-        # safetensors creates files that only their owner can read.
-        path.chmod(0o666 & ~_umask())
+        mask = os.umask(0)
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)  # safetensors creates files that only their owner can read
         _flush(path)
 
     def write_json(self, file: str, content: dict[str, Any]) -> None:
@@ -211,15 +197,15 @@ class _Folder:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def _together(folder: _Folder | None, step: Callable[..., None], *arguments: Any) -> None:
-    """Runs a step on the process that has the folder, and raises its error on every process.
+def _on_first(folder: _Folder, step: Callable[..., None], *arguments: Any) -> None:
+    """Runs a step on the first process, and raises its error on every process.
 
     Otherwise one process would stop at a full disk, and the others would wait for it forever.
     """
     problem = ""
-    if folder is not None:
+    if jax.process_index() == 0:
         try:
-            step(folder, *arguments)
+            step(*arguments)
         except UserError as error:
             problem = str(error)
         except (OSError, SafetensorError) as error:
@@ -237,9 +223,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
