@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.flax_modules import attention_fn
     from mtraining_jax.attention.inspection import Inspection, inspect
     from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
-    from mtraining_jax.evaluation.engine.engine import Engine
+    from mtraining_jax.evaluation.engine.engine import Engine, generate
     from mtraining_jax.evaluation.engine.options import GenerateOptions
-    from mtraining_jax.evaluation.generate import generate
     from mtraining_jax.parallel.layout import Layout
     from mtraining_jax.patterns.adaspa import AdaSpa
     from mtraining_jax.patterns.base import Pattern
@@ -49,7 +48,7 @@ _HOMES = {
     "VerticalSlash": "patterns.vertical_slash",
     "XAttention": "patterns.xattention",
     "attention_fn": "attention.flax_modules",
-    "generate": "evaluation.generate",
+    "generate": "evaluation.engine.engine",
     "inspect": "attention.inspection",
     "load_budgets": "patterns.budgets",
     "sequence_layout": "attention.order",

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from rich.console import Console
 
-import mtraining_jax
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.request import Request
@@ -22,6 +21,7 @@ from mtraining_jax.patterns.options.rows import PROMPT_END
 from mtraining_jax.training.checkpoint import newest_step, read_record
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.version import VERSION
 
 
 def run(request: Request, console: Console, command: str) -> None:
@@ -115,7 +115,7 @@ def _facts(command: str) -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "versions": f"jax {jax.__version__}, mtraining-jax {mtraining_jax.__version__}",
+        "versions": f"jax {jax.__version__}, mtraining-jax {VERSION}",
         "command": command,
     }
 

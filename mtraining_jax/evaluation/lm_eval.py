@@ -51,14 +51,8 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
     truncates the start instead, which may remove the needle from a haystack.
 
     Args:
-        engine: the model; None loads it from `path`.
-        path: folder of a run or of a Hugging Face checkpoint.
-        attention, dtype, tokenizer: see `Engine.load`.
+        engine: the model; None loads it from `path`, with the other arguments of `Engine.load`.
         **more: fields of the sections sparsity, parallel and model by dotted name.
-
-    Raises:
-        UserError: if the harness is not installed, the model has no tokenizer, or several
-            processes run; see also `Engine.load`.
     """
 
     def __init__(
@@ -104,7 +98,6 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that serves as context of a text without one."""
         start = self._tokenizer.start
         return self.eot_token_id if start is None else start
 
@@ -114,16 +107,12 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
 
     @property
     def tokenizer_name(self) -> str:
-        """Name for the request cache of the harness."""
         return self._tokenizer.name.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Encodes a text, with the tokenizer's special tokens unless disabled.
-
-        If the text already starts with the start token, that is not added again.
-        """
+        """Encodes a text, with special tokens unless disabled, and at most one start token."""
         plain = self._tokenizer.encode(string).tolist()
         if add_special_tokens is False:
             return plain

@@ -1,7 +1,6 @@
 """Loads a model from the folder of a run or of a Hugging Face checkpoint."""
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from mtraining_jax.config import Config, config_of_model
 from mtraining_jax.config.renamed import with_current_names
@@ -128,18 +128,15 @@ def load(
         sparse_answers,
         config.loss.chunk_size,
     )
-    if step is None:
-        found, stop_ids = _tokenizer_of_folder(folder, config, tokenizer)
-    else:
-        found, stop_ids = _tokenizer_of_run(config, tokenizer)
     shardings = param_shardings(spec, mesh, network.fsdp)
     if step is None:
+        found, stop_ids = _tokenizer_of_folder(folder, config, tokenizer)
         state = load_hf(folder, spec, shardings, override=config.model.override)
     else:
+        found, stop_ids = _tokenizer_of_run(config, tokenizer)
         state = _read_run(checkpoints, step, spec, shardings)
-    return Loaded(
-        network, in_compute_dtype(state, spec), found, frozenset(stop_ids), source, trained_sparse
-    )
+    state = in_compute_dtype(state, spec)
+    return Loaded(network, state, found, frozenset(stop_ids), source, trained_sparse)
 
 
 def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
@@ -180,11 +177,7 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> PatternO
     """Returns settings of the configured pattern, or of dense attention with its block size."""
     if attention == "dense":
         return DenseOptions(block_size=config.sparsity.block_size)
-    try:
-        settings = config.sparsity.pattern
-    except ValueError as error:
-        # A pattern class names its fields as Python does.
-        raise UserError(re.sub(r"\b(\w+)=", r"sparsity.\1 = ", str(error))) from None
+    settings = config.sparsity.pattern
     if not settings.sparse:
         raise UserError(
             f'attention = "sparse" needs a sparse pattern, but {source} has sparsity.kind = '
@@ -194,15 +187,13 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> PatternO
 
 
 def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) -> nnx.State:
-    abstract = abstract_state(spec)
-    names = jax.tree.leaves(parameter_names(abstract))
-    leaves = zip(jax.tree.leaves(abstract), jax.tree.leaves(shardings), strict=True)
-    wanted = {
-        name: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding)
-        for name, (x, sharding) in zip(names, leaves, strict=True)
-    }
-    found = read_parameters(folder, step, wanted)
-    return jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in names])
+    def stored(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding)
+
+    leaves, structure = jax.tree.flatten(jax.tree.map(stored, abstract_state(spec), shardings))
+    names = jax.tree.leaves(parameter_names(shardings))
+    found = read_parameters(folder, step, dict(zip(names, leaves, strict=True)))
+    return jax.tree.unflatten(structure, [found[name] for name in names])
 
 
 def _tokenizer_of_run(config: Config, name: str | None) -> tuple[Tokenizer | None, list[int]]:

@@ -33,14 +33,10 @@ class Key(NamedTuple):
 
 
 class Results:
-    """A folder of results, open for new lines. Use it in a `with` block.
+    """A folder of results, open for new lines in a `with` block.
 
-    Its settings must agree with those of earlier lines in the folder wherever both have a value;
-    values that only one has are kept.
-
-    Raises:
-        UserError: if the folder is not writable, has other settings, or has a damaged line.
-            Nothing is written then.
+    Its settings must agree with those of earlier lines wherever both have a value. UserError if
+    they do not, a line is damaged, or the folder is not writable; nothing is written then.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
@@ -66,7 +62,6 @@ class Results:
         return self._lines[key]
 
     def add(self, line: Line) -> None:
-        """Appends the line of one sample to the file, before it returns."""
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
         self._lines[_key_of(line)] = line
         # A single write, so an interruption cannot split the line.

@@ -77,8 +77,8 @@ def evaluate(
 ) -> None:
     """Evaluates samples without a result, and appends a line for each.
 
-    Samples are made once and given to all of `models`, so that their scores can be compared
-    pairwise. These have the same parameters, by attention kind "dense" or "sparse".
+    Samples are made once and given to all of `models`, by attention kind, so that their scores
+    can be compared pairwise. `label` is that of the models in the results.
 
     Raises:
         UserError: from a task or a model, or if existing lines have other prompts.
@@ -120,10 +120,7 @@ def _num_samples(plan: Plan, task: Task, length: int, tokenizer: Tokenizer | Non
 
 
 def _to_ask(questions: Sequence[_Question], results: Results) -> list[_Question]:
-    """Returns questions with a missing line, and one with a line per task and length.
-
-    The prompt of the latter shows whether existing lines belong to the same data.
-    """
+    """Returns questions with a missing line, and one per task and length to compare prompts."""
     asked, compared = [], set()
     for question in questions:
         cell = question.task.name, question.length

@@ -24,21 +24,15 @@ class Cache(NamedTuple):
     """Rotated keys, and values, of a prompt and of new tokens.
 
     Each rank holds its shard of the prompt, followed by room for T new tokens. Every rank writes
-    new tokens, which is cheap, but only the first attends to them.
-
-    Attributes:
-        keys, values: per layer [B, Hk, W (S / W + T), D] in the compute dtype, tokens sharded over
-            ('node', 'device'). Heads come before tokens, so each head's keys are contiguous. Layers
-            are separate arrays, because the compiler would copy each layer out of a stacked array
-            for every token.
-        prompt_len: int32 scalar, without padding.
-        count: int32 scalar, number of new tokens.
+    new tokens, which is cheap, but only the first attends to them. Heads come before tokens, so
+    each head's keys are contiguous. Layers are separate arrays, because the compiler would copy
+    each layer out of a stacked array for every token.
     """
 
-    keys: tuple[Array, ...]
+    keys: tuple[Array, ...]  # per layer [B, Hk, W (S / W + T), D] in the compute dtype
     values: tuple[Array, ...]
-    prompt_len: Array
-    count: Array
+    prompt_len: Array  # int32 scalar, without padding
+    count: Array  # int32 scalar, number of new tokens
 
     @classmethod
     def specs(cls, layers: int) -> Self:
@@ -47,10 +41,7 @@ class Cache(NamedTuple):
 
 
 def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
-    """Builds the cache after the prefill.
-
-    Keys and values of the prompt are deleted, as they take as much memory as the result.
-    """
+    """Builds the cache after the prefill, and deletes keys and values of the prompt."""
     room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks)
     layers = []
     for stacked in (prompt.keys, prompt.values):
@@ -62,10 +53,8 @@ def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: in
 
 
 def room_for(new_tokens: int, local_tokens: int) -> int:
-    """Returns how many new tokens to allocate: a power of two, so that programs can be reused.
-
-    The cache of a long prompt stays divisible by `CHUNK`, for at most a 64th more memory.
-    """
+    """Returns how many new tokens to allocate: a power of two, so that programs can be reused."""
+    # The cache of a long prompt stays divisible by CHUNK, for at most a 64th more memory.
     share = 1 << max(local_tokens // 64, 1).bit_length() - 1
     return max(1 << (new_tokens - 1).bit_length(), min(share, CHUNK), _MIN_ROOM)
 

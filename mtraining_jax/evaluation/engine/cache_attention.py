@@ -16,10 +16,8 @@ def attend_to_cache(
 ) -> Array:
     """Softmax attention over the keys of all ranks, fp32 [B, Hq, D]; inside `jax.shard_map`.
 
-    Each rank computes its part relative to its largest logit. The parts are rescaled to the largest
-    logit of all ranks and summed in fp32, which is exact for any number of ranks. Queries are
-    replicated, rotated and unscaled. `seen_S` says which keys of this rank to attend to; there is
-    at least one over all ranks.
+    Queries are replicated, rotated and unscaled. `seen_S` says which keys of this rank to attend
+    to; there is at least one over all ranks.
     """
     batch, heads, dim = q_BHD.shape
     kv_heads, tokens = k_BHkSD.shape[1:3]

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -94,13 +94,7 @@ class Engine:
         return self.loaded.network.spec.max_position_embeddings
 
     def token_losses(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Computes -log p of each token except the first, given those before it.
-
-        Args:
-            tokens: ids [S], S >= 2, of which all but the last fit into `max_positions`.
-
-        Returns:
-            fp32 [S - 1], in nats.
+        """Computes -log p of each token of ids [S] except the first: fp32 [S - 1], in nats.
 
         Raises:
             UserError: for too few or too many tokens, or an id outside the vocabulary.
@@ -117,10 +111,7 @@ class Engine:
         Dense attention takes one forward pass over prompt and answer. A sparse pattern works as
         in `generate`: the prompt is read sparsely, then each token of the answer attends to all
         earlier ones, step by step, so the answer does not influence the selection for the prompt.
-        With `sparse_answers` there is one sparse pass over both, as in training.
-
-        Raises:
-            UserError: see `token_losses`, for both together.
+        With `sparse_answers` there is one sparse pass over both. Errors as in `token_losses`.
         """
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
         ids = np.concatenate([prompt, answer])
@@ -154,18 +145,14 @@ class Engine:
         options: GenerateOptions | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> Generated:
-        """Continues a prompt.
-
-        The prompt uses this engine's attention; new tokens attend to all earlier tokens.
+        """Continues a prompt, ids [n]; new tokens attend to all earlier tokens.
 
         Args:
-            prompt_ids: ids [n], n >= 1.
             options: None uses the defaults.
             on_text: called with each new piece of text as soon as it is final.
 
         Raises:
-            UserError: if prompt and new tokens exceed `max_positions`, an id is outside the
-                vocabulary, or a stop text is given without a tokenizer.
+            UserError: see `token_losses`; or a stop text is given without a tokenizer.
         """
         options = GenerateOptions() if options is None else options
         if options.stop and self.tokenizer is None:
@@ -227,3 +214,31 @@ class Engine:
                 "positions of the model (model.max_position_embeddings); shorten the prompt or ask "
                 "for fewer tokens"
             )
+
+
+def generate(
+    model: Engine | str | Path,
+    prompt: str,
+    options: GenerateOptions | None = None,
+    *,
+    on_text: Callable[[str], None] | None = None,
+    **how: Any,
+) -> Generated:
+    """Continues a text.
+
+    Args:
+        model: an `Engine`, which keeps its programs for the next call, or the folder of a model.
+        prompt: text. The tokenizer may prepend a start token; no chat template is applied.
+        options: None uses the defaults: greedy decoding of at most 256 tokens.
+        on_text: called with each new piece of text as soon as it is final.
+        **how: arguments of `Engine.load`, if `model` is a folder.
+
+    Raises:
+        UserError: if the model has no tokenizer; see also `Engine.load` and `Engine.generate`.
+    """
+    if not isinstance(model, Engine):
+        model = Engine.load(model, **how)
+    elif how:
+        raise UserError(f"{', '.join(how)}: not allowed with a loaded engine; give its folder")
+    prompt_ids = model.loaded.needed_tokenizer().encode_prompt(prompt)
+    return model.generate(prompt_ids, options, on_text)

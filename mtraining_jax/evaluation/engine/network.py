@@ -29,12 +29,9 @@ class Network:
     """A model without its parameters, on a mesh with one device along 'data'; static.
 
     Attributes:
-        settings: the sparse pattern, or dense attention.
-        layout, ring, fsdp: see `[parallel]` of a configuration.
-        backend: kernel backend; None selects the fastest available one.
         sparse_answers: whether given answers use the pattern too, in one pass with the prompt as
             in training. Otherwise answer tokens attend to all earlier tokens, like generated ones.
-        loss_chunk_size: number of tokens per device with logits in memory at a time.
+        layout, ring, backend, fsdp, loss_chunk_size: see sections parallel and loss.
     """
 
     spec: ModelSpec
@@ -84,7 +81,6 @@ class Network:
         return layout_for_ring(self.layout, seq_len, sizes, self.settings.block_size, self.ring)
 
     def pattern(self, seq_len: int, settings: PatternOptions) -> Pattern:
-        """Builds the pattern for a padded sequence; its arrays have a leading layer axis."""
         return settings.pattern(ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len))
 
     def rope_length(self, tokens: int) -> int:
@@ -102,15 +98,10 @@ class Network:
         inputs: AttentionInputs,
         capture_kv: CaptureKV | None = None,
     ) -> tuple[Transformer, Array, dict[str, Any]]:
-        """Runs all layers over a sequence in layout order.
+        """Runs all layers over padded tokens, int32 [B, S] in layout order.
 
-        Args:
-            layout: layout of the padded sequence.
-            length: length that RoPE assumes for the full sequence (`rope_length`).
-            state: parameters.
-            tokens, positions: int32 [B, S].
-            inputs: the pattern, and the number of tokens before the padding.
-            capture_kv: see `Transformer`.
+        `length` is the one that RoPE assumes (`rope_length`). `inputs` have the pattern and the
+        number of tokens before the padding.
 
         Returns:
             The model, the input of its output layer [B, S, E], and statistics of the layers.
@@ -133,6 +124,5 @@ class Network:
         return model, hidden, statistics
 
     def jit(self, program: Callable[..., Any], out_shardings: Any) -> Any:
-        """Compiles a program with the options of ring attention."""
         options = ring_compiler_options(self.mesh.devices.flat[0].platform)
         return jax.jit(program, out_shardings=out_shardings, compiler_options=options)

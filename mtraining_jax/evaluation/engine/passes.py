@@ -22,26 +22,18 @@ STACKED = P(None, None, SEQUENCE_AXES)
 
 
 class Prompt(NamedTuple):
-    """The result of the prefill.
+    """The result of the prefill."""
 
-    Attributes:
-        logits: fp32 [B, V], for the first new token.
-        keys, values: [L, B, S, Hk, D], S in layout order and sharded over the ranks.
-        density: fp32, computed over causal pairs of the padded prompt, mean over layers.
-    """
-
-    logits: Array
-    keys: Array
+    logits: Array  # fp32 [B, V], for the first new token
+    keys: Array  # [L, B, S, Hk, D], S in layout order and sharded over the ranks
     values: Array
-    density: Array
+    density: Array  # fp32, mean over layers
 
 
 def make_score(network: Network, layout: Layout, length: int) -> Any:
-    """Builds a program that scores labels.
+    """Builds a program of labels, int32 [B, S], and of the last arguments of `Network.forward`.
 
-    Returns:
-        A jitted function of labels, int32 [B, S], and of the last arguments of `Network.forward`.
-        It returns scores [B, S] in the same order, replicated, and the density.
+    It returns replicated scores [B, S] in the same order, and the mean density over layers.
     """
 
     def score(labels: Array, *inputs: Any) -> tuple[LabelScores, Array]:
@@ -60,7 +52,7 @@ def make_score(network: Network, layout: Layout, length: int) -> Any:
 
 
 def make_prefill(network: Network, layout: Layout, length: int) -> Any:
-    """Builds the prefill program, a jitted function of the last arguments of `Network.forward`."""
+    """Builds the prefill, a program of the last arguments of `Network.forward`."""
 
     def prefill(
         state: nnx.State, tokens: Array, positions: Array, inputs: AttentionInputs

@@ -41,10 +41,9 @@ class Programs:
     def score(
         self, ids: np.ndarray, labels: np.ndarray, valid_len: int
     ) -> tuple[LabelScores, float]:
-        """Scores the label of each token, int32 [n] both; see `make_score`.
+        """Scores the label of each token, int32 [n] both: NumPy arrays [n], and the density.
 
-        A sparse pattern estimates from the first `valid_len` tokens. The scores are NumPy arrays
-        [n], next to the density of the pass.
+        A sparse pattern estimates from the first `valid_len` tokens.
         """
         layout, inputs = self.inputs(ids, valid_len, of_prompt=False)
         arguments = self.place(labels, layout, IGNORE_LABEL), *inputs
@@ -66,10 +65,9 @@ class Programs:
         new_tokens: int,
         options: GenerateOptions,
     ) -> tuple[Cache, Callable[[Cache, Array], Stepped]]:
-        """Builds the cache of a prompt, and compiles the decoding step.
+        """Builds the cache of a prompt, which is deleted, and compiles the decoding step.
 
-        The step is a function of cache and token, and donates the cache. Keys and values of
-        `prompt` are deleted.
+        The step is a function of cache and token, and donates the cache.
         """
         network, state = self._network, self._state
         cache = make_cache(network, prompt, prompt_len, new_tokens)

@@ -8,10 +8,7 @@ from jax import Array
 def next_token(
     logits_BV: Array, kind: str, temperature: Array, top_p: Array, seed: Array, number: Array
 ) -> Array:
-    """Samples the next token of each sequence, int32 [B]; see `GenerateOptions`.
-
-    `kind` is static, `number` the number of tokens sampled before.
-    """
+    """Samples the next token of each sequence, int32 [B]; `number` tokens were sampled before."""
     if kind == "greedy":
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)
     logits_BV = logits_BV / temperature
@@ -30,10 +27,9 @@ def judge(logits_BV: Array, label_B: Array) -> tuple[Array, Array]:
 
 
 def kept_tokens(logits_BV: Array, top_p: Array) -> Array:
-    """Selects the most likely tokens with a total probability of `top_p`, at least one.
+    """Selects the most likely tokens with a total probability of `top_p`: bool [B, V].
 
-    It keeps the token with which the sum reaches `top_p`, and tokens that are as likely (nucleus
-    sampling, arXiv 1904.09751). The result is bool [B, V].
+    Nucleus sampling (arXiv 1904.09751); it keeps the token with which the sum reaches `top_p`.
     """
     descending = jnp.sort(logits_BV, axis=-1, descending=True)
     probabilities = jax.nn.softmax(descending, axis=-1)

@@ -39,11 +39,6 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
     Attention is dense. Every rank computes the full layer, but attends only to its own shard of the
     prompt; ranks exchange one output per head.
 
-    Args:
-        layout: layout of the padded prompt in the cache.
-        length: length that RoPE assumes for the full sequence (`Network.rope_length`).
-        kind: see `GenerateOptions`.
-
     Returns:
         A jitted function of the state, a `Cache` with room (donated), the token int32 [B] that
         follows those in the cache, and temperature, top_p and seed of `next_token`.

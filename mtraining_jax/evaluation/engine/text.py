@@ -11,10 +11,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class GrowingText:
-    """The text of a stream of tokens, up to a stop text; empty without a tokenizer.
-
-    `report` is called with each piece of text that is final.
-    """
+    """The text of a stream of tokens, up to a stop text; `report` receives what is final."""
 
     def __init__(
         self,
@@ -49,10 +46,7 @@ class GrowingText:
 
 
 def settled_length(text: str, stop: Sequence[str]) -> int:
-    """Returns how many leading characters of a growing text are final.
-
-    An incomplete character at its end, and a possible start of a stop text, are not.
-    """
+    """Returns the length without an incomplete character or a possible start of a stop text."""
     end = len(text)
     while end and text[end - 1] == _INCOMPLETE:
         end -= 1

@@ -28,13 +28,7 @@ class Mean(NamedTuple):
 
 
 class Lines:
-    """The lines of a folder, indexed by run, task and length.
-
-    Attributes:
-        models, attentions, tasks: in order of appearance; `tasks` only with a score.
-        lengths: ascending, of lines with a score.
-        runs: all pairs of a model and an attention.
-    """
+    """The lines of a folder; models, attentions and tasks (with a score) as they appear."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         lines = list(lines)
@@ -63,10 +57,7 @@ class Lines:
         return Mean.of([line["score"] for line in lines.values()]) if lines else None
 
     def mean_of_tasks(self, run: Run, tasks: Sequence[str], length: int) -> Mean | None:
-        """Returns the plain mean over tasks; None if one is missing.
-
-        Its error assumes independent tasks, and its count is the number of tasks.
-        """
+        """Returns the plain mean over (independent) tasks; None if one is missing."""
         means = [self.score(run, task, length) for task in tasks]
         found = [mean for mean in means if mean is not None]
         if not found or len(found) < len(means):
@@ -75,11 +66,7 @@ class Lines:
         return Mean(float(np.mean([mean.value for mean in found])), error, len(found))
 
     def difference(self, first: Run, second: Run, task: str, length: int) -> Mean | None:
-        """Returns the mean of the first run's score minus the second's.
-
-        Both answered the same prompts, so the error is that of the paired differences: smaller
-        than the two errors would suggest.
-        """
+        """Returns the mean of the first run's score minus the second's on the same prompts."""
         lines, others = self.cell(first, task, length), self.cell(second, task, length)
         both = sorted(lines.keys() & others.keys())
         return Mean.of([lines[n]["score"] - others[n]["score"] for n in both]) if both else None

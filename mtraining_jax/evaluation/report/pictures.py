@@ -78,7 +78,6 @@ def _panel(
 
 
 def _panels_by_depth(lines: Lines, names: Mapping[str, str], task: str) -> Iterator[_Panel]:
-    """For a task with depths: depth by length, one panel per model and attention."""
     own = [line for line in lines.scored if line["task"] == task]
     depths = sorted({line["depth"] for line in own if line["depth"] is not None})
     lengths = sorted({line["length"] for line in own})
@@ -107,10 +106,7 @@ def _figure(width: float, height: float, panels: int, across: int) -> tuple[Any,
 
 
 def _grids(panels: Sequence[_Panel], across: int, labels: tuple[str, str, str]) -> Any:
-    """Draws panels with one color scale, which is the same in all pictures.
-
-    `labels` are those of columns, rows and values.
-    """
+    """Draws panels on one scale; `labels` are those of columns, rows and values."""
     size = 2.0 + 0.75 * len(panels[0].columns), 1.2 + 0.3 * len(panels[0].rows)
     figure, axes = _figure(*size, len(panels), min(across, len(panels)))
     for ax, panel in zip(axes, panels, strict=True):

@@ -40,14 +40,12 @@ class LongDocuments(Task):
             pass
 
     def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
-        """Returns how many documents are long enough, or all without a length."""
         if length is None:
             return sum(1 for _ in self._texts())
         assert tokenizer is not None  # this task needs one
         return len(_long_enough(self, length, tokenizer))
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Document:
-        """Returns the first tokens of a document; the seed has no effect."""
         assert tokenizer is not None  # this task needs one
         long_enough = _long_enough(self, length, tokenizer)
         if number >= len(long_enough):
@@ -87,10 +85,7 @@ def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer) -> tupl
 
 
 def _first_ids(text: str, length: int, tokenizer: Tokenizer) -> np.ndarray | None:
-    """Returns the first token ids of a text, int32 [length]; None if it has fewer.
-
-    It tokenizes only the beginning of a very long text.
-    """
+    """Returns the first token ids of a text, int32 [length]; None if it has fewer."""
     characters = 8 * length
     while True:
         ids = tokenizer.encode(text[:characters])

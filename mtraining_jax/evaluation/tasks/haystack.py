@@ -2,11 +2,13 @@
 
 import functools
 import re
+from dataclasses import dataclass
 
 import numpy as np
 
 from mtraining_jax.data.files import find_files
 from mtraining_jax.evaluation.tasks.records import read_text
+from mtraining_jax.evaluation.tasks.sized import SizedTask
 from mtraining_jax.evaluation.tasks.words import words
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.random_bits import Stream
@@ -101,3 +103,19 @@ def insert_at_depth(sentences: list[str], needle: str, depth: float) -> list[str
         before += len(sentences[place])
         place += 1
     return [*sentences[:place], needle, *sentences[place:]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EssayTask(SizedTask):
+    """A task with needles between sentences.
+
+    Attributes:
+        essays: File, folder of .txt files or glob with the text of the haystack; by default
+            sentences are generated from word lists.
+    """
+
+    essays: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        essays(self.essays)

@@ -3,13 +3,14 @@
 Needle and question are those of MInference (Jiang et al., 2024,
 experiments/needle_in_a_haystack). Its haystack is a book of PG-19; this one is text from the user
 or generated sentences. The last words of the prompt are new: the answer follows directly, so that
-a model without instruction tuning can give it and teacher forcing can score it.
+a model without instruction tuning can give it and teacher forcing can score it. The passkey has
+the template of Landmark Attention (Mohtashami and Jaggi, 2023).
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mtraining_jax.evaluation.tasks.haystack import essays, insert_at_depth
+from mtraining_jax.evaluation.tasks.haystack import NOISE, EssayTask, essays, insert_at_depth
 from mtraining_jax.evaluation.tasks.sized import DepthTask, Draft
 
 CITIES = tuple(
@@ -22,25 +23,13 @@ CITIES = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needle(DepthTask):
-    """Finds the seven-digit number that one sentence in a long text gives for a city.
-
-    Attributes:
-        essays: File, folder of .txt files or glob with the text of the haystack; by default
-            sentences are generated from word lists.
-    """
+class Needle(DepthTask, EssayTask):
+    """Finds the seven-digit number that one sentence in a long text gives for a city."""
 
     max_new_tokens: ClassVar[int] = 32
     teacher_forced: ClassVar[bool] = True
 
-    essays: str | None = None
-
-    def check(self) -> None:
-        super().check()
-        essays(self.essays)
-
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Builds a draft; a piece is a sentence."""
         stream = self.stream(length, number, seed)
         city, value = stream.choose(CITIES), str(1_000_000 + stream.below(9_000_000))
         needle = f"\nThe special magic {city} number is: {value}\n"
@@ -54,5 +43,29 @@ class Needle(DepthTask):
             ),
             references=(value,),
             answer=f" {value}",
+            depth=depth,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passkey(DepthTask):
+    """Finds a five-digit key in a text that repeats one phrase."""
+
+    max_new_tokens: ClassVar[int] = 16
+    teacher_forced: ClassVar[bool] = True
+
+    def build(self, size: int, length: int, number: int, seed: int) -> Draft:
+        key = 10_000 + self.stream(length, number, seed).below(90_000)
+        needle = f"The pass key is {key}. Remember it. {key} is the pass key."
+        depth = self.depth(number)
+        context = "\n".join(insert_at_depth([NOISE] * size, needle, depth))
+        return Draft(
+            prompt=(
+                "There is an important info hidden inside a lot of irrelevant text. Find it and "
+                "memorize it. I will quiz you about the important information there.\n"
+                f"{context}\nWhat is the pass key? The pass key is"
+            ),
+            references=(str(key),),
+            answer=f" {key}",
             depth=depth,
         )

@@ -21,14 +21,12 @@ NOT_ASKED = -100
 def mqar(length: int, pairs: int, vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Builds a sequence with key-value pairs in its first half and queries in the second.
 
-    Ids below V/2 are filler, ids from V/2 to 3V/4 - 1 are keys, and the others are values. All keys
-    are different. Pairs lie at even positions of the first half, and queries (a key, then its
-    value) at even positions of the second half. S and V are divisible by 4, and S/4 and V/4 at
-    least `pairs`.
+    Ids below V/2 are filler, ids from V/2 to 3V/4 - 1 are different keys, and the others are
+    values. Pairs lie at even positions of the first half, and queries (a key, then its value) at
+    even positions of the second half.
 
     Returns:
-        tokens and labels, int32 [S] each. The label of a queried key is its value; the others are
-        -100.
+        tokens and labels, int32 [S] each. The label of a queried key is its value, else -100.
     """
     filler, keys = vocab_size // 2, vocab_size // 4
     tokens = Stream(seed, 1).below_each(np.full(length, filler))
@@ -71,7 +69,6 @@ class AssociativeRecall(Task):
             )
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
-        """Makes a sample; a length that is not divisible by 4 is rounded down."""
         if length // 4 < self.pairs:
             raise UserError(
                 f'length {length} is too short for task "{self.name}"; with pairs={self.pairs} it '
@@ -95,7 +92,6 @@ class AssociativeRecall(Task):
         )
 
     def score_forced(self, sample: Sample, is_most_likely: np.ndarray) -> float:
-        """Returns the fraction of the values that are the most likely token."""
         assert sample.scored is not None  # see `sample`
         return float(np.mean(is_most_likely[list(sample.scored)]))
 

@@ -23,8 +23,7 @@ def read_text(path: Path, option: str) -> str:
 def read_records(path: Path, option: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     """Reads all records of a file with these fields, cached until the file changes.
 
-    A .json file is one list of objects; any other file has one object per line. Raises UserError
-    if the file is missing, empty or malformed; `option` is the task's option, for messages.
+    A .json file is one list of objects; any other file has one object per line.
     """
     try:
         state = path.stat()

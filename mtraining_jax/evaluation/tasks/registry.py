@@ -24,14 +24,14 @@ TASKS = Registry(
     base=f"{_HERE}.task:Task",
     built_in={
         "needle": f"{_HERE}.needle:Needle",
-        "passkey": f"{_HERE}.passkey:Passkey",
+        "passkey": f"{_HERE}.needle:Passkey",
         "mqar": f"{_HERE}.recall:AssociativeRecall",
         **dict.fromkeys(_NEEDLES, f"{_HERE}.ruler.needles:RulerNeedles"),
         "ruler_vt": f"{_HERE}.ruler.tracking:VariableTracking",
         "ruler_cwe": f"{_HERE}.ruler.counting:CommonWords",
         "ruler_fwe": f"{_HERE}.ruler.counting:FrequentWords",
-        "ruler_qa_1": f"{_HERE}.ruler.questions:Squad",
-        "ruler_qa_2": f"{_HERE}.ruler.questions:HotpotQA",
+        "ruler_qa_1": f"{_HERE}.ruler.questions:QuestionAnswering",
+        "ruler_qa_2": f"{_HERE}.ruler.questions:QuestionAnswering",
         **dict.fromkeys(_INFINITEBENCH, f"{_HERE}.published.infinitebench:InfiniteBench"),
         **dict.fromkeys(_LONGBENCH, f"{_HERE}.published.longbench:LongBench"),
         "longbench_v2": f"{_HERE}.published.longbench:LongBenchV2",
@@ -53,8 +53,7 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
 
     Args:
         names: names in `TASKS` or `GROUPS`, or your own task as `package.module:Name`.
-        options: values by field; text is converted to the field's type. Each task takes the
-            options that it has.
+        options: values or texts by field. Each task takes the options that it has.
 
     Raises:
         UserError: for an unknown name or option, an invalid value, or a problem of a task.

@@ -28,14 +28,10 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class SizedTask(Task):
-    """Base class of tasks with a haystack; derived classes implement `build`.
+    """Base class of tasks with a haystack of `min_size` to `max_size` pieces.
 
     The haystack size is computed once per length and tokenizer, with a sample that is not used
     otherwise. A sample that turns out longer than that one gets a smaller haystack.
-
-    Attributes:
-        max_new_tokens: maximum number of answer tokens.
-        min_size, max_size: number of pieces of the smallest and largest haystack.
     """
 
     max_new_tokens: ClassVar[int]
@@ -68,7 +64,6 @@ class SizedTask(Task):
             size = max(self.min_size, size - math.ceil(excess * size / len(ids)))
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Returns the fraction of the references that occur in the answer."""
         return fraction_found(answer_text, sample.references)
 
 
@@ -105,9 +100,8 @@ def largest_size(
 ) -> tuple[int, int]:
     """Finds the largest size of a text within a token limit, by the method of false position.
 
-    Counts grow almost in proportion to the size, so a few calls of `count` are enough, and only the
-    last few have large sizes. The search stops when less than one unit of average size is left, or
-    less than one part in 2000 of the limit, or after `_MAX_COUNTS` calls.
+    Counts grow almost in proportion to the size, so a few calls of `count` are enough. The search
+    stops when less than one unit of average size is left, or one part in 2000 of the limit.
 
     Returns:
         The size and its count; or smallest - 1 and the count of the smallest size if that is

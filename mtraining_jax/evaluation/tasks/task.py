@@ -24,17 +24,15 @@ class Sample:
     """One question, determined by task, options, length, number and seed.
 
     Attributes:
-        task: name of the task.
         length: requested tokens; prompt and `max_new_tokens` together do not exceed it.
         number: index of the sample for this task and length, from 0.
         prompt: text, or token ids if the task needs no tokenizer.
-        prompt_ids: token ids of the prompt, int32 [n], without a start token.
+        prompt_ids: int32 [n], without a start token.
         references: gold answers. The task decides how many of them an answer needs.
-        max_new_tokens: maximum number of answer tokens.
         depth: depth of the needle, from 0 (first) to 1 (last), if the task has one.
-        answer: text that teacher forcing appends to the prompt; None if only generated answers can
-            be scored.
-        answer_ids: token ids of `answer`, int32 [m]; None without one.
+        answer: what teacher forcing appends to the prompt; None if only generated answers can be
+            scored.
+        answer_ids: int32 [m].
         scored: ascending indices of the scored `answer_ids`; None for all. The others are given,
             such as the colon before a value.
         stop: texts that end an answer.
@@ -75,7 +73,6 @@ class Document:
 
     @property
     def prompt_hash(self) -> str:
-        """Hexadecimal SHA-256 of the ids as little-endian int32."""
         return _hash_of_ids(self.ids)
 
 
@@ -103,19 +100,14 @@ class Task:
 
     @property
     def teacher_forced(self) -> bool:
-        """Whether one forward pass over prompt and answer can decide, without generation.
+        """Whether one forward pass over prompt and a single known answer can decide.
 
-        This needs a single known answer text: greedy decoding starts with that text exactly if each
-        of its tokens is the most likely one. Rules that search for the text anywhere in a generated
-        answer are more lenient.
+        Rules that search for the text anywhere in a generated answer are more lenient.
         """
         return False
 
     def check(self) -> None:
-        """Raises UserError for a problem that can be detected before anything runs.
-
-        It reads files for the first time, so that a later `sample` sees the same content.
-        """
+        """Raises UserError for a missing option or an unreadable file, before anything runs."""
         for option in self.needs:
             if not getattr(self, option):
                 what = attribute_docs(type(self))[option].rstrip(".")
@@ -128,13 +120,7 @@ class Task:
     def sample(
         self, length: int, number: int, seed: int, tokenizer: Tokenizer | None
     ) -> Sample | Document:
-        """Makes one sample.
-
-        Args:
-            length: maximum number of tokens of prompt and answer together.
-            number: index of the sample, from 0.
-            seed: random seed.
-            tokenizer: the model's tokenizer; None if `needs_tokenizer` is false.
+        """Makes one sample; `tokenizer` is None if `needs_tokenizer` is false.
 
         Raises:
             UserError: if no sample fits the length, or a file of the task is malformed.
@@ -175,15 +161,14 @@ class Task:
         given: str = "",
         **fields: Any,
     ) -> Sample:
-        """Builds a text sample, with the token ids of prompt and answer; see `Sample`.
+        """Builds a text sample, with the token ids of prompt and answer.
 
         Args:
             given: text between prompt and answer in teacher forcing, not scored.
-            **fields: other fields of the sample.
+            **fields: other fields of `Sample`.
 
         Raises:
-            UserError: if prompt and new tokens exceed the length, or the answer exceeds
-                `max_new_tokens`.
+            UserError: if the sample is longer than `length`, or the answer than `max_new_tokens`.
         """
         if prompt_ids is None:
             prompt_ids = tokenizer.encode(prompt)
@@ -213,8 +198,7 @@ class Task:
 def continuation_ids(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarray:
     """Returns the token ids of an answer after a prompt, int32 [m].
 
-    It reads only the end of the prompt. Raises UserError if the tokenizer merges that with the
-    start of the answer, so that the answer has no separate tokens.
+    Raises UserError if the tokenizer merges the end of the prompt with the start of the answer.
     """
     tail = prompt[-_TAIL:]
     before = tokenizer.encode(tail)

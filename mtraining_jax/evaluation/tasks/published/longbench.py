@@ -36,9 +36,7 @@ def _chinese_words(text: str) -> list[str]:
 
 def chinese_words_f1(answer: str, reference: str) -> float:
     """F1 of Chinese words, segmented by jieba."""
-    sides = [
-        [normalized_chinese(word) for word in _chinese_words(text)] for text in (answer, reference)
-    ]
+    sides = (map(normalized_chinese, _chinese_words(text)) for text in (answer, reference))
     return overlap_f1(*([word for word in side if word] for side in sides))
 
 
@@ -48,14 +46,10 @@ def chinese_rouge_l(answer: str, reference: str) -> float:
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """Returns 1 over the number of classes that the answer names, if it names the right one.
-
-    Classes with a name that is part of the right one's name do not count. (The original
-    implementation skips the class after each one that it drops.)
-    """
-    named = [
-        each for each in classes if each in answer and (each == reference or each not in reference)
-    ]
+    """Returns 1 over the number of classes that the answer names, if it names the right one."""
+    # A name within the right one's name does not count. (The original implementation skips the
+    # class after each one that it drops.)
+    named = [x for x in classes if x in answer and (x == reference or x not in reference)]
     return 1 / len(named) if reference in named else 0.0
 
 
@@ -123,7 +117,6 @@ class LongBench(PublishedTask):
         return tuple(record["answers"])
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        """Scores an answer by the rule of this part, the maximum over the references."""
         if self.part in _FIRST_LINE:
             answer_text = answer_text.lstrip("\n").partition("\n")[0]
         rule = self.parts[self.part].rule

@@ -17,12 +17,7 @@ Record = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """One part of a data set.
-
-    Attributes:
-        max_new_tokens: maximum number of answer tokens.
-        rule: scores an answer, given what the data set expects.
-    """
+    """One part of a data set; its rule scores an answer, given what the data set expects."""
 
     max_new_tokens: int
     rule: Callable[..., float]
@@ -32,8 +27,7 @@ class Part(NamedTuple):
 class PublishedTask(Task):
     """Records of a file in their order: sample n is record n for every seed.
 
-    A prompt that is too long loses its middle, as in the original benchmarks; `Sample.cut_tokens`
-    has the number of removed tokens. Shorter prompts stay as they are.
+    A prompt that is too long loses its middle, as in the original benchmarks.
 
     Attributes:
         family: prefix of the task names.
@@ -47,12 +41,10 @@ class PublishedTask(Task):
 
     @property
     def part(self) -> str:
-        """The part of the set: the task's name without its family."""
         return self.name.removeprefix(f"{self.family}_")
 
     @property
     def path(self) -> Path:
-        """The file of this part, in the user's folder."""
         return Path(getattr(self, self.needs[0])).expanduser() / f"{self.part}.jsonl"
 
     def template(self) -> str:

@@ -46,7 +46,6 @@ class CommonWords(SizedTask):
 
     @property
     def max_size(self) -> int:
-        """The number of available words."""
         single, adjectives, nouns = _pools(self.words)
         return len(single) + len(adjectives) * len(nouns)
 
@@ -55,23 +54,23 @@ class CommonWords(SizedTask):
         _pools(self.words)
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Builds a draft; a piece is a distinct word."""
         stream = self.stream(length, number, seed)
-        short = length < _SHORT
-        example = (20, 3, 1) if short else (40, 10, 3)
-        shown, known = self._list(*example, stream)
-        context, common = self._list(size, *((6, 1) if short else (30, 3)), stream)
-        return Draft(
-            prompt=(
-                f"{_COMMON.format(context=shown)} {_numbered(known)}\n"
-                f"{_COMMON.format(context=context)}"
-            ),
-            references=tuple(common),
-        )
+        easy = length < _SHORT
+        shown, known = self._list(*((20, 3, 1) if easy else (40, 10, 3)), stream)
+        context, common = self._list(size, *((6, 1) if easy else (30, 3)), stream)
+        example = f"{_COMMON.format(context=shown)} {_numbered(known)}"
+        prompt = f"{example}\n{_COMMON.format(context=context)}"
+        return Draft(prompt=prompt, references=tuple(common))
 
     def _list(self, size: int, often: int, seldom: int, stream: Stream) -> tuple[str, list[str]]:
         """Returns a numbered list of words, and the ten words that occur often."""
-        different = _different(self.words, size, stream)
+        single, adjectives, nouns = _pools(self.words)
+        if size <= len(single):
+            different = [single[i] for i in stream.sample(len(single), size)]
+        else:
+            pairs = pairs_of_words(stream, adjectives, nouns, size - len(single))
+            all_words = [*single, *pairs]
+            different = [all_words[i] for i in stream.order(size)]
         common, others = different[:_NUM_COMMON], different[_NUM_COMMON:]
         listed = common * often + others * seldom
         return _numbered([listed[i] for i in stream.order(len(listed))]), common
@@ -86,7 +85,6 @@ class FrequentWords(SizedTask):
     min_size: ClassVar[int] = 80
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Builds a draft; a piece is a word of the text, except for counts that round to 0."""
         stream = self.stream(length, number, seed)
         different = max((length - self.max_new_tokens) // 50, 5)
         coded = [letters_of(i, 6) for i in stream.sample(26**6, different)]
@@ -101,15 +99,6 @@ class FrequentWords(SizedTask):
 
 def _numbered(items: list[str]) -> str:
     return " ".join([f"{i}. {item}" for i, item in enumerate(items, 1)])
-
-
-def _different(path: str | None, size: int, stream: Stream) -> list[str]:
-    """Returns distinct words in random order; pairs only where single words do not suffice."""
-    single, adjectives, nouns = _pools(path)
-    if size <= len(single):
-        return [single[i] for i in stream.sample(len(single), size)]
-    all_words = [*single, *pairs_of_words(stream, adjectives, nouns, size - len(single))]
-    return [all_words[i] for i in stream.order(size)]
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mtraining_jax.evaluation.tasks.haystack import NOISE, essays
-from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
+from mtraining_jax.evaluation.tasks.haystack import NOISE, EssayTask, essays
+from mtraining_jax.evaluation.tasks.sized import Draft
 from mtraining_jax.evaluation.tasks.words import pairs_of_words, words
 from mtraining_jax.utils.random_bits import Stream
 
@@ -52,35 +52,22 @@ VARIANTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulerNeedles(SizedTask):
-    """Finds the values of one or several keys that sentences in a long text give.
-
-    Attributes:
-        essays: File, folder of .txt files or glob with the text of the haystack; by default
-            sentences are generated from word lists.
-    """
+class RulerNeedles(EssayTask):
+    """Finds the values of one or several keys that sentences in a long text give."""
 
     max_new_tokens: ClassVar[int] = 128
 
-    essays: str | None = None
-
     @property
     def teacher_forced(self) -> bool:
-        """Whether a single value is asked for; several may be listed in any order."""
+        # Several values may be listed in any order.
         variant = VARIANTS[self.name]
         return variant.queries * variant.values == 1
 
     @property
     def min_size(self) -> int:
-        """The number of needles."""
         return VARIANTS[self.name].keys * VARIANTS[self.name].values
 
-    def check(self) -> None:
-        super().check()
-        essays(self.essays)
-
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Builds a draft; a piece is one repetition of the noise, a sentence or a needle."""
         variant = VARIANTS[self.name]
         key_stream, value_stream, stream = (self.stream(length, number, seed, i) for i in range(3))
         distractors = size if variant.haystack == "needle" else 0

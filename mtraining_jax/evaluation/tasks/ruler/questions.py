@@ -1,8 +1,4 @@
-"""RULER's question answering (scripts/data/synthetic/qa.py), from the published files.
-
-`ruler_qa_1` reads SQuAD 2.0 (dev-v2.0.json), `ruler_qa_2` HotpotQA
-(hotpot_dev_distractor_v1.json).
-"""
+"""RULER's question answering (scripts/data/synthetic/qa.py), from the published files."""
 
 import functools
 import json
@@ -25,12 +21,7 @@ _INSTRUCTION = (
 
 
 class Question(NamedTuple):
-    """One question with its accepted answers.
-
-    Attributes:
-        needed: indices of the documents that it is about.
-        near: indices of documents of the same article, the strongest distractors.
-    """
+    """One question with the documents that it needs, and others of the same article."""
 
     text: str
     answers: tuple[str, ...]
@@ -44,20 +35,25 @@ Data = tuple[list[Question], list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnswering(SizedTask):
-    """Answers a question from one or several of many documents.
+    """Answers a question from one or two of many Wikipedia paragraphs.
 
     Attributes:
-        format: name of the file's format, for messages.
-        parse: reads the content of a file.
+        squad: SQuAD 2.0 file, dev-v2.0.json, for ruler_qa_1; questions without an answer are
+            skipped.
+        hotpotqa: HotpotQA file, hotpot_dev_distractor_v1.json, for ruler_qa_2.
     """
 
     max_new_tokens: ClassVar[int] = 32
-    format: ClassVar[str]
-    parse: ClassVar[Callable[[Any], Data]]
+
+    squad: str | None = None
+    hotpotqa: str | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (_FORMATS[self.name].option,)
 
     def data(self) -> Data:
-        option = self.needs[0]
-        return _read(Path(getattr(self, option)), option, self.format, type(self).parse)
+        return _read(Path(getattr(self, self.needs[0])), _FORMATS[self.name])
 
     def check(self) -> None:
         super().check()
@@ -67,7 +63,6 @@ class QuestionAnswering(SizedTask):
         return len(self.data()[0])
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Builds a draft; a piece is a document."""
         questions, documents = self.data()
         question = questions[max(number, 0)]
         stream = self.stream(length, number, seed)
@@ -88,13 +83,11 @@ class QuestionAnswering(SizedTask):
             f"Document {place}:\n{documents[shown[i]]}"
             for place, i in enumerate(stream.order(len(shown)), 1)
         )
-        return Draft(
-            prompt=(
-                f"{_INSTRUCTION}\n\nThe following are given documents.\n\n{context}\n\n"
-                f"{_INSTRUCTION}\n\nQuestion: {question.text} Answer:"
-            ),
-            references=question.answers,
+        prompt = (
+            f"{_INSTRUCTION}\n\nThe following are given documents.\n\n{context}\n\n"
+            f"{_INSTRUCTION}\n\nQuestion: {question.text} Answer:"
         )
+        return Draft(prompt=prompt, references=question.answers)
 
     def score(self, sample: Sample, answer_text: str) -> float:
         return any_found(answer_text, sample.references)
@@ -127,47 +120,31 @@ def _hotpotqa(content: Any) -> Data:
     return questions, documents
 
 
-@dataclass(frozen=True, kw_only=True)
-class Squad(QuestionAnswering):
-    """Answers a question from one of many Wikipedia paragraphs.
-
-    Attributes:
-        squad: SQuAD 2.0 file, dev-v2.0.json; questions without an answer are skipped.
-    """
-
-    needs: ClassVar[tuple[str, ...]] = ("squad",)
-    format: ClassVar[str] = "SQuAD 2.0"
-    parse: ClassVar[Callable[[Any], Data]] = _squad
-
-    squad: str | None = None
+class _Format(NamedTuple):
+    option: str
+    title: str
+    parse: Callable[[Any], Data]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HotpotQA(QuestionAnswering):
-    """Answers a question that needs two of many Wikipedia paragraphs.
-
-    Attributes:
-        hotpotqa: HotpotQA file, hotpot_dev_distractor_v1.json.
-    """
-
-    needs: ClassVar[tuple[str, ...]] = ("hotpotqa",)
-    format: ClassVar[str] = "HotpotQA"
-    parse: ClassVar[Callable[[Any], Data]] = _hotpotqa
-
-    hotpotqa: str | None = None
+_FORMATS = {
+    "ruler_qa_1": _Format("squad", "SQuAD 2.0", _squad),
+    "ruler_qa_2": _Format("hotpotqa", "HotpotQA", _hotpotqa),
+}
 
 
-@functools.lru_cache(maxsize=4)
-def _read(path: Path, option: str, form: str, parse: Callable[[Any], Data]) -> Data:
+@functools.lru_cache(maxsize=2)
+def _read(path: Path, form: _Format) -> Data:
     try:
-        content = json.loads(read_text(path, option))
+        content = json.loads(read_text(path, form.option))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{option}: {path} is not valid JSON ({error})") from error
+        raise UserError(f"{form.option}: {path} is not valid JSON ({error})") from error
     try:
-        questions, documents = parse(content)
+        questions, documents = form.parse(content)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        what = f"a field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{option}: {path} is not in the format of {form}: {what}") from error
+        what = f"a field {error} is missing" if isinstance(error, KeyError) else error
+        raise UserError(
+            f"{form.option}: {path} is not in the format of {form.title}: {what}"
+        ) from error
     if not questions:
-        raise UserError(f"{option}: {path} has no answerable question")
+        raise UserError(f"{form.option}: {path} has no answerable question")
     return questions, documents

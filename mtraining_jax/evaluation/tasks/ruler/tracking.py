@@ -28,7 +28,6 @@ class VariableTracking(SizedTask):
     min_size: ClassVar[int] = _HOPS + 1
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        """Builds a draft; a piece is one repetition of the noise."""
         example, known = _question(_EXAMPLE_SIZE, 3, self.stream(length, number, seed, 1))
         question, asked = _question(size, 5, self.stream(length, number, seed))
         return Draft(prompt=f"{example} {' '.join(known)}\n\n{question}", references=tuple(asked))
