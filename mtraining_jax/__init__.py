@@ -1,38 +1,42 @@
 """Train language models with ultra-long contexts in JAX, with dynamic sparse attention.
 
-Public names are imported lazily, so that reading a configuration does not import JAX.
+Public names are imported lazily, so that reading a configuration does not import JAX. as JAX.
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from mtraining_jax.attention.api import sparse_attention
-    from mtraining_jax.attention.flax_modules import attention_fn
-    from mtraining_jax.attention.inspection import Inspection, inspect
-    from mtraining_jax.attention.order import sequence_layout, stripe, unstripe
-    from mtraining_jax.evaluation.engine.engine import Engine, generate
-    from mtraining_jax.evaluation.engine.options import GenerateOptions
-    from mtraining_jax.parallel.layout import Layout
-    from mtraining_jax.patterns.adaspa import AdaSpa
-    from mtraining_jax.patterns.base import Pattern
-    from mtraining_jax.patterns.block_topk import BlockTopK
-    from mtraining_jax.patterns.budgets import FixedBudget, load_budgets
-    from mtraining_jax.patterns.dense import Dense
-    from mtraining_jax.patterns.flex_prefill import FlexPrefill
-    from mtraining_jax.patterns.moba import MoBA
-    from mtraining_jax.patterns.sampled_rows import SampledRows
-    from mtraining_jax.patterns.vertical_slash import VerticalSlash
-    from mtraining_jax.patterns.xattention import XAttention
-    from mtraining_jax.selection.context import Selection, SelectionContext
-    from mtraining_jax.selection.documents import Documents
+    from mtraining_jax.attention.api import sparse_attention as sparse_attention
+    from mtraining_jax.attention.flax_modules import attention_fn as attention_fn
+    from mtraining_jax.attention.inspection import Inspection as Inspection
+    from mtraining_jax.attention.inspection import inspect as inspect
+    from mtraining_jax.attention.order import sequence_layout as sequence_layout
+    from mtraining_jax.attention.order import stripe as stripe
+    from mtraining_jax.attention.order import unstripe as unstripe
+    from mtraining_jax.evaluation.engine.engine import Engine as Engine
+    from mtraining_jax.evaluation.engine.engine import generate as generate
+    from mtraining_jax.evaluation.engine.options import GenerateOptions as GenerateOptions
+    from mtraining_jax.parallel.layout import Layout as Layout
+    from mtraining_jax.patterns.adaspa import AdaSpa as AdaSpa
+    from mtraining_jax.patterns.base import Pattern as Pattern
+    from mtraining_jax.patterns.block_topk import BlockTopK as BlockTopK
+    from mtraining_jax.patterns.budgets import FixedBudget as FixedBudget
+    from mtraining_jax.patterns.budgets import load_budgets as load_budgets
+    from mtraining_jax.patterns.dense import Dense as Dense
+    from mtraining_jax.patterns.flex_prefill import FlexPrefill as FlexPrefill
+    from mtraining_jax.patterns.moba import MoBA as MoBA
+    from mtraining_jax.patterns.sampled_rows import SampledRows as SampledRows
+    from mtraining_jax.patterns.vertical_slash import VerticalSlash as VerticalSlash
+    from mtraining_jax.patterns.xattention import XAttention as XAttention
+    from mtraining_jax.selection.context import Selection as Selection
+    from mtraining_jax.selection.context import SelectionContext as SelectionContext
+    from mtraining_jax.selection.documents import Documents as Documents
 
-_HOMES = {
+_MODULES = {
     "AdaSpa": "patterns.adaspa",
     "BlockTopK": "patterns.block_topk",
-    "Selection": "selection.context",
     "Dense": "patterns.dense",
     "Documents": "selection.documents",
     "Engine": "evaluation.engine.engine",
@@ -44,6 +48,7 @@ _HOMES = {
     "MoBA": "patterns.moba",
     "Pattern": "patterns.base",
     "SampledRows": "patterns.sampled_rows",
+    "Selection": "selection.context",
     "SelectionContext": "selection.context",
     "VerticalSlash": "patterns.vertical_slash",
     "XAttention": "patterns.xattention",
@@ -57,50 +62,14 @@ _HOMES = {
     "unstripe": "attention.order",
 }
 
-__all__ = [
-    "AdaSpa",
-    "BlockTopK",
-    "Selection",
-    "Dense",
-    "Documents",
-    "Engine",
-    "FixedBudget",
-    "FlexPrefill",
-    "GenerateOptions",
-    "Inspection",
-    "Layout",
-    "MoBA",
-    "Pattern",
-    "SampledRows",
-    "SelectionContext",
-    "VerticalSlash",
-    "XAttention",
-    "__version__",
-    "attention_fn",
-    "generate",
-    "inspect",
-    "load_budgets",
-    "sequence_layout",
-    "sparse_attention",
-    "stripe",
-    "unstripe",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return _version()
-    if name not in _HOMES:
+        return importlib.import_module(f"{__name__}.utils.version").VERSION
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("mtraining-jax")
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES, "__version__"})

@@ -1,7 +1,8 @@
-"""Imports follow the layers: lower packages do not import higher ones."""
+"""Imports run one way: lower packages do not import higher ones, and no modules in circles."""
 
 import ast
 import functools
+import graphlib
 import importlib.util
 import subprocess
 import sys
@@ -9,99 +10,162 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# From lowest to highest; packages on one line do not import each other.
-LAYERS = [
-    {"pallas_kernels"},
-    {"mtraining_jax.patterns", "mtraining_jax.parallel"},
-    {"mtraining_jax.attention"},
-    {"mtraining_jax.models"},
-    {"mtraining_jax.reporting"},
-    {"mtraining_jax.training"},
-    {"mtraining_jax.planning", "mtraining_jax.evaluation"},
-    {"mtraining_jax.cli.train"},
-]
-# Packages with the declarations that configurations consist of, importable without JAX.
-DECLARED_IN = ("mtraining_jax.patterns", "mtraining_jax.data", "mtraining_jax.models")
+PACKAGES = ("pallas_kernels", "mtraining_jax")
+# From lowest to highest; each imports only those before it.
+LAYERS = (
+    "mtraining_jax.utils",
+    "pallas_kernels",
+    "mtraining_jax.selection",
+    "mtraining_jax.patterns",
+    "mtraining_jax.parallel",
+    "mtraining_jax.attention",
+    "mtraining_jax.models",
+    "mtraining_jax.data",
+    "mtraining_jax.config",
+    "mtraining_jax.cost_model",
+    "mtraining_jax.reporting",
+    "mtraining_jax.training",
+    "mtraining_jax.planning",
+    "mtraining_jax.evaluation",
+    "mtraining_jax.cli",
+)
+# Installed only if wanted, or slow and needed for few inputs.
+EXTRAS = (
+    "jax_triton", "lm_eval", "matplotlib", "pyarrow", "tensorboardX", "wandb", "zstandard",
+    "pallas_kernels.triton.kernels", "triton",
+)  # fmt: skip
+# Commands load what computes, and with it JAX, after they have checked their arguments.
+BOUNDARY = ("mtraining_jax.cli.", "mtraining_jax.utils.jax_platform")
+LAZY = "mtraining_jax"  # its public names are loaded on first use
+WITHOUT_JAX = (
+    "mtraining_jax",
+    "mtraining_jax.config",
+    "mtraining_jax.data.sources",
+    "mtraining_jax.models.families",
+    "mtraining_jax.patterns.options",
+    "mtraining_jax.utils",
+    "mtraining_jax.cli",
+)
+MAX_FILES = 15
 
 
 @functools.cache
-def modules() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Every module of both packages and its imports; parsed once for all tests."""
-    found = []
-    for package in ("pallas_kernels", "mtraining_jax"):
+def modules() -> dict[str, ast.Module]:
+    """The syntax tree of every module of both packages, by name."""
+    found = {}
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            imports = tuple(imported(ast.parse(path.read_text())))
-            found.append((name.removesuffix(".__init__"), imports))
-    return tuple(found)
+            found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules that a syntax tree imports, anywhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in modules() else node.module for name in names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
 
-def layer(module: str) -> tuple[int, str] | None:
-    """Returns the layer's number and its package; None for modules below all layers."""
-    for number, packages in enumerate(LAYERS):
-        for package in packages:
-            if module == package or module.startswith(f"{package}."):
-                return number, package
-    return None
+def own_imports() -> Iterator[tuple[str, str]]:
+    """Pairs of a module and a module of these packages that it imports."""
+    for name, tree in modules().items():
+        if name != LAZY:
+            yield from ((name, other) for other in set(imported(tree)) if other in modules())
 
 
-def test_no_imports_from_the_same_or_a_higher_layer():
-    wrong = []
-    for name, imports in modules():
-        own = layer(name)
-        for other in imports:
-            found = layer(other)
-            if own and found and (found[0] > own[0] or (found[0] == own[0] and found != own)):
-                wrong.append(f"{name} imports {other}")
-    assert not wrong
+def layer(module: str) -> int | None:
+    found = (n for n, package in enumerate(LAYERS) if f"{module}.".startswith(f"{package}."))
+    return next(found, None)
+
+
+def test_every_module_has_a_layer():
+    entry_points = {LAZY, "mtraining_jax.__main__"}
+    assert {name for name in modules() if layer(name) is None} == entry_points
+
+
+def test_no_imports_from_higher_layers():
+    wrong = {
+        f"{name} imports {other}"
+        for name, other in own_imports()
+        if (own := layer(name)) is not None and ((found := layer(other)) is None or found > own)
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_circles():
+    graph: dict[str, set[str]] = {}
+    for name, other in own_imports():
+        graph.setdefault(name, set()).add(other)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_kernels_import_no_model_mesh_or_configuration():
+    others = ("mtraining_jax", "flax", "optax", "orbax", "pydantic")
     wrong = [
         f"{name} imports {other}"
-        for name, imports in modules()
+        for name, tree in modules().items()
         if name.startswith("pallas_kernels")
-        for other in imports
-        if other.startswith(("mtraining_jax", "flax", "optax", "orbax", "pydantic"))
-    ]
-    assert not wrong
-
-
-def test_a_configuration_imports_only_declarations():
-    wrong = [
-        f"{name} imports {other}"
-        for name, imports in modules()
-        if name.startswith("mtraining_jax.config")
-        for other in imports
-        if layer(other) and not other.startswith(DECLARED_IN)
+        for other in imported(tree)
+        if other.startswith(others)
     ]
     assert not wrong
 
 
 def test_backends_are_not_imported_outside_of_the_kernels():
     backends = tuple(f"pallas_kernels.{name}" for name in ("mosaic_gpu", "triton", "xla"))
-    wrong = [
-        f"{name} imports {other}"
-        for name, imports in modules()
-        if name.startswith("mtraining_jax")
-        for other in imports
-        if other.startswith(backends)
+    names = (f"{a} imports {b}" for a, b in own_imports() if b.startswith(backends))
+    assert not [name for name in names if not name.startswith("pallas_kernels")]
+
+
+def test_imports_are_at_the_top():
+    wrong = []
+    for name, tree in modules().items():
+        functions = (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.Lambda))
+        inside = {other for function in functions for other in imported(function)}
+        inside = {other for other in inside if not other.startswith(EXTRAS)}
+        if inside and name != LAZY and not f"{name}.".startswith(BOUNDARY):
+            wrong.append(f"{name} imports {', '.join(sorted(inside))} in a function")
+        lazy = {getattr(x, "id", getattr(x, "name", None)) for x in ast.walk(tree)}
+        if name != LAZY and "TYPE_CHECKING" in lazy:
+            wrong.append(f"{name} imports for type checkers only")
+        top = {getattr(x, "name", None) for x in tree.body}
+        if name != LAZY and "__getattr__" in top:
+            wrong.append(f"{name} has a __getattr__")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_folders_are_small():
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    sizes = {str(x.relative_to(ROOT)): len(list(x.glob("*.py"))) for x in folders}
+    assert not {name: size for name, size in sizes.items() if size > MAX_FILES}
+
+
+def test_a_configuration_loads_no_jax():
+    names = [
+        name
+        for name in modules()
+        if name in WITHOUT_JAX or name.rpartition(".")[0] in WITHOUT_JAX[1:]
     ]
-    assert not wrong
+    code = (
+        f"import importlib, sys; [importlib.import_module(name) for name in {names!r}]\n"
+        "slow = {'jax', 'flax', 'grain', 'orbax', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(', '.join(slow) or None)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, f"imported: {run.stderr}"
 
 
 def test_modules_can_be_imported_in_another_order():
-    # The Triton kernels import triton; all other modules work without the extra.
-    triton = importlib.util.find_spec("triton") is not None
-    names = [n for n, _ in modules() if triton or not n.startswith("pallas_kernels.triton.kernels")]
+    # These import an extra; all other modules work without.
+    needed = {
+        "triton": "pallas_kernels.triton.kernels", "lm_eval": "mtraining_jax.evaluation.lm_eval",
+    }  # fmt: skip
+    missing = tuple(place for name, place in needed.items() if not importlib.util.find_spec(name))
+    names = [name for name in modules() if not name.startswith(missing)]
     # Reversed: nearly always another order than that of the normal imports.
     code = f"import importlib; [importlib.import_module(n) for n in {names[::-1]!r}]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

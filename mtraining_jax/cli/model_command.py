@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mtraining_jax import __version__
 from mtraining_jax.cli.argument_parser import ArgumentParser
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.text import print_text
+from mtraining_jax.utils.version import VERSION
 
 _UNITS = {"K": 2**10, "M": 2**20}
 
@@ -26,7 +26,7 @@ def run_command(
         if {"-h", "--help"} & set(arguments):
             return print_text(help_text())
         if "--version" in arguments:
-            return print_text(f"mtraining-jax {__version__}\n")
+            return print_text(f"mtraining-jax {VERSION}\n")
         return run(arguments)
     except KeyboardInterrupt:
         return print_error(UserError("interrupted"))

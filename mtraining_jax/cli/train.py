@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 
-from mtraining_jax import __version__
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, required_config
 from mtraining_jax.config import available_configs, config_to_toml, help_text, load_config
 from mtraining_jax.config.load import fields_with
@@ -13,6 +12,7 @@ from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.jax_platform import set_platform
 from mtraining_jax.utils.signals import EXIT_STOPPED, Stopped, StopSignals
 from mtraining_jax.utils.text import print_text
+from mtraining_jax.utils.version import VERSION
 
 _USAGE = """\
 usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         fields = fields_with(options.config, options.overrides)
         return print_text(usage + help_text(fields, options.help or None))
     if options.version:
-        return print_text(f"mtraining-jax {__version__}\n")
+        return print_text(f"mtraining-jax {VERSION}\n")
     if options.dry_run_gpu is not None and options.dry_run is None:
         raise UserError(f"--dry-run-gpu={options.dry_run_gpu} needs --dry-run")
     config = load_config(required_config(options), options.overrides)

@@ -21,7 +21,7 @@ from mtraining_jax.selection import random_index
 from mtraining_jax.selection.collectives import rows_of
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.metrics import density
-from mtraining_jax.utils.hashing import mixed
+from mtraining_jax.utils.random_bits import hash_uint32
 from pallas_kernels.index import BlockMaskIndex, Index, VerticalSlashIndex
 
 
@@ -110,7 +110,8 @@ class Replay(ReplayPattern):
             max_slashes=options.max_slashes,
             capacities=options.list_capacities(num_blocks),
         )
-        return cls(*arrays, estimate, options.block_size)
+        leaves: Any = dict(zip(cls.arrays, arrays, strict=True))
+        return cls(**leaves, estimate=estimate, block_size=options.block_size)
 
     def row_sharded(self, documents: bool) -> bool:
         return documents
@@ -214,7 +215,7 @@ class ReplayLists(ReplayPattern):
         forced = sinks | (rows - blocks < self.local_blocks)
         positions = (rows * num_blocks + blocks).astype(jnp.uint32)
         salts, thresholds = (x[:, None, None] for x in (self.salts, self.thresholds))
-        listed = (forced | (mixed(positions ^ salts) < thresholds)) ^ never[:, :, None, None]
+        listed = (forced | (hash_uint32(positions ^ salts) < thresholds)) ^ never[:, :, None, None]
         index = BlockMaskIndex.from_block_mask(listed, self.block_size, context.block_ids)
         if documents is not None:
             causal = documents.causal_blocks(context.block_ids, num_blocks)

@@ -1,4 +1,4 @@
-"""Counter-based random numbers, identical on all machines and in all versions."""
+"""Counter-based random numbers, identical on all ranks, machines and versions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,18 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 2**64 - 1
 
 
-def mixed(x: np.ndarray) -> np.ndarray:
+def hash_uint64(x: np.ndarray) -> np.ndarray:
     """Hashes uint64 counters: the finalizer of SplitMix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def hash_uint32(x: Any) -> Any:
+    """Hashes an array of uint32, of NumPy or JAX: every output bit depends on all input bits."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * np.uint32(factor)
+    return x ^ (x >> 16)
 
 
 class Stream:
@@ -28,13 +35,13 @@ class Stream:
 
     def __init__(self, seed: int, stream: int = 0):
         start = np.array([(seed * int(GOLDEN) + stream) & _MASK], np.uint64)
-        self._start, self._drawn = mixed(start), 0
+        self._start, self._drawn = hash_uint64(start), 0
 
     def bits(self, count: int) -> np.ndarray:
         """The next numbers: uint64 [count]."""
         counters = np.arange(self._drawn + 1, self._drawn + 1 + count, dtype=np.uint64)
         self._drawn += count
-        return mixed(self._start + counters * GOLDEN)
+        return hash_uint64(self._start + counters * GOLDEN)
 
     def below_each(self, limits: np.ndarray) -> np.ndarray:
         """A number below each limit: int64 [n]; limits [n] are from 1 to 2^32 - 1."""
@@ -50,10 +57,10 @@ class Stream:
         """Draws `count` of 0 to n - 1 without replacement (Fisher-Yates, in O(count) memory)."""
         if count > n:
             raise ValueError(f"count={count} must not exceed n={n}")
-        places = np.arange(count) + self.below_each(n - np.arange(count))
+        swaps = np.arange(count) + self.below_each(n - np.arange(count))
         moved: dict[int, int] = {}
         drawn = []
-        for i, j in enumerate(places.tolist()):
+        for i, j in enumerate(swaps.tolist()):
             drawn.append(moved.get(j, j))
             moved[j] = moved.get(i, i)
         return drawn

@@ -15,7 +15,7 @@ from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.packing import consecutive
 from mtraining_jax.data.source import Source, eos_id_problems
 from mtraining_jax.data.spec import DataSpec
-from mtraining_jax.utils.random_bits import GOLDEN, mixed
+from mtraining_jax.utils.random_bits import GOLDEN, hash_uint64
 
 # Sequences per epoch: more than any benchmark reads.
 NUM_SEQUENCES = 2**20
@@ -94,10 +94,10 @@ class SyntheticStream:
         document_ends = self._draw_document_ends(rng)
         starts, contents = self._draw_passages(rng)
         passage = np.searchsorted(starts, places, side="right") - 1
-        key = mixed(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
-        key = mixed(key + contents.astype(np.uint64) * GOLDEN)
+        key = hash_uint64(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
+        key = hash_uint64(key + contents.astype(np.uint64) * GOLDEN)
         offset = (places - starts[passage]).astype(np.uint64)
-        ids = self._ids[mixed(key[passage] + offset * GOLDEN) >> np.uint64(64 - _TABLE_BITS)]
+        ids = self._ids[hash_uint64(key[passage] + offset * GOLDEN) >> np.uint64(64 - _TABLE_BITS)]
         ids[np.isin(places, document_ends)] = self._eos
         return ids
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from mtraining_jax.selection.document_blocks import DocumentBlocks
-from mtraining_jax.utils.hashing import mixed
+from mtraining_jax.utils.random_bits import hash_uint32
 from pallas_kernels.index import bits as sets
 
 # The mass of a row is about 2^30 in total, and below 2^31 however it is rounded.
@@ -125,9 +125,10 @@ def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
     Independent of the scores: if a layer is rematerialized, scores that differ in their last bit
     draw the same blocks.
     """
-    salts = mixed(jnp.arange(1, heads + 1, dtype=jnp.uint32))[:, None, None]
+    salts = hash_uint32(jnp.arange(1, heads + 1, dtype=jnp.uint32))[:, None, None]
     places = (rows.astype(jnp.uint32) << 16) ^ numbers.astype(jnp.uint32)
-    return mixed(mixed(places) ^ salts) < np.uint32(min(round(share * 2**32), 2**32 - 1))
+    threshold = np.uint32(min(round(share * 2**32), 2**32 - 1))
+    return hash_uint32(hash_uint32(places) ^ salts) < threshold
 
 
 def whole_masses(scores: Array, length: Array | None = None) -> Array:
