@@ -7,7 +7,6 @@ is the harness command with this model class registered. From Python, pass a `Ha
 `model` to `lm_eval.simple_evaluate`.
 """
 
-import sys
 from typing import Any
 
 import jax
@@ -20,21 +19,16 @@ from mtraining_jax.utils.errors import UserError
 
 try:
     from lm_eval import utils as harness_utils  # pyright: ignore[reportAttributeAccessIssue]
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
     from tqdm import tqdm
 except ImportError as error:
-    if (error.name or "").partition(".")[0] not in ("lm_eval", "tqdm"):
-        raise
-    _MISSING, TemplateLM = error, object
-
-    def register_model(name: str) -> Any:
-        """Does nothing without the harness."""
-        return lambda cls: cls
-
-else:
-    _MISSING = None
+    raise ImportError(
+        f"cannot import lm-evaluation-harness ({error}); install the extra eval "
+        "(uv run --extra eval, or pip install lm-eval)"
+    ) from error
 
 # Arguments that the harness passes to every model and that have no effect here: requests run one
 # by one, on all devices.
@@ -65,11 +59,6 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
         tokenizer: str | None = None,
         **more: Any,
     ) -> None:
-        if _MISSING is not None:
-            raise UserError(
-                f"cannot import lm-evaluation-harness ({_MISSING}); install the extra eval "
-                "(uv run --extra eval, or pip install lm-eval)"
-            )
         super().__init__()
         if jax.process_count() > 1:
             raise UserError(
@@ -181,8 +170,4 @@ def generate_options(settings: dict[str, Any]) -> GenerateOptions:
 
 
 if __name__ == "__main__":
-    if _MISSING is not None:
-        sys.exit(f"error: lm-evaluation-harness is not installed ({_MISSING})")
-    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
-
     cli_evaluate()

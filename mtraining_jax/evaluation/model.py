@@ -11,35 +11,24 @@ from mtraining_jax.evaluation.engine.options import GenerateOptions
 class Forced(NamedTuple):
     """Scores of a given answer of n tokens after a prompt.
 
-    Attributes:
-        log_probs: fp32 [n], natural log probability of each token after those before it.
-        is_argmax: bool [n], whether it is the most likely one.
-        density: computed over causal pairs of the padded sequence, mean over layers; of the
-            prompt's pass if the answer is scored in steps. None if unknown.
+    `density` is computed over causal pairs of the padded prompt, with the answer if both are read
+    in one pass, mean over layers; None if unknown.
     """
 
-    log_probs: np.ndarray
-    is_argmax: np.ndarray
+    log_probs: np.ndarray  # fp32 [n], natural logarithms
+    is_argmax: np.ndarray  # bool [n], whether a token is the most likely one
     density: float | None
 
 
 class Generated(NamedTuple):
-    """A generated continuation of a prompt.
+    """A generated continuation of a prompt."""
 
-    Attributes:
-        tokens: new ids, without the end token.
-        text: their text up to a stop text; "" without a tokenizer.
-        stopped: "end" (end token), "stop" (stop text) or "length" (token limit).
-        prefill_seconds: time to the first new token, without compilation.
-        density: of the prompt's pass, as in `Forced`.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    stopped: str
-    prefill_seconds: float
+    tokens: tuple[int, ...]  # without the end token
+    text: str  # up to a stop text; "" without a tokenizer
+    stopped: str  # "end" (end token), "stop" (stop text) or "length" (token limit)
+    prefill_seconds: float  # time to the first new token, without compilation
     decode_seconds: float
-    density: float | None
+    density: float | None  # of the prompt
 
 
 class Model(Protocol):

@@ -1,24 +1,26 @@
 """Models of this package in lm-evaluation-harness, compared with its Hugging Face class."""
 
-import importlib.util
 import json
 
 import numpy as np
 import pytest
 
-from mtraining_jax.evaluation.lm_eval import HarnessModel, generate_options
 from mtraining_jax.utils.errors import UserError
 from tests.evaluation import harness_tasks
 from tests.models.common import DATA
 
-INSTALLED = importlib.util.find_spec("lm_eval") is not None
-needs_harness = pytest.mark.skipif(not INSTALLED, reason="lm-evaluation-harness is not installed")
+try:
+    from mtraining_jax.evaluation.lm_eval import HarnessModel, generate_options
+except ImportError as error:
+    HarnessModel, generate_options, MISSING = None, None, str(error)
+else:
+    MISSING = ""
+needs_harness = pytest.mark.skipif(bool(MISSING), reason="lm-evaluation-harness is not installed")
 
 
-@pytest.mark.skipif(INSTALLED, reason="lm-evaluation-harness is installed")
+@pytest.mark.skipif(not MISSING, reason="lm-evaluation-harness is installed")
 def test_without_the_harness_the_error_says_what_to_install():
-    with pytest.raises(UserError, match="install the extra eval"):
-        HarnessModel(path=str(DATA / "qwen2_tiny"))
+    assert "install the extra eval" in MISSING
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ class Sevens(Task):
 
     kind: ClassVar[str] = "loss"
 
-    def count(self, tokenizer, length=None):
+    def count(self, tokenizer, length):
         return 3
 
     def sample(self, length, number, seed, tokenizer):

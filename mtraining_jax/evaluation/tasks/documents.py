@@ -14,6 +14,7 @@ from mtraining_jax.evaluation.tasks.records import iterate_records, read_text
 from mtraining_jax.evaluation.tasks.task import Document, Task
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import Text
+from mtraining_jax.utils.text import counted
 
 _SUFFIXES = (".txt", ".jsonl")
 
@@ -39,9 +40,7 @@ class LongDocuments(Task):
         for _ in self._texts():
             pass
 
-    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
-        if length is None:
-            return sum(1 for _ in self._texts())
+    def count(self, tokenizer: Tokenizer | None, length: int) -> int:
         assert tokenizer is not None  # this task needs one
         return len(_long_enough(self, length, tokenizer))
 
@@ -51,7 +50,7 @@ class LongDocuments(Task):
         if number >= len(long_enough):
             raise UserError(
                 f'length {length} is too long for sample {number} of task "{self.name}": only '
-                f"{len(long_enough)} of {self.count(tokenizer)} documents have that many tokens"
+                f"{counted(len(long_enough), 'document')} of {self.documents} are that long"
             )
         where, text = next(itertools.islice(self._texts(), long_enough[number], None))
         ids = _first_ids(text, length, tokenizer)

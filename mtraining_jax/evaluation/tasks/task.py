@@ -113,8 +113,8 @@ class Task:
                 what = attribute_docs(type(self))[option].rstrip(".")
                 raise UserError(f'task "{self.name}" needs --task.{option}=VALUE: {what}')
 
-    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int | None:
-        """Returns the number of different samples (of a length, if given); None if unlimited."""
+    def count(self, tokenizer: Tokenizer | None, length: int) -> int | None:
+        """Returns the number of different samples of a length; None if unlimited."""
         return None
 
     def sample(

@@ -2,9 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+from mtraining_jax.evaluation.tasks.metrics import best, characters_f1, words_f1
 from mtraining_jax.evaluation.tasks.published import infinitebench_rules as rules
+from mtraining_jax.evaluation.tasks.published.rouge import rouge_l_sum
 from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask, Record
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
@@ -28,10 +31,10 @@ class InfiniteBench(PublishedTask):
         "number_string": Part(12, rules.first_number_is),
         "kv_retrieval": Part(50, rules.word_is_in),
         "longdialogue_qa_eng": Part(40, rules.name_is_in),
-        "longbook_sum_eng": Part(1200, rules.summary_overlap),
+        "longbook_sum_eng": Part(1200, partial(best, rouge_l_sum)),
         "longbook_choice_eng": Part(40, rules.choice_is),
-        "longbook_qa_eng": Part(40, rules.best_words_f1),
-        "longbook_qa_chn": Part(40, rules.best_characters_f1),
+        "longbook_qa_eng": Part(40, partial(best, words_f1)),
+        "longbook_qa_chn": Part(40, partial(best, characters_f1)),
         "math_find": Part(3, rules.number_is),
         "math_calc": Part(30_000, rules.right_numbers_first),
         "code_run": Part(5, rules.last_word_is),

@@ -7,9 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mtraining_jax.evaluation.tasks.metrics import best, characters_f1, words_f1
-from mtraining_jax.evaluation.tasks.published.rouge import rouge_l_sum
-
 _MARKS = "\n:\"'.,?!{}"
 
 
@@ -95,18 +92,3 @@ def _after_prefix(answer: str, prefixes: Sequence[str], labels: Sequence[str]) -
             # Skips the space after the prefix.
             return float(rest[1:].startswith(tuple(labels)))
     return None
-
-
-def summary_overlap(answer: str, labels: Sequence[str]) -> float:
-    """rougeLsum, the maximum over the labels."""
-    return best(rouge_l_sum, answer, labels)
-
-
-def best_words_f1(answer: str, labels: Sequence[str]) -> float:
-    """F1 of English words, the maximum over the labels."""
-    return best(words_f1, answer, labels)
-
-
-def best_characters_f1(answer: str, labels: Sequence[str]) -> float:
-    """F1 of Chinese characters, the maximum over the labels."""
-    return best(characters_f1, answer, labels)

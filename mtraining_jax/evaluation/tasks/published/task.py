@@ -63,7 +63,7 @@ class PublishedTask(Task):
         super().check()
         self.records()
 
-    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
+    def count(self, tokenizer: Tokenizer | None, length: int) -> int:
         return len(self.records())
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:

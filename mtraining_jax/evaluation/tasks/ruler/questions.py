@@ -59,7 +59,7 @@ class QuestionAnswering(SizedTask):
         super().check()
         self.data()
 
-    def count(self, tokenizer: Tokenizer | None, length: int | None = None) -> int:
+    def count(self, tokenizer: Tokenizer | None, length: int) -> int:
         return len(self.data()[0])
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
