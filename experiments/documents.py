@@ -7,11 +7,11 @@ Writes runs/quality/data/documents.npy: uint16 [n], each document with its end t
 random and do not follow the text; the text only makes densities by length realistic.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from experiments.data import FOLDER
 
 # Document lengths in tokens: lognormal, clipped to the bounds.
@@ -34,9 +34,7 @@ def documents_of(rows: np.ndarray) -> np.ndarray:
 
 def main(argv: list[str] | None = None) -> None:
     """Writes the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, default=FOLDER / "data", help="data of all tiers")
     folder = parser.parse_args(argv).data
     source = folder / "c/train.npy"

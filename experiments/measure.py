@@ -6,7 +6,6 @@
 been measured. The arm "start" is the checkpoint that tiers A and C start from.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from experiments import synthetic, variants
 from experiments.compare import FIRST_BUCKET
 from experiments.data import FOLDER, VOCABULARY_A
@@ -99,9 +99,8 @@ class Measurement:
     def _wanted(self, inferred: str, seq_len: int) -> Iterator[tuple[Line, Make]]:
         """All measurements: key fields of a line, and a function that measures the others."""
         if self._tier == "a":
-            for task, number in itertools.product(
-                synthetic.TASKS, range(self._samples or SAMPLES["a"])
-            ):
+            numbers = range(self._samples or SAMPLES["a"])
+            for task, number in itertools.product(synthetic.TASKS, numbers):
                 problem = functools.partial(
                     synthetic.problem, task, seq_len, VOCABULARY_A, TEST_SEED + number
                 )
@@ -201,9 +200,7 @@ def load(tier: str, arm: str, seed: int, folder: Path, overrides: variants.Overr
 
 def main(argv: list[str] | None = None) -> int:
     """Evaluates the model; returns the exit status, 0 or 75 if the time was up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tier", choices=variants.TIERS, required=True)
     parser.add_argument("--arm", choices=(*variants.TIERS["c"], START), required=True)
     parser.add_argument("--seed", type=int, default=0)

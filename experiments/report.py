@@ -6,13 +6,13 @@ Differences to the dense arm are paired by seed and sequence. Intervals are 95 %
 bootstrap over seeds and sequences. The report includes the verdicts of the rule in predictions.md.
 """
 
-import argparse
 import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from benchmarks.report import table_head, table_line
 from experiments.compare import (
     LONG,
@@ -181,9 +181,7 @@ def write(lines: list[Line], out: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> None:
     """Writes the report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--results", type=Path, default=Path("runs/quality/results"))
     parser.add_argument("--out", type=Path, default=Path("runs/quality/report"))
     args = parser.parse_args(argv)

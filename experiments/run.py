@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from benchmarks.options import make_parser
 from experiments import variants
 from experiments.data import FOLDER
 from experiments.measure import LATER, START
@@ -116,9 +117,7 @@ def run(budget: TimeBudget, args: argparse.Namespace, overrides: variants.Overri
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all arms; returns 0, or 75 if the same command has to resume."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tier", choices=variants.TIERS, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arms", help="comma-separated; default: all, dense first")

@@ -25,15 +25,10 @@ TRAINING_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 
 
 class Problem(NamedTuple):
-    """A problem of one task.
+    """A problem of one task."""
 
-    Attributes:
-        tokens: int32 [L].
-        asked: bool [L], the answer tokens, which earlier tokens determine.
-    """
-
-    tokens: np.ndarray
-    asked: np.ndarray
+    tokens: np.ndarray  # int32 [L]
+    asked: np.ndarray  # bool [L], the answer tokens, which earlier tokens determine
 
 
 def problem(task: str, length: int, vocab_size: int, seed: int) -> Problem:

@@ -13,11 +13,7 @@ GRACE_SECONDS = 40
 
 
 class TimeBudget:
-    """A time limit, and the commands that run within it.
-
-    Args:
-        minutes: the limit, from now.
-    """
+    """A time limit in minutes from now, and the commands that run within it."""
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
