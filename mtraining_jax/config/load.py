@@ -18,7 +18,7 @@ from mtraining_jax.config.schema import Config
 from mtraining_jax.config.tables import Table, all_fields, nearest, table_of, table_type
 from mtraining_jax.config.validate import validate
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field, fields_of, joined, toml_value
+from mtraining_jax.utils.fields import Field, fields_of, joined, shortened, toml_value
 from mtraining_jax.utils.limits import LARGEST_INT
 
 # Dotted field name and value as text; None if an option of the command line has no value.
@@ -359,4 +359,4 @@ def _shown(value: Any) -> str:
         text = str(value)
     except ValueError:  # Python limits the digits of a number
         return "a number of too many digits"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(text)

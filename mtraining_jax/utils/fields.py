@@ -115,6 +115,11 @@ def toml_value(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} is not a configuration value type: {value!r}")
 
 
+def shortened(text: str) -> str:
+    """Cuts a text to at most 80 characters."""
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def joined(words: typing.Sequence[str], last: str = "or") -> str:
     """`a, b or c`."""
     return f" {last} ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])
