@@ -16,7 +16,7 @@ import numpy as np
 from mtraining_jax.data.balance import Balance
 from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.packs import Packs, block_table, stream_positions
-from mtraining_jax.data.sources import problems, selected_source
+from mtraining_jax.data.sources import problems
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.models.labels import IGNORE_LABEL
@@ -29,47 +29,35 @@ _SAMPLES, _SAMPLE_LEN = 64, 64
 
 
 class Loader:
-    """Endless iterator over the local part of the global batches.
+    """Endless iterator over the local part of the global batches: dicts of arrays.
 
-    A batch is a dict of arrays over the local rows b and columns s:
-
-    - ``tokens``: int32 [b, s].
+    - ``tokens``: int32 [b, s], local rows and columns.
     - ``labels``: int32 [b, s], next tokens; `IGNORE_LABEL` at the last position of a sequence (as
-      in MTraining's collate function).
-
-    With `data.has_documents`, each document begins at a block boundary and padding tokens are 0:
-
-    - ``labels`` are also ignored at the last token of each document and in padding.
-    - ``documents``: int32 [b, NB, 3] over all NB blocks in global order: first block and end block
-      (exclusive) of the block's document, and its tokens without padding; NB, 0, 0 for padding.
-    - ``weights``, if `weighted`: fp32 [b, s], equal for the labels of a document and with sum 1;
-      otherwise 0.
+      in MTraining's collate function). With documents, also at the last token of each document and
+      in padding, where tokens are 0; each document begins at a block boundary.
+    - ``documents``, with `data.has_documents`: int32 [b, NB, 3] over all NB blocks in global order:
+      first block and end block (exclusive) of the block's document, and its tokens without padding;
+      NB, 0, 0 for padding.
+    - ``weights``, if `weighted`: fp32 [b, s], equal for the labels of a document, with sum 1.
 
     An epoch visits every sequence once, in a new order if shuffled. Batches may span two epochs.
     Balancing reorders sequences within a batch only.
 
     Args:
-        data: the options of the data.
         permutation: integers [S], layout order index -> position in the sequence.
         vocab_size: vocabulary size of the model.
-        rows: integers [b], rows of the global batch to read; None reads all. See
-            `local_rows_and_columns`.
-        columns: integers [s], layout order indices to read; None reads all S.
-        block_size: tokens per attention block; divides `data.seq_len`. Required if
-            `data.has_documents`; the caller must then use `documents` of the batches.
-        weighted: add weights that sum to 1 per document; needs `data.has_documents`.
+        rows, columns: ascending integers [b] and [s], the rows of the global batch and the layout
+            order indices to read (see `local_rows_and_columns`); None reads all.
+        block_size: tokens per attention block; required if `data.has_documents`.
+        weighted: add weights; needs `data.has_documents`.
         balance: how to assign sequences to data-parallel replicas; None keeps the order of the
             data. With densities, call `measured` after each step, since prefetching waits for
             them, and `close` at the end.
 
     Attributes:
         packs: None without `data.has_documents`.
-        sequences: sequence index of each row of the last global batch, int64 [B]; None before the
-            first.
+        sequences: sequence index of each row of the last global batch, int64 [B].
         step: number of the last batch, counted from 1 over the entire run.
-
-    Raises:
-        UserError: the data cannot be read, or not with these options.
     """
 
     def __init__(
@@ -86,9 +74,8 @@ class Loader:
     ) -> None:
         if found := list(problems(data, vocab_size)):
             raise UserError("\n".join(found))
-        permutation = _checked_permutation(permutation, data.seq_len)
-        self.rows = _checked_indices("rows", rows, data.batch_size)
-        self.columns = _checked_indices("columns", columns, data.seq_len)
+        self.rows = np.arange(data.batch_size) if rows is None else rows
+        self.columns = np.arange(data.seq_len) if columns is None else columns
         if data.has_documents and block_size is None:
             raise UserError(
                 f'data.mode = "{data.mode}" with attention masked between documents is not '
@@ -98,7 +85,7 @@ class Loader:
         self._block_size = block_size if data.has_documents and block_size else data.seq_len
         if data.seq_len % self._block_size:
             raise ValueError(f"data.seq_len = {data.seq_len} is not a multiple of {block_size}")
-        corpus = selected_source(data).open(data, vocab_size)
+        corpus = data.source_options.open(data, vocab_size)
         self._starts, self._stream = corpus.starts, corpus.stream
         self.packs: Packs | None = None
         if data.has_documents:
@@ -127,7 +114,7 @@ class Loader:
                 self._balance = balance
         self._densities = None if self._balance is None else self._balance.densities
         self.identity = self._identity(data)
-        positions = permutation[self.columns]
+        positions = np.asarray(permutation, np.int64)[self.columns]
         following = np.minimum(positions + 1, self.seq_len - 1)
         # Tokens that are also labels are read once.
         both = np.concatenate([positions, following])
@@ -144,7 +131,7 @@ class Loader:
         self._start_reading()
 
     def _identity(self, data: DataSpec) -> dict[str, Any]:
-        """JSON-serializable; a saved state is only valid if all of these are equal."""
+        """A saved state is only valid if all of these are equal."""
         identity: dict[str, Any] = {
             "data.source": data.source,
             "data.mode": data.mode,
@@ -178,12 +165,6 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Reads the next batch.
-
-        Raises:
-            UserError: a token id outside the vocabulary.
-            RuntimeError: `measured` was not called for an earlier step whose density is needed.
-        """
         step = self.step + 1
         if self._densities is not None and not self._densities.known_before(step):
             raise RuntimeError(f"the batch of step {step} needs densities: call `measured` first")
@@ -192,11 +173,7 @@ class Loader:
         return batch
 
     def measured(self, step: int, densities: np.ndarray) -> None:
-        """Adds the densities of a finished step; call for every step in order, from 1.
-
-        `densities` are floats [K] by length class, measured on the global batch; not finite for
-        classes without documents.
-        """
+        """Adds the densities [K] of the next step; not finite for classes without documents."""
         if self._densities is not None:
             self._densities.add(step, densities)
 
@@ -236,12 +213,7 @@ class Loader:
         self._iterator.set_state(iterator)
 
     def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """One device's shard of a local array, for `jax.make_array_from_callback`.
-
-        Args:
-            array: [b, s], or ``documents`` [b, ...], from a batch of this loader.
-            index: slices of the global rows and, for [b, s], columns.
-        """
+        """One device's shard of an array of a batch, by its global rows and columns."""
         local = array[_local_slice("rows", self.rows, index[0], self.batch_size)]
         if array.ndim > 2:
             return local
@@ -260,7 +232,6 @@ class Loader:
         return {**self._read_rows(sequences[self.rows]), "sequences": sequences}
 
     def _pieces(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        """Starts and lengths of the documents of a sequence."""
         if self.packs is None:
             return np.array([self._starts[sequence]]), np.array([self.seq_len])
         return self.packs.pieces(sequence)
@@ -294,10 +265,7 @@ class Loader:
 def local_rows_and_columns(
     sharding: Any, batch_size: int, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of a global array [batch_size, seq_len] on the devices of this process.
-
-    Ascending indices int64 [b] and [s]; their product covers all local shards.
-    """
+    """Ascending rows [b] and columns [s] of a global batch on the devices of this process."""
     held = sharding.addressable_devices_indices_map((batch_size, seq_len)).values()
     rows, columns = (
         np.unique(np.concatenate([np.arange(size)[index[axis]] for index in held]))
@@ -312,26 +280,6 @@ def _checksum_of_sample(stream: TokenStream) -> int:
     starts = np.arange(_SAMPLES, dtype=np.int64) * size // _SAMPLES
     positions = np.unique(starts[:, None] + np.arange(_SAMPLE_LEN))
     return zlib.crc32(stream.take(positions[positions < size]).astype("<i4").tobytes())
-
-
-def _checked_permutation(permutation: np.ndarray, seq_len: int) -> np.ndarray:
-    permutation = np.asarray(permutation)
-    if permutation.shape != (seq_len,) or not np.array_equal(
-        np.sort(permutation), np.arange(seq_len)
-    ):
-        raise ValueError(
-            f"permutation of shape {permutation.shape} must contain each position of "
-            f"data.seq_len = {seq_len} once"
-        )
-    return permutation.astype(np.int64)
-
-
-def _checked_indices(name: str, indices: np.ndarray | None, size: int) -> np.ndarray:
-    indices = np.arange(size) if indices is None else np.asarray(indices)
-    ascending = indices.ndim == 1 and indices.size > 0 and bool(np.all(np.diff(indices) > 0))
-    if not ascending or indices[0] < 0 or indices[-1] >= size:
-        raise ValueError(f"{name} must be ascending indices from 0 to {size - 1}, at least one")
-    return indices.astype(np.int64)
 
 
 def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:

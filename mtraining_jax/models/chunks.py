@@ -2,7 +2,7 @@
 
 
 def num_chunks(tokens: int, chunk_size: int) -> int:
-    """Returns the smallest number of equal chunks of at most `chunk_size` tokens."""
+    """The smallest number of equal chunks of at most `chunk_size` tokens."""
     count = -(-tokens // chunk_size)
     while tokens % count:
         count += 1
@@ -10,6 +10,6 @@ def num_chunks(tokens: int, chunk_size: int) -> int:
 
 
 def first_chunks(tokens: int, chunk_size: int, chunks: int) -> int:
-    """Returns how many tokens the first `chunks` of `num_chunks` have; at most all."""
+    """How many tokens the first `chunks` of `num_chunks` have; at most all."""
     count = num_chunks(tokens, chunk_size)
     return min(chunks, count) * (tokens // count)

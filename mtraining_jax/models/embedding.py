@@ -50,10 +50,8 @@ def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
 
     Rows are sorted by id and split into blocks. In each block, one product with the 0/1 matrix of
     equal ids gives all sums. An id that continues in later blocks has a sum in each of them; one
-    more product adds these up where the id ends. Each sum is written once.
-
-    Returns:
-        fp32 [size, E], 0 for ids without rows; rows with an id of `size` or more are ignored.
+    more product adds these up where the id ends. Each sum is written once. Returns fp32 [size, E];
+    rows with an id of `size` or more are ignored.
     """
     exact = lax.Precision.HIGHEST
     numbers = jnp.pad(numbers, (0, -len(numbers) % BLOCK), constant_values=size)

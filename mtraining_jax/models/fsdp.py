@@ -23,12 +23,9 @@ def fsdp_apply(
 ) -> Any:
     """Computes `function(weights, *arrays)` on every device, for its local tokens.
 
-    Args:
-        function: maps full weights and local arrays to local arrays.
-        weights: pytree of arrays, in the compute dtype of `function`.
-        arrays: [B, S, ...] each, B over 'data' and S over ('node', 'device'), like the results.
-        specs: shardings of `weights`, each with at most one axis over ('node', 'device').
-        mesh: axes ('data', 'node', 'device'); None if everything is on one device.
+    `function` gets full weights, in its compute dtype, and local arrays [B, S, ...]. `specs` shard
+    the weights, each with at most one axis over ('node', 'device'). Without a mesh, everything is
+    on one device.
     """
     if mesh is None:
         return function(weights, *arrays)
@@ -59,7 +56,7 @@ def reduce_scatter_gradient(whole: Array, spec: PartitionSpec) -> Array:
 
 
 def sharded_axis(spec: PartitionSpec) -> int | None:
-    """Returns the axis of an array that `spec` shards; None if it is replicated."""
+    """The axis of an array that `spec` shards; None if it is replicated."""
     return next((axis for axis, names in enumerate(spec) if names is not None), None)
 
 

@@ -20,12 +20,12 @@ from mtraining_jax.parallel.mesh import REPLICATED
 
 
 class LabelScores(NamedTuple):
-    """Scores of the labels of tokens, [B, S] each.
+    """Scores of the labels of tokens, [B, S] each; 0 and False where a label is ignored.
 
     Attributes:
-        loss: fp32, -log softmax(logits)[label] in nats; 0 where a label is ignored.
+        loss: fp32, -log softmax(logits)[label] in nats.
         is_argmax: whether the label has the highest logit (the first one among equal logits), as
-            in greedy decoding; False where a label is ignored.
+            in greedy decoding.
     """
 
     loss: Array
@@ -43,7 +43,7 @@ class ChunkScores(NamedTuple):
 
 
 def score_chunk(hidden_CE: Array, weight_VE: Array, labels_C: Array) -> ChunkScores:
-    """Computes logits and losses of C tokens, all in memory at once; see `label_scores`."""
+    """Computes logits and losses of C tokens, all in memory at once."""
     logits_CV = jnp.einsum(
         "ce,ve->cv",
         hidden_CE,
@@ -70,14 +70,7 @@ def label_scores(
 ) -> LabelScores:
     """Computes the loss of every token, without the full logits and without gradients.
 
-    Args:
-        hidden_BSE: [B, S, E], fp32 or bf16.
-        weight_VE: fp32 [V, E]; the product uses the dtype of `hidden_BSE` and returns fp32.
-        labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
-        chunk_size: number of tokens per device with logits in memory at a time.
-        mesh: shards B over 'data' and S over ('node', 'device'), in any token order. None if
-            everything is on one device.
-        weight_spec: sharding of the weight.
+    The arguments are those of `loss.linear_cross_entropy`.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     # Cast before the gather, which halves its traffic.
@@ -94,7 +87,7 @@ def label_scores(
 def check_output_layer(
     hidden_BSE: Array, weight_VE: Array, labels_BS: Array, chunk_size: int
 ) -> None:
-    """Raises ValueError if the shapes do not fit or `chunk_size` is below 1."""
+    """Checks that the shapes fit, and that `chunk_size` is positive."""
     if hidden_BSE.shape[:2] != labels_BS.shape or hidden_BSE.shape[-1] != weight_VE.shape[1]:
         raise ValueError(
             f"hidden {hidden_BSE.shape}, weight {weight_VE.shape} and labels {labels_BS.shape} "

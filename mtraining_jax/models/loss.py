@@ -24,7 +24,7 @@ from mtraining_jax.parallel.replicas import remaining_axes, shard_map_remaining
 
 
 def count_labels(labels: Array) -> Array:
-    """Returns the number of labels that the loss counts, an int32 scalar."""
+    """The number of labels that the loss counts, an int32 scalar."""
     return jnp.sum(labels != IGNORE_LABEL, dtype=jnp.int32)
 
 
@@ -40,17 +40,17 @@ def linear_cross_entropy(
 ) -> Array:
     """Sums -log softmax(hidden @ weight.T)[label] over counted labels, without the full logits.
 
-    Divide the sum by the number of counted labels (`count_labels`) of the whole batch, over all
-    devices and accumulation steps. The reference implementation divides by all S tokens although
+    Gradients are always computed; `label_scores` computes losses only. Divide the sum by the number
+    of counted labels (`count_labels`) of the whole batch, over all devices and accumulation steps.
+    The reference implementation divides by all S tokens although
     the last one of a sequence has no label: its loss is this one times (S-1)/S.
 
     Logits, log-softmax and the sum are fp32. Matrix products use the dtype of `hidden_BSE`, also
-    for the gradients of the logits. The gradient of the weight accumulates in fp32, over chunks
-    and over devices.
+    for the gradients of the logits. The gradient of the weight accumulates in fp32.
 
     Args:
-        hidden_BSE: [B, S, E], fp32 or bf16.
-        weight_VE: fp32 [V, E].
+        hidden_BSE: fp32 or bf16.
+        weight_VE: fp32.
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
         chunk_size: number of tokens per device with logits in memory at a time.
         mesh: shards B over 'data' and S over ('node', 'device'), in any token order. Each device
@@ -61,9 +61,6 @@ def linear_cross_entropy(
     Returns:
         fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`. Inside `per_replica`, it and
         its gradients are those of one replica.
-
-    Raises:
-        ValueError: if shapes do not fit or chunk_size is below 1.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     of_labels = (labels_BS,) if label_weights_BS is None else (labels_BS, label_weights_BS)
@@ -73,14 +70,32 @@ def linear_cross_entropy(
 # `of_labels` are the labels and, optionally, their weights.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _summed(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
-    return _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients=False)
+    return _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec)[0]
 
 
+@jax.named_scope("loss")
 def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
-    loss, d_hidden, d_weight = _on_mesh(
-        hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients=True
-    )
-    return loss, (d_hidden, d_weight)
+    local = functools.partial(_local, chunk_size=chunk_size)
+    weight = weight.astype(hidden.dtype)  # before the gather, which halves its traffic
+    if mesh is None:
+        return local(hidden, weight, of_labels)
+
+    axes = remaining_axes(AXES)
+
+    def summed_over_devices(hidden, weight, of_labels):
+        full_weight = gather_weight(weight, weight_spec)
+        loss, (d_hidden, d_weight) = local(hidden, full_weight, of_labels)
+        if sharded_axis(weight_spec) is None:
+            d_weight = lax.psum(d_weight, axes)
+        else:
+            d_weight = reduce_scatter_gradient(d_weight, weight_spec)
+            if DATA_AXIS in axes:
+                d_weight = lax.psum(d_weight, DATA_AXIS)
+        return lax.psum(loss, axes), (d_hidden, d_weight)
+
+    in_specs, out_specs = (ACTIVATIONS, weight_spec, TOKENS), (P(), (ACTIVATIONS, weight_spec))
+    on_mesh = shard_map_remaining(summed_over_devices, mesh, in_specs, out_specs)
+    return on_mesh(hidden, weight, of_labels)
 
 
 def _summed_bwd(chunk_size, mesh, weight_spec, gradients, d_loss):
@@ -93,38 +108,8 @@ def _summed_bwd(chunk_size, mesh, weight_spec, gradients, d_loss):
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-@jax.named_scope("loss")
-def _on_mesh(hidden, weight, of_labels, chunk_size, mesh, weight_spec, with_gradients) -> Any:
-    """The loss, and its gradients on request; each device computes its own tokens."""
-    local = functools.partial(_local, chunk_size=chunk_size, with_gradients=with_gradients)
-    weight = weight.astype(hidden.dtype)  # before the gather, which halves its traffic
-    if mesh is None:
-        return local(hidden, weight, of_labels)
-
-    axes = remaining_axes(AXES)
-
-    def summed_over_devices(hidden, weight, of_labels):
-        out = local(hidden, gather_weight(weight, weight_spec), of_labels)
-        if not with_gradients:
-            return lax.psum(out, axes)
-        loss, d_hidden, d_weight = out
-        if sharded_axis(weight_spec) is None:
-            d_weight = lax.psum(d_weight, axes)
-        else:
-            d_weight = reduce_scatter_gradient(d_weight, weight_spec)
-            if DATA_AXIS in axes:
-                d_weight = lax.psum(d_weight, DATA_AXIS)
-        return lax.psum(loss, axes), d_hidden, d_weight
-
-    in_specs = ACTIVATIONS, weight_spec, TOKENS
-    out_specs = (P(), ACTIVATIONS, weight_spec) if with_gradients else P()
-    return shard_map_remaining(summed_over_devices, mesh, in_specs, out_specs)(
-        hidden, weight, of_labels
-    )
-
-
-def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients) -> Any:
-    """The same for the tokens of one device, without communication."""
+def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size) -> tuple[Array, tuple[Array, Array]]:
+    """The sum for the tokens of one device, and its gradients, without communication."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
     chunks = num_chunks(batch * seq, chunk_size)
     hidden = hidden_BSE.reshape(chunks, -1, width)
@@ -137,8 +122,6 @@ def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients) -> A
         hidden_CE, (labels_C, *weights_C) = inputs
         scores = score_chunk(hidden_CE, weight_VE, labels_C)
         loss = jnp.sum(scores.loss * weights_C[0] if weights_C else scores.loss)
-        if not with_gradients:
-            return carry + loss, None
         total, d_weight_VE = carry
         probabilities_CV = jnp.exp(scores.logits - scores.lse[:, None])
         is_label_CV = jnp.arange(weight_VE.shape[0]) == scores.labels[:, None]
@@ -150,9 +133,6 @@ def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, with_gradients) -> A
         d_weight_VE = d_weight_VE + dot32("cv,ce->ve", d_logits_CV, hidden_CE)
         return (total + loss, d_weight_VE), d_hidden_CE
 
-    zero = jnp.zeros((), jnp.float32)
-    if not with_gradients:
-        return lax.scan(body, zero, (hidden, of_labels))[0]
-    start = (zero, jnp.zeros(weight_VE.shape, jnp.float32))
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(weight_VE.shape, jnp.float32))
     (total, d_weight), d_hidden = lax.scan(body, start, (hidden, of_labels))
-    return total, d_hidden.reshape(hidden_BSE.shape), d_weight
+    return total, (d_hidden.reshape(hidden_BSE.shape), d_weight)

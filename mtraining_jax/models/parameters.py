@@ -32,27 +32,23 @@ class Parameter:
     def stacked(self, layers: int) -> Self:
         return dataclasses.replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
 
-    def of_layer(self) -> Self:
-        return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])
-
 
 ParamTable = Mapping[str, Parameter]
 
 
 def subtable(table: ParamTable, prefix: str) -> dict[str, Parameter]:
-    """Returns the parameters below a prefix such as "mlp", without it in their names."""
+    """The parameters below a prefix such as "mlp", without it in their names."""
     start = f"{prefix}."
-    return {
-        name.removeprefix(start): parameter
-        for name, parameter in table.items()
-        if name.startswith(start)
-    }
+    return {name.removeprefix(start): x for name, x in table.items() if name.startswith(start)}
 
 
 def layer_params(table: ParamTable) -> dict[str, Parameter]:
-    """Returns the parameters of one layer by their name in it, e.g. "mlp.up_proj.weight"."""
+    """The parameters of one layer by their name in it, e.g. "mlp.up_proj.weight"."""
     layers = subtable(table, LAYERS.removesuffix("."))
-    return {name: parameter.of_layer() for name, parameter in layers.items()}
+    return {
+        name: dataclasses.replace(x, shape=x.shape[1:], axes=x.axes[1:])
+        for name, x in layers.items()
+    }
 
 
 def matrix(rows: int, columns: int, axes: tuple[str, str], stddev: float) -> Parameter:

@@ -12,14 +12,14 @@ from mtraining_jax.models.labels import IGNORE_LABEL
 
 
 def num_buckets(seq_len: int) -> int:
-    """Returns the number of buckets of a sequence; the last one may be partly filled."""
+    """The number of buckets of a sequence; the last one may be partly filled."""
     if seq_len < 2:
         raise ValueError(f"seq_len={seq_len} must be at least 2")
     return (seq_len - 1).bit_length()
 
 
 def bucket_names(count: int) -> list[str]:
-    """Returns the first positions of buckets 0 to `count` - 1 as text: 1, 2, 4, ... 512, 1K, ..."""
+    """The first positions of buckets 0 to `count` - 1 as text: 1, 2, 4, ... 512, 1K, ..."""
     return [_short(2**k) for k in range(count)]
 
 
@@ -28,24 +28,18 @@ def sums_by_bucket(
 ) -> tuple[Array, Array]:
     """Sums losses, fp32 in nats, and counts labels, int32, in each bucket; under `jax.jit`.
 
-    Args:
-        losses_BS: fp32 [B, S], 0 where a label is ignored; in any order along S.
-        labels_BS: int32 [B, S]; `IGNORE_LABEL` does not count.
-        positions_BS: int32 [B, S], of the predicting tokens; their labels are one position later.
+    `positions_BS` are those of the predicting tokens; their labels are one position later.
     """
     # Exactly floor(log2(position of the label)).
     bucket_BS = 31 - lax.clz((positions_BS + 1).astype(jnp.int32))
-    counted_BS = labels_BS != IGNORE_LABEL
     inside_KBS = bucket_BS == jnp.arange(buckets, dtype=jnp.int32)[:, None, None]
+    counted_KBS = inside_KBS & (labels_BS != IGNORE_LABEL)
     sums = jnp.sum(jnp.where(inside_KBS, losses_BS, 0.0), axis=(1, 2))
-    return sums, jnp.sum(inside_KBS & counted_BS, axis=(1, 2), dtype=jnp.int32)
+    return sums, jnp.sum(counted_KBS, axis=(1, 2), dtype=jnp.int32)
 
 
 def means_by_bucket(losses: np.ndarray) -> tuple[list[float], list[int]]:
-    """Returns the mean loss and the number of tokens of each bucket.
-
-    `losses` are fp32 [S - 1], of the tokens at positions 1 to S - 1.
-    """
+    """The mean loss and the number of tokens of each bucket, from fp32 [S - 1] of tokens 1 on."""
     edges = [2**k - 1 for k in range(num_buckets(len(losses) + 1))]
     parts = np.split(losses.astype(np.float64), edges[1:])
     return [float(part.mean()) for part in parts], [len(part) for part in parts]

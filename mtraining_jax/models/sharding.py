@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpec:
-    """SelectionContext the first axis of a parameter that the devices divide, or replicates it."""
+    """Shards the first axis of a parameter that the devices divide, or replicates it."""
     if not fsdp:
         return PartitionSpec()
     for axis, (logical, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
@@ -48,19 +48,16 @@ def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpe
 
 
 def parameter_names(state: Any) -> Any:
-    """Returns the dotted name of every parameter, e.g. "layers.self_attn.q_proj.weight".
+    """The dotted names of parameters, e.g. "layers.self_attn.q_proj.weight", in the same tree."""
 
-    The names form a tree of the same structure as `state`, an `nnx.State` or a pure dict.
-    """
-    return jax.tree_util.tree_map_with_path(lambda path, _: _dotted(path), state)
+    def dotted(path: tuple[Any, ...], _: Any) -> str:
+        return ".".join(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+
+    return jax.tree_util.tree_map_with_path(dotted, state)
 
 
 def state_shardings(state: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """Returns the `NamedSharding` of every parameter, in a state of the same structure.
-
-    With `fsdp`, matrices are sharded over ('node', 'device'). One that these cannot divide is
-    replicated, with a warning.
-    """
+    """The `NamedSharding` of every parameter; warns of matrices that FSDP cannot shard."""
     if fsdp:
         devices = math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
         _warn_of_replicated(replicated_matrices(table, mesh), devices)
@@ -71,7 +68,7 @@ def state_shardings(state: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool)
 
 
 def replicated_matrices(table: ParamTable, mesh: Mesh) -> tuple[str, ...]:
-    """Returns the matrices that FSDP replicates, because no axis is divisible."""
+    """The matrices that FSDP replicates, because no axis is divisible."""
     return tuple(
         name
         for name, parameter in table.items()
@@ -93,7 +90,7 @@ def _warn_of_replicated(names: tuple[str, ...], devices: int) -> None:
 
 
 def layer_specs(layers: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """Returns the `PartitionSpec`s of one layer of the stacked `layers`, by `state_shardings`."""
+    """The partitions of one layer of the stacked `layers`."""
     return jax.tree.map(
         lambda name: PartitionSpec(*parameter_spec(table[LAYERS + name], mesh, fsdp)[1:]),
         parameter_names(layers),
@@ -101,10 +98,6 @@ def layer_specs(layers: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) ->
 
 
 def lm_head_spec(spec: ModelSpec, mesh: Mesh, fsdp: bool) -> PartitionSpec:
-    """Returns the partition of the output matrix [V, E]: that of the embedding if tied."""
+    """The partition of the output matrix [V, E]: that of the embedding if tied."""
     name = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
     return parameter_spec(spec.parameters[name], mesh, fsdp)
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(key.key for key in path if isinstance(key, jax.tree_util.DictKey))

@@ -13,10 +13,11 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from mtraining_jax.config.fields import toml_value
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.data.sources.jsonl import JsonLines
+from mtraining_jax.data.sources.text import TextFiles
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
 from tests.data.common import error_of, loader_of, section
 
 
@@ -30,9 +31,7 @@ def text(tmp_path):
 @pytest.mark.parametrize(
     "field, value, allowed",
     [
-        ("source", "json", '"python_stdlib", "synthetic", "text", "jsonl", "parquet"'),
         ("mode", "packed", '"concat", "exact" or "pack"'),
-        ("token_dtype", "float32", '"uint8", "uint16"'),
         ("seq_len", 1, "at least 2"),
         ("batch_size", 0, "at least 1"),
         ("seed", -1, "at least 0 and less than 4294967296"),
@@ -46,16 +45,17 @@ def test_impossible_option(text, field, value, allowed):
     assert f"data.{field} = {toml_value(value)} " in message and allowed in message
 
 
-@pytest.mark.parametrize("source", ["python_stdlib", "synthetic"])
-def test_paths_with_a_source_without_files(text, source):
-    assert error_of(source=source, paths=text["paths"]) == (
-        f'data.paths has 1 entries, but data.source = "{source}" does not use it; set data.source '
-        '= "text" to read text files'
+def test_impossible_source_and_type(text):
+    assert 'data.source = "json" is not allowed: it must be one of "python_std' in error_of(
+        source="json"
     )
+    message = error_of(**text | {"source": "tokens"}, token_dtype="float32")
+    assert 'data.token_dtype = "float32" is not allowed: it must be "uint8", "uint16"' in message
 
 
 def test_the_loader_validates_the_section(text):
-    data = dataclasses.replace(section(**text), paths=())
+    source = TextFiles(paths=())
+    data = dataclasses.replace(section(**text), source_options=source)
     with pytest.raises(UserError, match='data.source = "text" needs data.paths, the files'):
         Loader(data, permutation=np.arange(4), vocab_size=257)
 

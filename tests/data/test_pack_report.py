@@ -71,8 +71,8 @@ def test_the_command(tmp_path, capsys):
     assert printed.startswith("text: 3 documents, 1,323 tokens; 1.5 documents per sequence, ")
     assert "2 sequences of 1,024 tokens, blocks of 128: 35.40% padding" in printed
     assert printed.endswith(f"picture: {picture}\n") and picture.exists()
-    synthetic = [*arguments, "--data.source=synthetic", "--data.paths=[]"]
-    synthetic += ["--data.mode=concat", "--data.mask_documents"]
+    synthetic = [x for x in arguments if not x.startswith("--data.paths")]
+    synthetic += ["--data.source=synthetic", "--data.mode=concat", "--data.mask_documents"]
     assert main(synthetic) == 0
     printed = capsys.readouterr().out
     assert "1,048,576 sequences of 1,024 tokens (statistics of the first 256)" in printed
