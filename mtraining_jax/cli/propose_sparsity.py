@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +83,9 @@ def _run(arguments: list[str]) -> int:
                 f'--settings has "{text}", which does not select pairs; use a sparse pattern, e.g. '
                 f"{SETTINGS[0]}"
             )
-    configs = {text: config_with(own.config, text) for text in ("dense", *settings)}
+    # The planned run with each setting.
+    texts = ("dense", *settings) if own.config else ()
+    configs = {text: config_with(own.config, text) for text in texts}
     set_platform(own.cpu_devices)
     # Imported here, because they import JAX, which reads the number of devices when it starts.
     from mtraining_jax.evaluation.engine.engine import Engine
@@ -103,16 +104,17 @@ def _run(arguments: list[str]) -> int:
     found = []
     for measured in measure(engine, sequences, settings):
         console.print(f"measured {measured.text}", markup=False)
-        seconds = forecast_seconds(configs[measured.text], measured.density)
-        found.append(dataclasses.replace(measured, step_seconds=seconds))
+        if configs:
+            seconds = forecast_seconds(configs[measured.text], measured.density)
+            measured = dataclasses.replace(measured, step_seconds=seconds)
+        found.append(measured)
     best = proposed(found[1:], own.most_rise, own.most_copies)
     console.print(_table(found))
     if own.output is not None:
         _write(own, len(sequences), found, best)
-    config = configs["dense"]
-    if config is not None and config.data.seq_len != own.length:
+    if configs and (planned := configs["dense"].data.seq_len) != own.length:
         console.print(
-            f"note: step times are for {config.data.seq_len:,} tokens, with densities measured at "
+            f"note: step times are for {planned:,} tokens, with densities measured at "
             f"{own.length:,}; shorter sequences have a higher density",
             markup=False,
         )
@@ -147,19 +149,15 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     return own, overrides
 
 
-def config_with(name: str | None, text: str) -> Config | None:
-    """The planned run with a setting; None without a run."""
-    if name is None:
-        return None
+def config_with(name: str, text: str) -> Config:
+    """Loads the configuration of a run with a setting."""
     kind, options = split_options(text)
     fields = [("sparsity.kind", kind), *((f"sparsity.{key}", x) for key, x in options.items())]
     return load_config(name, fields)
 
 
-def forecast_seconds(config: Config | None, density: float) -> float | None:
-    """Predicted step time on H200s at a density, as in the dry run; None if unknown."""
-    if config is None:
-        return None
+def forecast_seconds(config: Config, density: float) -> float | None:
+    """Predicts the step time on H200s at a density, as in the dry run; None if unknown."""
     from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
     from mtraining_jax.planning.documents import planned_pairs
     from mtraining_jax.planning.hardware import H200
@@ -173,30 +171,24 @@ def forecast_seconds(config: Config | None, density: float) -> float | None:
 
 
 def _table(found: Sequence[Measured]) -> Table:
-    timed = any(one.step_seconds is not None for one in found)
     table = Table("setting")
-    for name in ("density", "loss", "increase", "far copies", *(["s/step"] if timed else [])):
+    for name in ("density", "loss", "increase", "far copies", "s/step"):
         table.add_column(name, justify="right")
     for one in found:
-        error = "" if math.isnan(one.error) or one.text == "dense" else f" ± {one.error:.4f}"
-        cells = [
+        table.add_row(
+            one.text,
             f"{one.density:.1%}",
             f"{one.loss:.4f}",
-            f"{one.rise:+.4f}{error}",
-            "none" if math.isnan(one.copies) else f"{one.copies:+.4f}",
-        ]
-        if timed:
-            cells.append("unknown" if one.step_seconds is None else f"{one.step_seconds:.2f}")
-        table.add_row(one.text, *cells)
+            f"{one.rise:+.4f}" + (f" ± {one.error:.4f}" if one.error else ""),
+            "none" if one.copies is None else f"{one.copies:+.4f}",
+            "unknown" if one.step_seconds is None else f"{one.step_seconds:.2f}",
+        )
     return table
 
 
 def _write(
     own: argparse.Namespace, sequences: int, found: Sequence[Measured], best: Measured | None
 ) -> None:
-    rows = [dataclasses.asdict(one) for one in found]
-    for row in rows:
-        row |= {key: None for key, x in row.items() if isinstance(x, float) and math.isnan(x)}
     result = {
         "model": str(own.model),
         "text": own.text,
@@ -204,13 +196,12 @@ def _write(
         "sequences": sequences,
         "most_rise": own.most_rise,
         "most_copies": own.most_copies,
-        "settings": rows,
-        "proposed": None if best is None else best.text,
+        "settings": [dataclasses.asdict(one) for one in found],
+        "proposed": best and best.text,
     }
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     try:
-        own.output.write_text(
-            json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        own.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {own.output} cannot be written: {error.strerror}") from error
 

@@ -1,7 +1,6 @@
 """Proposes a sparse pattern for training from measurements. Imports no JAX."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 
@@ -12,8 +11,8 @@ class Measured:
     Attributes:
         text: the setting as the user wrote it.
         rise: `loss` minus the loss with dense attention.
-        error: standard error of `rise` over sequences; NaN with a single one.
-        copies: the rise over far copies only; NaN if the text has none.
+        error: standard error of `rise` over sequences; None with a single one.
+        copies: the rise over far copies only; None if the text has none.
         step_seconds: predicted time of a training step; None if unknown.
     """
 
@@ -21,8 +20,8 @@ class Measured:
     density: float
     loss: float
     rise: float
-    error: float
-    copies: float
+    error: float | None
+    copies: float | None
     step_seconds: float | None = None
 
 
@@ -31,7 +30,7 @@ def proposed(measured: Sequence[Measured], most_rise: float, most_copies: float)
     within = [
         one
         for one in measured
-        if one.rise <= most_rise and (math.isnan(one.copies) or one.copies <= most_copies)
+        if one.rise <= most_rise and (one.copies is None or one.copies <= most_copies)
     ]
 
     def cost(one: Measured) -> float:

@@ -83,6 +83,6 @@ def measure(
             density=float(np.mean(densities)),
             loss=float(found.mean()),
             rise=float(rises.mean()),
-            error=float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan,
-            copies=float(rises[far].mean()) if far.any() else math.nan,
+            error=float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
+            copies=float(rises[far].mean()) if far.any() else None,
         )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 
 import numpy as np
 import pytest
@@ -71,7 +70,7 @@ def test_a_setting_must_be_within_both_limits():
     found = [
         Measured("few", 0.1, 2.0, 0.02, 0.001, 0.01),
         Measured("some", 0.2, 2.0, 0.0, 0.001, 0.09),
-        Measured("many", 0.4, 2.0, 0.0, 0.001, math.nan),
+        Measured("many", 0.4, 2.0, 0.0, 0.001, None),
     ]
     timed = [dataclasses.replace(x, step_seconds=t) for x, t in zip(found, (3, 2, 1), strict=True)]
 

@@ -27,15 +27,15 @@ class _Panel(NamedTuple):
     grid: np.ndarray
 
 
-def draw_all(lines: Lines, names: Mapping[str, str], folder: Path, caption: str) -> list[Path]:
+def draw_all(lines: Lines, folder: Path, caption: str) -> list[Path]:
     """Draws all pictures into a folder, with a caption below each, and returns the files.
 
-    `names` are those of the models by label. Raises ImportError if matplotlib is not installed.
+    Raises ImportError if matplotlib is not installed.
     """
     if Figure is None:
         raise ImportError("matplotlib is not installed")
     written = []
-    for name, figure in _figures(lines, names):
+    for name, figure in _figures(lines):
         figure.text(0.01, -0.03, caption, fontsize=7, color="0.35")
         path = folder / name.replace("/", "-")
         figure.savefig(path, dpi=150, bbox_inches="tight")
@@ -43,31 +43,31 @@ def draw_all(lines: Lines, names: Mapping[str, str], folder: Path, caption: str)
     return written
 
 
-def _figures(lines: Lines, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+def _figures(lines: Lines) -> Iterator[tuple[str, Any]]:
     tasks, attentions = lines.tasks, lines.attentions
     for task in tasks:
         labels = "length, tokens", "depth of the needle", f"score of {task}"
-        if panels := list(_panels_by_depth(lines, names, task)):
+        if panels := list(_panels_by_depth(lines, task)):
             yield f"depths-{task}.png", _grids(panels, len(attentions), labels)
     if tasks:
         panels = []
         for run in lines.runs:
             means = {task: [lines.score(run, task, n) for n in lines.lengths] for task in tasks}
-            panels.append(_panel(f"{names[run[0]]}\n{run[1]}", means, lines.lengths))
+            panels.append(_panel("\n".join(run), means, lines.lengths))
         labels = "length, tokens", "", "mean score"
         yield "scores.png", _grids(panels, len(attentions), labels)
         if len(lines.models) > 1 and len(attentions) > 1:
             panels = []
             for n in lines.lengths:
                 means = {
-                    names[m]: [lines.mean_of_tasks((m, a), tasks, n) for a in attentions]
+                    m: [lines.mean_of_tasks((m, a), tasks, n) for a in attentions]
                     for m in lines.models
                 }
                 panels.append(_panel(f"{n} tokens", means, attentions))
             labels = "attention at inference", "trained model", "mean score"
             yield "trained-inferred.png", _grids(panels, 4, labels)
     for length in lines.document_lengths:
-        yield f"loss-{length}.png", _loss(lines, names, length)
+        yield f"loss-{length}.png", _loss(lines, length)
 
 
 def _panel(
@@ -77,7 +77,7 @@ def _panel(
     return _Panel(title, list(means), columns, np.array(grid))
 
 
-def _panels_by_depth(lines: Lines, names: Mapping[str, str], task: str) -> Iterator[_Panel]:
+def _panels_by_depth(lines: Lines, task: str) -> Iterator[_Panel]:
     own = [line for line in lines.scored if line["task"] == task]
     depths = sorted({line["depth"] for line in own if line["depth"] is not None})
     lengths = sorted({line["length"] for line in own})
@@ -89,7 +89,7 @@ def _panels_by_depth(lines: Lines, names: Mapping[str, str], task: str) -> Itera
             if scores:
                 grid[i, j], most = np.mean(scores), max(most, len(scores))
         if most:
-            title = f"{names[run[0]]}\n{run[1]}, up to {most} samples a cell"
+            title = f"{run[0]}\n{run[1]}, up to {most} samples a cell"
             yield _Panel(title, [f"{depth:.0%}" for depth in depths], lengths, grid)
 
 
@@ -125,11 +125,11 @@ def _grids(panels: Sequence[_Panel], across: int, labels: tuple[str, str, str]) 
     return figure
 
 
-def _loss(lines: Lines, names: Mapping[str, str], length: int) -> Any:
+def _loss(lines: Lines, length: int) -> Any:
     """Loss over position, one line per model and attention."""
     figure, (ax,) = _figure(6, 3.6, 1, 1)
-    for model, attention in lines.runs:
-        documents = list(lines.losses_of_documents((model, attention), length).values())
+    for run in lines.runs:
+        documents = list(lines.losses_of_documents(run, length).values())
         if not documents:
             continue
         means = [Mean.of(values) for values in np.array(documents).T[:-1]]
@@ -140,8 +140,8 @@ def _loss(lines: Lines, names: Mapping[str, str], length: int) -> Any:
             capsize=2,
             marker="o",
             markersize=3,
-            linestyle="-" if attention == "dense" else "--",
-            label=f"{names[model]}, {attention}",
+            linestyle="-" if run[1] == "dense" else "--",
+            label=", ".join(run),
         )
         ax.set_xticks(range(len(means)), bucket_names(len(means)), fontsize=7)
     ax.set_xlabel("tokens of context, from this power of two to the next")

@@ -8,7 +8,7 @@ import numpy as np
 import rich.box
 import rich.table
 
-from mtraining_jax.evaluation.report.cells import Lines, Mean
+from mtraining_jax.evaluation.report.cells import Lines, Mean, Run
 from mtraining_jax.evaluation.tasks import GROUPS
 from mtraining_jax.models.position_buckets import bucket_names
 from mtraining_jax.utils.text import counted
@@ -48,18 +48,18 @@ class TextTable(NamedTuple):
         return table
 
 
-def tables(lines: Lines, names: Mapping[str, str]) -> Iterator[TextTable]:
-    """Yields all tables for the lines; `names` are those of the models by label."""
+def tables(lines: Lines) -> Iterator[TextTable]:
+    """Yields all tables for the lines."""
     if lines.scored:
-        yield _scores(lines, names)
+        yield _scores(lines)
         if len(lines.models) > 1 and len(lines.attentions) > 1:
-            yield _trained_and_inferred(lines, names)
-        yield _times(lines, names)
+            yield _trained_and_inferred(lines)
+        yield _times(lines)
     for length in lines.document_lengths:
-        yield _losses(lines, names, length)
+        yield _losses(lines, length)
 
 
-def _scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
+def _scores(lines: Lines) -> TextTable:
     """One row per task, model and attention, one column per length."""
     rows = []
 
@@ -68,24 +68,22 @@ def _scores(lines: Lines, names: Mapping[str, str]) -> TextTable:
         if any(means):
             rows.append((*labels, *(_percent(mean, signed) for mean in means)))
 
+    def add_difference(task: str, first: Run, second: Run, *labels: str) -> None:
+        means = (lines.difference(first, second, task, n) for n in lines.lengths)
+        add(task, *labels, means=means, signed=True)
+
     for task in lines.tasks:
         for model in lines.models:
             for attention in lines.attentions:
                 means = (lines.score((model, attention), task, n) for n in lines.lengths)
-                add(task, names[model], attention, means=means)
-            pair = (model, "sparse"), (model, "dense")
-            means = (lines.difference(*pair, task, n) for n in lines.lengths)
-            add(task, names[model], "sparse - dense", means=means, signed=True)
+                add(task, model, attention, means=means)
+            add_difference(task, (model, "sparse"), (model, "dense"), model, "sparse - dense")
         for first, second in itertools.pairwise(lines.models):
-            for attention in lines.attentions:
-                pair = (second, attention), (first, attention)
-                means = (lines.difference(*pair, task, n) for n in lines.lengths)
-                label = f"{names[second]} - {names[first]}"
-                add(task, label, attention, means=means, signed=True)
+            for x in lines.attentions:
+                add_difference(task, (second, x), (first, x), f"{second} - {first}", x)
     for name, tasks in _averages(lines.tasks):
         for run in lines.runs:
-            means = (lines.mean_of_tasks(run, tasks, n) for n in lines.lengths)
-            add(name, names[run[0]], run[1], means=means)
+            add(name, *run, means=(lines.mean_of_tasks(run, tasks, n) for n in lines.lengths))
     return TextTable(
         "Scores",
         "Percent, with standard error and number of samples (of tasks, for a mean). There is no "
@@ -108,13 +106,13 @@ def _averages(tasks: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
         yield f"mean of {len(tasks)} tasks", tasks
 
 
-def _trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
+def _trained_and_inferred(lines: Lines) -> TextTable:
     """Two models with both kinds of attention, to compare training and inference."""
     rows = []
     for length, model in itertools.product(lines.lengths, lines.models):
         means = (lines.mean_of_tasks((model, a), lines.tasks, length) for a in lines.attentions)
         cells = (_percent(mean).partition(" (")[0] for mean in means)
-        rows.append((str(length), names[model], *cells))
+        rows.append((str(length), model, *cells))
     averages = (name for name, tasks in _averages(lines.tasks) if tasks == lines.tasks)
     return TextTable(
         "Training and inference",
@@ -126,7 +124,7 @@ def _trained_and_inferred(lines: Lines, names: Mapping[str, str]) -> TextTable:
     )
 
 
-def _times(lines: Lines, names: Mapping[str, str]) -> TextTable:
+def _times(lines: Lines) -> TextTable:
     """Seconds per sample and density, by length."""
     rows = []
     for length, run in itertools.product(lines.lengths, lines.runs):
@@ -135,7 +133,7 @@ def _times(lines: Lines, names: Mapping[str, str]) -> TextTable:
             median = f"{float(np.median([line['seconds'] for line in found])):.3g}"
             densities = [line["density"] for line in found if line["density"] is not None]
             density = f"{float(np.mean(densities)):.1%}" if densities else _EMPTY
-            rows.append((str(length), names[run[0]], run[1], median, density, str(len(found))))
+            rows.append((str(length), *run, median, density, str(len(found))))
     return TextTable(
         "Times and density",
         "Median seconds per sample on this machine, including the answer but not the making of the "
@@ -147,7 +145,7 @@ def _times(lines: Lines, names: Mapping[str, str]) -> TextTable:
     )
 
 
-def _losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
+def _losses(lines: Lines, length: int) -> TextTable:
     """Loss by position: one row per bucket, one column per model and attention."""
     columns: dict[str, list[str]] = {}
     documents = {run: lines.losses_of_documents(run, length) for run in lines.runs}
@@ -155,12 +153,12 @@ def _losses(lines: Lines, names: Mapping[str, str], length: int) -> TextTable:
         for attention in lines.attentions:
             if found := documents[model, attention]:
                 mean = np.mean(list(found.values()), axis=0)
-                columns[f"{names[model]}, {attention}"] = [f"{x:.3f}" for x in mean]
+                columns[f"{model}, {attention}"] = [f"{x:.3f}" for x in mean]
         sparse, dense = (documents.get((model, name), {}) for name in ("sparse", "dense"))
         if both := sorted(sparse.keys() & dense.keys()):
             differences = np.array([np.subtract(sparse[n], dense[n]) for n in both])
-            name = f"{names[model]}, sparse - dense"
-            columns[name] = [_signed(Mean.of(values)) for values in differences.T]
+            means = map(Mean.of, differences.T)
+            columns[f"{model}, sparse - dense"] = [_signed(mean) for mean in means]
     buckets = len(next(iter(columns.values()))) - 1
     first = [*(f"from {name}" for name in bucket_names(buckets)), "last 64"]
     count = counted(max(map(len, documents.values())), "document")

@@ -19,29 +19,29 @@ def write_report(folder: Path, console: Console) -> list[Path]:
     Raises:
         UserError: if the folder has no results, or a damaged line.
     """
-    lines, settings = Lines(read_lines(folder)), read_settings(folder)
+    settings = read_settings(folder)
+    names = {label: about["name"] for label, about in settings.get("models", {}).items()}
+    lines = Lines(x | {"model": names.get(x["model"], x["model"])} for x in read_lines(folder))
     if not lines.models:
         raise UserError(f"{folder} contains no evaluation results")
-    about = settings.get("models", {})
-    names = {label: about.get(label, {}).get("name", label) for label in lines.models}
     # Each with date, devices and versions.
     invocations = [
         ("{date}, {devices}, {versions}".format(**facts), facts["command"])
         for facts in read_invocations(folder)
     ]
-    made = list(tables(lines, names))
+    made = list(tables(lines))
     for table in made:
         console.print(table.for_terminal())
     pictures = []
     try:
-        pictures = draw_all(lines, names, folder, invocations[-1][0] if invocations else "")
+        pictures = draw_all(lines, folder, invocations[-1][0] if invocations else "")
     except ImportError:
         console.print(
             "no pictures, because matplotlib is missing: uv run --extra plot, or pip install "
             "matplotlib",
             markup=False,
         )
-    parts = [f"# Evaluation of {' and '.join(names.values())}\n"]
+    parts = [f"# Evaluation of {' and '.join(lines.models)}\n"]
     parts.append("\n".join(settings_text(settings)) + "\n")
     if cut := [line["cut_tokens"] for line in lines.scored if line["cut_tokens"]]:
         parts.append(
