@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from mtraining_jax.attention import checks
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionSpec
 from mtraining_jax.attention.order import global_order, ring_layout
-from mtraining_jax.attention.placement import find_placement
+from mtraining_jax.attention.placement import find_placement, take
 from mtraining_jax.attention.sharded import attend
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import check_ring
@@ -135,13 +135,13 @@ def sparse_attention(
     batch_shape = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
     if order is not None:
-        q, k, v = (placement.take(x, order[0]) for x in (q, k, v))
+        q, k, v = (take(x, order[0]) for x in (q, k, v))
     spec = AttentionSpec(placement, shard_layout, ring, scale, causal, backend)
     inputs = AttentionInputs(pattern=pattern, documents=blocks, valid_len=valid_len)
     output = _attend(spec, q, k, v, inputs)
     out, lse, index = output.out, output.lse, output.index
     if order is not None:
-        out, lse = placement.take(out, order[1]), placement.take(lse, order[1], axis=2)
+        out, lse = take(out, order[1]), take(lse, order[1], axis=2)
     if len(batch_shape) != 1:
         out, lse = (x.reshape(*batch_shape, *x.shape[1:]) for x in (out, lse))
     result = (out, *((lse,) if return_lse else ()), *((index,) if return_index else ()))

@@ -4,14 +4,13 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
-from mtraining_jax.attention.placement import Axes, Placement, as_axes, check_axes, keeping_sharding
+from mtraining_jax.attention.placement import Axes, Placement, as_axes, check_axes, take
 from mtraining_jax.parallel.layout import KINDS, Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 from mtraining_jax.parallel.ring import check_ring
@@ -47,19 +46,14 @@ def sequence_layout(
     axes = as_axes(sequence_axes)
     check_axes({"sequence_axes": axes}, mesh)
     check_ring(ring)
-    placement = Placement(mesh, sequence=axes)
-    sizes = tuple(placement.size((axis,)) for axis in axes)
+    sizes = tuple(mesh.shape[axis] for axis in axes)
     return layout_for_ring(kind, seq_len, sizes, block_size, ring)
 
 
 def layout_for_ring(
     kind: str, seq_len: int, axis_sizes: tuple[int, ...], block_size: int, ring: str
 ) -> Layout:
-    """Builds the token order for a ring over one or two axes of these sizes, slowest first.
-
-    Raises:
-        UserError: if S is not divisible; the message suggests valid lengths.
-    """
+    """Builds the token order for a ring over one or two axes of these sizes, slowest first."""
     # With a ring inside the node, adjacent blocks go to different nodes, for equal work.
     nodes = axis_sizes[0] if ring != "flat" and len(axis_sizes) == 2 and kind == "striped" else 1
     return Layout(kind, seq_len, math.prod(axis_sizes), block_size, nodes)
@@ -74,18 +68,11 @@ def ring_layout(
     ring: str,
 ) -> Layout:
     """Returns the layout of a sharded sequence, from `layout` or `positions`."""
-    assert placement.mesh is not None  # only a mesh has several ranks
-    mesh, order = placement.mesh, _known_positions(positions, seq_len)
+    order = _known_positions(positions, seq_len)
+    sizes = tuple(placement.size((axis,)) for axis in placement.sequence)
 
     def build(kind: str, ring: str = ring) -> Layout:
-        return sequence_layout(
-            seq_len,
-            mesh,
-            kind=kind,
-            sequence_axes=placement.sequence,
-            block_size=block_size,
-            ring=ring,
-        )
+        return layout_for_ring(kind, seq_len, sizes, block_size, ring)
 
     if layout is None and order is not None:
         units = placement.ranks * block_size
@@ -173,10 +160,6 @@ def _permute(x: Any, layout: Layout, axis: int, order: np.ndarray) -> Any:
             raise ValueError(
                 f"x has shape {x.shape}; the layout needs {layout.seq_len} tokens along axis={axis}"
             )
-        if isinstance(x, np.ndarray):
-            return np.take(x, order, axis=axis)
-        return keeping_sharding(
-            lambda x: jnp.take(x, order, axis=axis, unique_indices=True, mode="clip"), x
-        )
+        return np.take(x, order, axis) if isinstance(x, np.ndarray) else take(x, order, axis)
 
     return jax.tree.map(permute_one, x)

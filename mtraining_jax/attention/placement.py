@@ -76,18 +76,17 @@ class Placement:
             )
         return jax.sharding.auto_axes(function, out_sharding=of_results)(*args)
 
-    def take(self, x: Array, order: np.ndarray, axis: int = 1) -> Array:
-        return keeping_sharding(
-            lambda x: jnp.take(x, order, axis=axis, unique_indices=True, mode="clip"), x
-        )
 
+def take(x: Array, order: np.ndarray, axis: int = 1) -> Array:
+    """Permutes the entries of an array and keeps its sharding over Explicit axes."""
 
-def keeping_sharding(function: Callable[[Array], Array], x: Array) -> Array:
-    """Applies a permutation of entries and keeps the sharding over Explicit axes."""
+    def permuted(x: Array) -> Array:
+        return jnp.take(x, order, axis=axis, unique_indices=True, mode="clip")
+
     sharding = jax.typeof(x).sharding
     if all(entry is None for entry in sharding.spec):
-        return function(x)
-    return cast(Array, jax.sharding.auto_axes(function, out_sharding=sharding)(x))
+        return permuted(x)
+    return cast(Array, jax.sharding.auto_axes(permuted, out_sharding=sharding)(x))
 
 
 def find_placement(

@@ -18,7 +18,7 @@ from mtraining_jax.attention.all_blocks import all_blocks
 from mtraining_jax.attention.audit.auditing import keys_of, mask_of_heads, tapped
 from mtraining_jax.attention.audit.figures import forward_figures, gradient_figures
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionOutput, AttentionSpec, Stats
-from mtraining_jax.attention.placement import Placement
+from mtraining_jax.attention.placement import Placement, take
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.replicas import remaining_axes
@@ -57,7 +57,7 @@ def attend(
     out_specs = AttentionOutput(*cast(Any, (heads, rows, of_index, P(), batch)))
     order = _order_of_rows(spec) if row_sharded else None
     if order is not None and isinstance(pattern, Index):
-        pattern = jax.tree.map(lambda x: placement.take(x, order, axis=2), pattern)
+        pattern = jax.tree.map(lambda x: take(x, order, axis=2), pattern)
     output = placement.run(
         functools.partial(_attend_on_shard, spec, others),
         (heads, heads, heads, of_inputs),
@@ -68,7 +68,7 @@ def attend(
         output = output._replace(out=_tap_gradient(spec, others, output, k, v, inputs, of_index))
     if order is None:
         return output
-    back = functools.partial(placement.take, order=np.argsort(order), axis=2)
+    back = functools.partial(take, order=np.argsort(order), axis=2)
     return output._replace(index=jax.tree.map(back, output.index))
 
 

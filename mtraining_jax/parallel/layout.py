@@ -113,11 +113,11 @@ class Layout:
     def gathered_positions(self, tokens: Array, ranks: Array) -> Array:
         """Maps global positions to those in the joined shards of `ranks`, int32 [n]; or -1."""
         size = self.local_blocks * self.block_size
-        found = jnp.full_like(tokens, -1)
+        gathered = jnp.full_like(tokens, -1)
         for number in range(ranks.shape[0]):
             local = self.local_positions(tokens, ranks[number])
-            found = jnp.where(local >= 0, number * size + local, found)
-        return found
+            gathered = jnp.where(local >= 0, number * size + local, gathered)
+        return gathered
 
     def permutation(self) -> np.ndarray:
         """Returns the position of each token in layout order: int64 [S], `x_layout = x[perm]`."""

@@ -26,33 +26,30 @@ def restarting_positions(mesh: Mesh, block_size: int) -> Callable[[Array, Array]
     [B, NB, 3]. It returns 0 for a token outside of documents.
     """
 
-    def local(positions: Array, table: Array) -> Array:
-        documents = DocumentBlocks.from_table(table)
-        block = positions // block_size
+    def restart(positions: Array, documents: DocumentBlocks) -> Array:
         first, length = (
-            jnp.take_along_axis(x, block, axis=1) for x in (documents.first, documents.length)
+            jnp.take_along_axis(x, positions // block_size, axis=1)
+            for x in (documents.first, documents.length)
         )
         return jnp.where(length > 0, positions - first * block_size, 0)
 
-    return _on_shards(local, mesh)
+    return _on_shards(restart, mesh)
 
 
 def lengths_of_documents(mesh: Mesh, block_size: int) -> Callable[[Array, Array], Array]:
-    """Compiles a function that returns the real tokens of each token's document, int32 [B, S].
+    """Compiles a function that returns the real tokens of each token's document, int32 [B, S]."""
 
-    Its arguments are those of `restarting_positions`; 0 for a token outside of documents.
-    """
+    def lengths(positions: Array, documents: DocumentBlocks) -> Array:
+        return jnp.take_along_axis(documents.tokens, positions // block_size, axis=1)
 
-    def local(positions: Array, table: Array) -> Array:
-        tokens = DocumentBlocks.from_table(table).tokens
-        return jnp.take_along_axis(tokens, positions // block_size, axis=1)
-
-    return _on_shards(local, mesh)
+    return _on_shards(lengths, mesh)
 
 
-def _on_shards(local: Callable[..., Array], mesh: Mesh) -> Callable[[Array, Array], Array]:
-    return jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=(TOKENS, DOCUMENTS), out_specs=TOKENS, check_vma=False
-        )
-    )
+def _on_shards(
+    function: Callable[[Array, DocumentBlocks], Array], mesh: Mesh
+) -> Callable[[Array, Array], Array]:
+    def on_shard(positions: Array, table: Array) -> Array:
+        return function(positions, DocumentBlocks.from_table(table))
+
+    specs = {"in_specs": (TOKENS, DOCUMENTS), "out_specs": TOKENS}
+    return jax.jit(jax.shard_map(on_shard, mesh=mesh, check_vma=False, **specs))

@@ -33,14 +33,9 @@ _LAYERS = "layers."
 def make_gradient_comparison(
     config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout
 ) -> Callable[[TrainState, Batch], dict[str, Array]] | None:
-    """Builds a function that computes the gradients of one micro-batch, sparse and dense.
+    """Builds a jitted function (state, batch) -> `compared` gradients of one micro-batch.
 
-    Returns:
-        A jitted function of a state (not donated) and a batch, or None if the run is dense or does
-        not ask for it. The function returns `global_gradient_cosine`, the cosine of the two
-        gradients of all trained parameters; `global_gradient_ratio`, the norm of the sparse one
-        over that of the dense one; and, where layers are trained,
-        `global_gradient_cosine_per_layer` fp32 [L]. NaN where the dense gradient is 0.
+    None if the run is dense or does not ask for it. The state is not donated.
     """
     if not config.audit.gradient_interval or not config.sparsity.pattern.sparse:
         return None
@@ -103,7 +98,11 @@ def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
 
 
 def compared(own: dict[str, Array], dense: dict[str, Array]) -> dict[str, Array]:
-    """Cosine and norm ratio of two gradients by name; see `make_gradient_comparison`."""
+    """Compares two gradients by name, sparse and dense; NaN where the dense one is 0.
+
+    Returns `global_gradient_cosine`; `global_gradient_ratio`, the norm of the sparse one over that
+    of the dense one; and, where layers are trained, `global_gradient_cosine_per_layer` fp32 [L].
+    """
 
     def sums(a: dict[str, Array], b: dict[str, Array], per_layer: bool) -> Array:
         names = [name for name in a if name.startswith(_LAYERS) or not per_layer]

@@ -38,37 +38,26 @@ def make_train_step(
     attention_inputs: AttentionInputs | None = None,
     audited: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds one jitted training step.
+    """Builds one jitted training step: (state, batch) -> (next state, metrics).
 
-    The loss is the mean of -log p over all counted labels of the batch, on all micro-batches and
-    devices, or the mean over documents of their means (`loss.weighting`). Gradients are summed in
-    fp32 over `optimizer.accumulation_steps` micro-batches. Within a micro-batch, gradients of the
-    layers' matrices have the compute dtype. A step with a loss or gradient norm that is not finite
-    is skipped and counted: parameters and optimizer state stay unchanged.
+    It donates the state. The loss is the mean of -log p over all counted labels of the batch, on
+    all micro-batches and devices, or the mean over documents of their means (`loss.weighting`).
+    Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. Within a
+    micro-batch, gradients of the layers' matrices have the compute dtype. A step with a loss or
+    gradient norm that is not finite is skipped and counted: parameters and optimizer state stay
+    unchanged. With `audited`, attention is measured in every step, as `[audit]` says.
 
-    Args:
-        config: the run's configuration.
-        builder: builds the run's states.
-        attention: attention of the model's layers; see `Transformer`.
-        mesh: axes ('data', 'node', 'device').
-        attention_inputs: inputs of `attention` that no batch has, such as a pattern by layer.
-        audited: whether to measure attention in every step, as `[audit]` says.
+    The batch has int32 [B, S] `tokens`, `labels` and `positions` in layout order. Optional:
+    `documents` int32 [B, NB, 3] as in `Documents` (attention stays within each document, and
+    positions restart there), `document_lengths` int32 [B, S] for models with length-dependent
+    rotary positions, `weights` fp32 [B, S] of the labels, and `mass_fraction` int32 [B, L], of each
+    layer for each sequence, as in `SelectionContext`.
 
-    Returns:
-        A function (state, batch) -> (next state, metrics). It donates the state.
-
-        The batch has int32 [B, S] `tokens`, `labels` and `positions` in layout order. Optional:
-        `documents` int32 [B, NB, 3] as in `Documents` (attention stays within each document, and
-        positions restart there), `document_lengths` int32 [B, S] for models with length-dependent
-        rotary positions, `weights` fp32 [B, S] of the labels, and `mass_fraction` int32 [B, L], of
-        each layer for each sequence, as in `SelectionContext`.
-
-        Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping)
-        and `lr`; int32 `step` (from 1), `labels` (counted), `skipped` (so far) and
-        `skipped_in_row`; `layers`, attention statistics by name, fp32 [L] each, mean over the
-        batch. With `mass_fraction` also `density_by_group`, fp32 [M, L]. An audited step adds
-        `audit`, figures by name, fp32 [L, Hq] each, mean over micro-batches and replicas, and
-        optionally `masks`, an index with a leading layer axis.
+    Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping) and
+    `lr`; int32 `step` (from 1), `labels` (counted), `skipped` (so far) and `skipped_in_row`;
+    `layers`, attention statistics by name, fp32 [L] each, mean over the batch; with
+    `mass_fraction` `density_by_group`, fp32 [M, L]; if audited, `audit`, figures by name, fp32
+    [L, Hq] each, and optionally `masks`, an index with a leading layer axis.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
     gradients_of = make_gradients(config, builder, attention, mesh, attention_inputs, audited)
@@ -152,21 +141,13 @@ def make_gradients(
         count: Array,
         rows: AuditRows | None,
     ):
-        model = nnx.merge(builder.graphdef, builder.unflatten({**trained, **frozen}))
-        inputs = dataclasses.replace(add_batch(of_run, batch), grad_tap=taps, audit_rows=rows)
-        hidden, layers = model(
-            batch["tokens"],
-            batch["positions"],
-            attention,
-            attention_inputs=inputs,
-            mesh=mesh,
-            fsdp=fsdp,
-            length=batch.get("document_lengths"),
+        inputs = dataclasses.replace(of_run, grad_tap=taps, audit_rows=rows)
+        model, hidden, layers = run_layers(
+            builder, {**trained, **frozen}, batch, attention, inputs, mesh, fsdp
         )
-        weight = model.lm_head_weight()
         total = linear_cross_entropy(
             hidden,
-            weight,
+            model.lm_head_weight(),
             batch["labels"],
             chunk_size=config.loss.chunk_size,
             mesh=mesh,
@@ -209,6 +190,29 @@ def make_gradients(
         return of_replica
     in_specs, out_specs = (P(), P(), P(DATA_AXIS), P(), P()), (P(), P(), P(DATA_AXIS))
     return per_replica(summed_over_replicas, mesh, in_specs, out_specs)
+
+
+def run_layers(
+    builder: StateBuilder,
+    parameters: Parameters,
+    batch: Batch,
+    attention: Attention,
+    inputs: AttentionInputs,
+    mesh: Mesh,
+    fsdp: bool,
+) -> tuple[Any, Array, dict[str, Any]]:
+    """Returns the model, and hidden states and statistics of its layers on a batch."""
+    model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
+    hidden, layers = model(
+        batch["tokens"],
+        batch["positions"],
+        attention,
+        attention_inputs=add_batch(inputs, batch),
+        mesh=mesh,
+        fsdp=fsdp,
+        length=batch.get("document_lengths"),
+    )
+    return model, hidden, layers
 
 
 def _over_parts(x: Array) -> Array:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,11 +20,11 @@ from mtraining_jax.models.transformer import Attention
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.record import Record, validation_record
-from mtraining_jax.training.build import add_batch, build_attention, build_layout, build_pattern
+from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder, TrainState
-from mtraining_jax.training.step import Batch
+from mtraining_jax.training.step import Batch, run_layers
 from mtraining_jax.utils.errors import UserError
 
 
@@ -134,16 +133,7 @@ def _make_sums(
     buckets, fsdp = num_buckets(config.data.seq_len), config.parallel.fsdp
 
     def sums(parameters: dict[str, Array], batch: Batch) -> tuple[Array, Array]:
-        model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
-        hidden, _ = model(
-            batch["tokens"],
-            batch["positions"],
-            attention,
-            attention_inputs=add_batch(inputs, batch),
-            mesh=mesh,
-            fsdp=fsdp,
-            length=batch.get("document_lengths"),
-        )
+        model, hidden, _ = run_layers(builder, parameters, batch, attention, inputs, mesh, fsdp)
         scores = label_scores(
             hidden,
             model.lm_head_weight(),

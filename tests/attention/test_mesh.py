@@ -18,7 +18,6 @@ from mtraining_jax import (
     stripe,
     unstripe,
 )
-from pallas_kernels.index import BlockSparseIndex
 from tests.attention.inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs
 
 BUDGET = FixedBudget(
@@ -237,9 +236,6 @@ OWN = {"mesh": MESH, "batch_axis": "rows", "sequence_axes": "context"}
          "positions do not match layout="),
         ({**OWN, "pattern": Dense(block_size=8), "causal": False},
          "causal=False needs an unsharded sequence"),
-        ({**OWN, "ring": "flat", "pattern": BlockSparseIndex.from_block_mask(
-            jnp.ones((2, HEADS, 16, 16), bool), BLOCK)},
-         "does not support a BlockSparseIndex.* use ring='gather'"),
         ({**OWN, "ring": "round"}, "ring='round' is unknown; it must be one of hierarchical, flat"),
     ],
 )  # fmt: skip

@@ -170,19 +170,12 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     np.testing.assert_array_equal(found[:, back], tokens_of)
 
 
-def test_patterns_and_rings_that_cannot_keep_documents_apart_are_refused(tmp_path):
-    for sections, message in [
-        (
-            dict(sparsity={"kind": "examples.strided_pattern:Strided"}),
-            'data.mode = "pack" cannot be combined with sparsity.kind = '
-            '"examples.strided_pattern:Strided": Strided does not support',
-        ),
-        (
-            dict(parallel={"ring": "flat"}),
-            'data.mode = "pack" with sparsity.kind = "sampled_rows" lists key blocks for each',
-        ),
-    ]:
-        with pytest.raises(UserError, match=message):
-            Run(tmp_path, 2, **sections)
+def test_patterns_that_cannot_keep_documents_apart_are_refused(tmp_path):
+    message = (
+        'data.mode = "pack" cannot be combined with sparsity.kind = '
+        '"examples.strided_pattern:Strided": Strided does not support'
+    )
+    with pytest.raises(UserError, match=message):
+        Run(tmp_path, 2, sparsity={"kind": "examples.strided_pattern:Strided"})
     with pytest.raises(UserError, match='loss.weighting = "document" needs documents, and data.mo'):
         build_mesh(tiny_config(tmp_path, loss={"weighting": "document"}))

@@ -56,20 +56,12 @@ def forward_figures(
     - `starved_keys`: fraction of keys that no later query block computes.
     - `starved_mass`: fraction of a row's mass on such keys of earlier blocks, mean over rows.
 
-    Args:
-        q_BnHD: [B, n, Hq, D], local queries.
-        rows: rows to measure. Padding rows are ignored.
-        keys: keys, values and index.
-        batch_axes: mesh axes that the batch is sharded over.
-
-    Returns:
-        fp32 [Hq] each, replicated; NaN if there is no valid row. And attention of the rows
-        everywhere, for `gradient_figures`.
+    Padding rows are ignored. Returns fp32 [Hq] each, replicated; NaN if there is no valid row. And
+    attention of the rows everywhere, for `gradient_figures`.
     """
     q_BnHD, k, v = lax.stop_gradient((q_BnHD, keys.k, keys.v))
     keys = keys._replace(k=k, v=v)
-    given = [x for x in rows if x is not None]
-    positions = jnp.concatenate(given)
+    positions = jnp.concatenate([x for x in rows if x is not None])
     starved, could = starved_keys(keys, q_BnHD.shape[2])
     found = attend_rows(keys.rows(q_BnHD, positions), positions, keys, starved)
     count = rows.everywhere.shape[0]
@@ -115,17 +107,9 @@ def gradient_figures(
 ) -> Array:
     """Computes the error of this layer's query gradients, given the gradient of the output.
 
-    Returns the cosine between the gradients of all measured queries through exact attention and
-    through the computed pairs, and the norm of the latter over that of the former.
-
-    Args:
-        found: attention of the rows, from `forward_figures`.
-        d_out_BnHD: local gradient of the loss with respect to the output.
-        positions: int32 [R], the rows everywhere.
-        keys, batch_axes: as in `forward_figures`.
-
-    Returns:
-        fp32 [Hq, 2], in the order of `GRADIENT_FIGURES`; NaN if exact attention has no gradient.
+    Returns fp32 [Hq, 2], in the order of `GRADIENT_FIGURES`: the cosine between the gradients of
+    the rows everywhere through exact attention and through the computed pairs, and the norm of the
+    latter over that of the former. NaN if exact attention has no gradient.
     """
     d_rows = keys.rows(d_out_BnHD, positions)
     # Only a direction and a ratio are needed; rescale so that squares do not underflow.

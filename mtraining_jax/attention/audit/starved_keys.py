@@ -13,11 +13,8 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
     """Finds local keys that no later query block computes, although one could.
 
     Checks the last query of each block: in most index types all queries of a block compute the same
-    keys. A key's own block is ignored, since every pattern keeps it.
-
-    Returns:
-        (starved, could): bool [B, Hq, n], and bool [B or 1, 1, n], keys that are not padding and
-        have a later block in their document.
+    keys. A key's own block is ignored, since every pattern keeps it. Returns bool [B, Hq, n], and
+    bool [B or 1, 1, n], keys that are not padding and have a later block in their document.
     """
     size, num_blocks = keys.block_size, keys.num_blocks
     num_local, batch = keys.block_ids.shape[0], keys.k.shape[0]

@@ -24,7 +24,7 @@ def ring_forward(topology: RingTopology, plans: RingPlans, q: Array, kv: Pair) -
     """Computes (output, lse) of every query segment from this rank's queries, keys and values."""
     transfers, kernels = Transfers(topology), RankKernels(topology, q)
     held = transfers.hold(kv)
-    state, source = kernels.empty_state(), held[-1]
+    state, source = [None] * kernels.num_segments, held[-1]
     if plans.own is not None:
         state = kernels.forward(plans.own, [kv], None, state, last=False)
         # Columns are not needed before the last step. Without the barrier, their sum over nodes
@@ -61,14 +61,13 @@ def ring_forward(topology: RingTopology, plans: RingPlans, q: Array, kv: Pair) -
 def ring_backward(
     topology: RingTopology, plans: RingPlans, q: Array, kv: Pair, rows: tuple[Array, Array, Array]
 ) -> tuple[list[Array], Pair]:
-    """Computes the gradients, which travel with their keys; `rows` as in `RankKernels.backward`.
+    """Computes dq of every query segment, and (dk, dv) of this rank's keys and values, in fp32.
 
-    Returns:
-        dq of every query segment; (dk, dv) of this rank's keys and values; all fp32.
+    Gradients of keys travel with them; `rows` as in `RankKernels.backward`.
     """
     transfers, kernels = Transfers(topology), RankKernels(topology, q)
     held = transfers.hold(kv)
-    dq, collected = kernels.empty_state(), None
+    dq, collected = [None] * kernels.num_segments, None
     if plans.own is not None:
         dq, own, _ = kernels.backward(plans.own, [kv], None, rows, dq)
         # The barrier puts dk and dv of the rank's own keys first, so that the gather overlaps

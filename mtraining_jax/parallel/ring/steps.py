@@ -58,11 +58,7 @@ class RingPlans:
 
 @jax.named_scope("ring_plans")
 def plan_ring(topology: RingTopology, index: Index, q: Array, k: Array) -> RingPlans:
-    """Plans all steps of a ring.
-
-    Only shapes and dtypes of q and k are read. The index has global positions; if `by_rows`, only
-    this rank's rows.
-    """
+    """Plans all steps of a ring from an index as in `ring_attention`, and shapes of q and k."""
     layout, rank = topology.layout, topology.rank()
     queries = layout.segments(rank)
     rows = layout.block_ids(rank)
@@ -140,14 +136,10 @@ class RankKernels:
     """Runs planned steps on this rank's queries, [B, n, Hq, D]."""
 
     def __init__(self, topology: RingTopology, q: Array):
-        self._scale = topology.scale
+        self._options = {"scale": topology.scale, "beside_transfers": True}
         self._pairs = segment_pairs(topology.layout)
-        self._num_segments = len(topology.layout.segments(0))
+        self.num_segments = len(topology.layout.segments(0))
         self._queries = self._split(q)
-
-    def empty_state(self) -> list[None]:
-        """Returns the state, or dq, before the first call."""
-        return [None] * self._num_segments
 
     def forward(
         self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None, state: State, last: bool
@@ -164,10 +156,9 @@ class RankKernels:
                 *keys[j],
                 plan,
                 columns if plan.columns is not None else None,
-                scale=self._scale,
                 init=results[i],
                 out_dtype=self._queries[i].dtype if final else jnp.float32,
-                beside_transfers=True,
+                **self._options,
             )
         return results
 
@@ -181,16 +172,12 @@ class RankKernels:
     ) -> tuple[list[Array], list[Pair], Pair | None]:
         """Computes gradients from the keys of one step.
 
-        Args:
-            plans, keys, columns: as in `forward`.
-            rows: gradient of the output [B, n, Hq, D]; lse and delta fp32 [B, Hq, n].
-            dq: accumulated fp32 gradients of the query segments.
-
-        Returns:
-            dq; fp32 (dk, dv) of each key segment; column gradients or None.
+        `rows` are the gradient of the output [B, n, Hq, D], lse and delta fp32 [B, Hq, n]. Returns
+        accumulated dq of the query segments, (dk, dv) of each key segment, and column gradients
+        or None; all fp32.
         """
         dqs: list[Any] = list(dq)
-        dkv: list[Any] = self.empty_state()
+        dkv: list[Any] = [None] * self.num_segments
         dcolumns: Any = None
         dout, lse, delta = (self._split(rows[0]), *(self._split(x, 2) for x in rows[1:]))
         for (i, j), plan in zip(self._pairs, plans, strict=True):
@@ -202,8 +189,7 @@ class RankKernels:
                 delta[i],
                 plan,
                 columns if plan.columns is not None else None,
-                scale=self._scale,
-                beside_transfers=True,
+                **self._options,
             )
             dqs[i] = accumulate(dqs[i], grads.dq)
             dkv[j] = accumulate(dkv[j], (grads.dk, grads.dv))
@@ -212,7 +198,7 @@ class RankKernels:
         return dqs, dkv, dcolumns
 
     def _split(self, x: Array, axis: int = 1) -> list[Array]:
-        return jnp.split(x, self._num_segments, axis=axis)
+        return jnp.split(x, self.num_segments, axis=axis)
 
 
 def accumulate(total: Any, share: Any) -> Any:

@@ -36,14 +36,8 @@ class RingTopology:
     """Static description of a ring; usable inside `shard_map` over `axis_names`.
 
     Two rotating axes are nested: in each step of the first one, keys and values pass once around
-    the second, while those of the next node travel along the first.
-
-    Attributes:
-        layout: layout of the sequence; `layout.num_ranks` must be the product of the sizes.
-        axis_names, axis_sizes: mesh axes of the sequence, slowest first.
-        ring: one of `RINGS`.
-        scale: scale of the logits; None is 1/sqrt(D).
-        backend: kernel backend; None is the fastest available one.
+    the second, while those of the next node travel along the first. The attributes are arguments of
+    `ring_attention`.
     """
 
     layout: Layout
@@ -107,10 +101,7 @@ class RingTopology:
         return lax.axis_index(self.axis_names) if self.axis_names else 0
 
     def sources(self, rank: Any, *steps: Any) -> Array:
-        """Returns the ranks of the keys that `rank` visits: int32 [..., group_size].
-
-        `steps` has a step of each rotating axis; all arguments are integers or integer arrays.
-        """
+        """Returns the ranks that `rank` visits at a step of each rotating axis: int32 [..., n]."""
         ranks = rank
         for axis, step in zip(self.rotating, steps, strict=True):
             position = rank // axis.stride % axis.size

@@ -106,18 +106,11 @@ class Transfers:
 
 
 def fetch_columns(kv: Pair, positions: Array, axis_names: tuple[str, ...]) -> Pair:
-    """Fetches the columns of an index to every rank of some axes, in one sum per layer.
+    """Fetches columns [B, Mv, Hq, D] to every rank of some axes, in one sum per layer.
 
     Columns are few and every rank with later queries needs them. Each rank contributes its own
-    columns and zeros elsewhere, so the sum is exact in any dtype.
-
-    Args:
-        kv: [B, n, Hk, D] each, this rank's keys and values.
-        positions: int32 [B, Hq, Mv], local positions; outside [0, n) for columns of other ranks.
-        axis_names: mesh axes that the keys and values are sharded over, () for none.
-
-    Returns:
-        keys, values [B, Mv, Hq, D] in the dtype of the keys.
+    columns and zeros elsewhere, so the sum is exact in any dtype. `positions`, int32 [B, Hq, Mv],
+    are outside [0, n) for columns of other ranks.
     """
     columns = gather_columns(kv[0], positions), gather_columns(kv[1], positions)
     return lax.psum(columns, axis_names) if axis_names else columns
