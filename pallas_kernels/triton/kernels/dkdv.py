@@ -34,7 +34,8 @@ def attention_dkdv(
     key_offsets = offsets(KEYS, KV_HEADS, DIM)
     k_tile = tl.load(rows_of(k, batch, row, key_length, kv_head, KV_HEADS, DIM) + key_offsets)
     v_tile = tl.load(rows_of(v, batch, row, key_length, kv_head, KV_HEADS, DIM) + key_offsets)
-    dk_acc, dv_acc = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
+    keys = k_tile, v_tile
+    state = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SPLIT: tl.constexpr = BLOCK // ROWS
@@ -53,67 +54,36 @@ def attention_dkdv(
         entries = lists + head_at * capacity
         if LISTED:
             entries = lists + block_at * capacity
-        q_head = rows_of(q, batch, 0, query_length, head, HEADS, DIM)
-        dout_head = rows_of(dout, batch, 0, query_length, head, HEADS, DIM)
-        shift_head, delta_head = shift + head_at * query_length, delta + head_at * query_length
+        queries = _head_of(q, dout, shift, delta, batch, query_length, head, HEADS, DIM)
         # Only the first entry can be the diagonal.
         one = tl.minimum(first + 1, last)
         for s in range(first * SPLIT, one * SPLIT):
             entry = s // SPLIT
             inside = (s - entry * SPLIT) * ROWS
-            queries = _query_block(entries, entry, block, LISTED)
-            passing = tl.where(queries - block == tl.load(diagonal), 0, BLOCK)
-            at = queries.to(tl.int64) * BLOCK + inside
-            dk_acc, dv_acc = _step(
-                dk_acc,
-                dv_acc,
-                k_tile,
-                v_tile,
-                q_head + at * (HEADS * DIM),
-                dout_head + at * (HEADS * DIM),
-                shift_head + at,
-                delta_head + at,
-                query_offsets,
-                numbers,
-                inside + passing + tl.arange(0, ROWS),
-                log2_scale,
-                ROWS,
-                True,
-            )
-        queries = block  # arbitrary for an empty list
+            query = _query_block(entries, entry, block, LISTED)
+            passing = tl.where(query - block == tl.load(diagonal), 0, BLOCK)
+            at = query.to(tl.int64) * BLOCK + inside
+            rows = _rows_at(queries, at, HEADS, DIM)
+            positions = inside + passing + tl.arange(0, ROWS)
+            state = _step(state, keys, rows, query_offsets, numbers, positions, log2_scale, True)
+        query = block  # arbitrary for an empty list
         if one < last:
-            queries = _query_block(entries, one, block, LISTED)
+            query = _query_block(entries, one, block, LISTED)
         for s in range(one * SPLIT, last * SPLIT):
-            at = queries.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * ROWS
+            at = query.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * ROWS
             # Prefetched; otherwise the copies of queries, which depend on it, would start too late.
             following = tl.minimum((s + 1) // SPLIT, last - 1)
-            queries = _query_block(entries, following, block, LISTED)
-            dk_acc, dv_acc = _step(
-                dk_acc,
-                dv_acc,
-                k_tile,
-                v_tile,
-                q_head + at * (HEADS * DIM),
-                dout_head + at * (HEADS * DIM),
-                shift_head + at,
-                delta_head + at,
-                query_offsets,
-                numbers,
-                numbers,
-                log2_scale,
-                ROWS,
-                False,
-            )
+            query = _query_block(entries, following, block, LISTED)
+            rows = _rows_at(queries, at, HEADS, DIM)
+            state = _step(state, keys, rows, query_offsets, numbers, numbers, log2_scale, False)
 
     if PARTS == 0:
-        _store(dk, dv, dk_acc * scale, dv_acc, batch, row, key_length, kv_head, KV_HEADS)
+        _store(dk, dv, state, scale, batch, row, key_length, kv_head, KV_HEADS)
     elif field(items, n, 0) == _PARTS_KIND:
         row = field(items, n, 5).to(tl.int64) * BLOCK + piece * KEYS
-        _store(
-            dk_parts, dv_parts, dk_acc * scale, dv_acc, batch, row, parts_length, kv_head, KV_HEADS
-        )
+        _store(dk_parts, dv_parts, state, scale, batch, row, parts_length, kv_head, KV_HEADS)
     else:
-        _store(dk, dv, dk_acc * scale, dv_acc, batch, row, key_length, kv_head, KV_HEADS)
+        _store(dk, dv, state, scale, batch, row, key_length, kv_head, KV_HEADS)
 
 
 @triton.jit
@@ -135,46 +105,33 @@ def attention_dkdv_columns(
     key_offsets = offsets(KEYS, HEADS, DIM)
     k_tile = tl.load(rows_of(k_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets)
     v_tile = tl.load(rows_of(v_columns, batch, column, num_columns, head, HEADS, DIM) + key_offsets)
-    dk_acc, dv_acc = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
+    keys = k_tile, v_tile
+    state = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
 
     SPLIT: tl.constexpr = BLOCK // ROWS
     query_offsets = offsets(ROWS, HEADS, DIM)
     blocks = query_length // BLOCK
-    q_head = rows_of(q, batch, 0, query_length, head, HEADS, DIM)
-    dout_head = rows_of(dout, batch, 0, query_length, head, HEADS, DIM)
-    shift_head, delta_head = shift + head_at * query_length, delta + head_at * query_length
+    queries = _head_of(q, dout, shift, delta, batch, query_length, head, HEADS, DIM)
     of_head, words = tokens + head_at * num_columns, num_columns // WORD
     # From the last queries backwards: all column tiles of a head start there together and read the
     # same queries, which the L2 cache then serves.
     for s in range(0, (blocks - field(items, n, 4)) * SPLIT):
         entry = s // SPLIT
-        queries, inside = blocks - 1 - entry, (s - entry * SPLIT) * ROWS
-        at = queries.to(tl.int64) * BLOCK + inside
-        limits = seen_from(of_head, keep + (head_at * blocks + queries) * words, column, KEYS)
-        positions = tl.load(query_blocks + queries) * BLOCK + inside + tl.arange(0, ROWS)
-        dk_acc, dv_acc = _step(
-            dk_acc,
-            dv_acc,
-            k_tile,
-            v_tile,
-            q_head + at * (HEADS * DIM),
-            dout_head + at * (HEADS * DIM),
-            shift_head + at,
-            delta_head + at,
-            query_offsets,
-            limits,
-            positions,
-            log2_scale,
-            ROWS,
-            True,
-        )
+        query, inside = blocks - 1 - entry, (s - entry * SPLIT) * ROWS
+        at = query.to(tl.int64) * BLOCK + inside
+        limits = seen_from(of_head, keep + (head_at * blocks + query) * words, column, KEYS)
+        positions = tl.load(query_blocks + query) * BLOCK + inside + tl.arange(0, ROWS)
+        rows = _rows_at(queries, at, HEADS, DIM)
+        state = _step(state, keys, rows, query_offsets, limits, positions, log2_scale, True)
 
-    _store(dk, dv, dk_acc * scale, dv_acc, batch, column, num_columns, head, HEADS)
+    _store(dk, dv, state, scale, batch, column, num_columns, head, HEADS)
 
 
 @triton.jit
-def _store(dk, dv, dk_tile, dv_tile, batch, row, length, head, HEADS: tl.constexpr):
+def _store(dk, dv, state, scale, batch, row, length, head, HEADS: tl.constexpr):
     """Writes gradients of consecutive keys of a head, starting at `row`."""
+    dk_tile, dv_tile = state
+    dk_tile *= scale
     KEYS: tl.constexpr = dk_tile.shape[0]
     DIM: tl.constexpr = dk_tile.shape[1]
     at = offsets(KEYS, HEADS, DIM)
@@ -191,14 +148,32 @@ def _query_block(entries, entry, block, LISTED: tl.constexpr):
 
 
 @triton.jit
+def _head_of(q, dout, shift, delta, batch, length, head, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Returns where a head's rows begin in each array."""
+    q_head = rows_of(q, batch, 0, length, head, HEADS, DIM)
+    dout_head = rows_of(dout, batch, 0, length, head, HEADS, DIM)
+    at = (batch.to(tl.int64) * HEADS + head) * length
+    return q_head, dout_head, shift + at, delta + at
+
+
+@triton.jit
+def _rows_at(queries, at, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Returns where rows from number `at` of a head on are in each array."""
+    q, dout, shift, delta = queries
+    return q + at * (HEADS * DIM), dout + at * (HEADS * DIM), shift + at, delta + at
+
+
+@triton.jit
 def _step(
-    dk, dv, k_tile, v_tile, q, dout, shift, delta, query_offsets, limits, positions, log2_scale,
-    ROWS: tl.constexpr, MASKED: tl.constexpr,
+    state, keys, rows, query_offsets, limits, positions, log2_scale, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Adds the gradients from ROWS queries; MASKED hides keys from positions below `limits`."""
+    """Adds the gradients from some rows; MASKED hides keys from positions below `limits`."""
+    dk, dv = state
+    k_tile, v_tile = keys
+    q, dout, shift, delta = rows
     q_tile, dout_tile = tl.load(q + query_offsets), tl.load(dout + query_offsets)
-    rows = tl.arange(0, ROWS)
-    row_shift, row_delta = tl.load(shift + rows), tl.load(delta + rows)
+    numbers = tl.arange(0, query_offsets.shape[0])
+    row_shift, row_delta = tl.load(shift + numbers), tl.load(delta + numbers)
     logits = tl.dot(k_tile, tl.trans(q_tile))
     if MASKED:
         logits = tl.where(positions[None, :] >= limits[:, None], logits, float("-inf"))

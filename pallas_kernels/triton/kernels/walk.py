@@ -1,0 +1,131 @@
+"""Traversal of the Triton kernels that own queries, forward and dq: key blocks and columns."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.kernels.tiles import (
+    BLOCK,
+    WORD,
+    field,
+    key_block,
+    offsets,
+    rows_of,
+    seen_from,
+)
+
+
+@triton.jit
+def place_of(
+    items, query_length, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Returns which rows a program computes.
+
+    In order: its item's number, batch entry, query head, key/value head, number of the head in the
+    batch, block and the number of blocks; the numbers of the rows in the block; the first row in
+    the sequence.
+    """
+    program = tl.program_id(0)
+    n, part = program // (BLOCK // ROWS), program % (BLOCK // ROWS)
+    batch, head, block = field(items, n, 0), field(items, n, 1), field(items, n, 2)
+    kv_head = head // (HEADS // KV_HEADS)
+    head_at = batch.to(tl.int64) * HEADS + head
+    blocks = query_length // BLOCK
+    rows = part * ROWS + tl.arange(0, ROWS)
+    row = block.to(tl.int64) * BLOCK + part * ROWS
+    return n, batch, head, kv_head, head_at, block, blocks, rows, row
+
+
+@triton.jit
+def over_keys(
+    STEP: tl.constexpr, state, queries, place,
+    k, v, items, lists, diagonal, run_first, run_last,
+    k_columns, v_columns, keep, tokens, query_blocks,
+    log2_scale, key_length, capacity, num_columns,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr,
+    RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Folds STEP over the tiles and columns of an item, KEYS keys at a time.
+
+    STEP(state, queries, k_tile, v_tile, positions, limits, log2_scale, MASKED) returns the next
+    state; MASKED hides keys from positions below `limits`. `place` is that of `place_of`.
+    """
+    n, batch, head, kv_head, head_at, block, blocks, rows, _ = place
+    SPLIT: tl.constexpr = BLOCK // KEYS
+    if HAS_TILES:
+        key_offsets = offsets(KEYS, KV_HEADS, DIM)
+        k_head = rows_of(k, batch, 0, key_length, kv_head, KV_HEADS, DIM)
+        v_head = rows_of(v, batch, 0, key_length, kv_head, KV_HEADS, DIM)
+        first, count = field(items, n, 3), field(items, n, 4)
+        entries = lists + head_at * capacity
+        if LISTED:
+            entries = lists + (head_at * blocks + block) * capacity
+        # The only tile that may be on the diagonal: the last of a list, the first of offsets.
+        last = first + count
+        masked = first
+        if LISTED:
+            masked = last - 1
+        one = tl.minimum(count, 1)
+        for s in range(0, one * SPLIT):
+            keys = key_block(entries, masked, block, LISTED)
+            passing = tl.where(block - keys == tl.load(diagonal), 0, BLOCK)
+            at = (keys.to(tl.int64) * BLOCK + s * KEYS) * (KV_HEADS * DIM)
+            k_tile = tl.load(k_head + at + key_offsets)
+            v_tile = tl.load(v_head + at + key_offsets)
+            limits = s * KEYS + tl.arange(0, KEYS) - passing
+            state = STEP(state, queries, k_tile, v_tile, rows, limits, log2_scale, True)
+        heads = k_head, v_head, entries
+        if RUNS == 0:
+            start, stop = first, last - one
+            if not LISTED:
+                start, stop = first + one, last
+            state = _over_run(
+                STEP, state, queries, heads, start, stop, block, rows, log2_scale,
+                KV_HEADS, DIM, LISTED, KEYS,
+            )  # fmt: skip
+        else:
+            for run in range(RUNS):
+                at = (head_at * RUNS + run) * blocks + block
+                start, stop = tl.load(run_first + at), tl.load(run_last + at)
+                # The first entry of the first nonempty run was the masked one.
+                start += tl.where(start == first, one, 0)
+                state = _over_run(
+                    STEP, state, queries, heads, start, stop, block, rows, log2_scale,
+                    KV_HEADS, DIM, LISTED, KEYS,
+                )  # fmt: skip
+    if HAS_COLUMNS:
+        column_offsets = offsets(KEYS, HEADS, DIM)
+        of_head = tokens + head_at * num_columns
+        of_block = keep + (head_at * blocks + block) * (num_columns // WORD)
+        positions = tl.load(query_blocks + block) * BLOCK + rows
+        for s in range(0, field(items, n, 5) * SPLIT):
+            at = rows_of(k_columns, batch, s * KEYS, num_columns, head, HEADS, DIM)
+            k_tile = tl.load(at + column_offsets)
+            at = rows_of(v_columns, batch, s * KEYS, num_columns, head, HEADS, DIM)
+            v_tile = tl.load(at + column_offsets)
+            limits = seen_from(of_head, of_block, s * KEYS, KEYS)
+            state = STEP(state, queries, k_tile, v_tile, positions, limits, log2_scale, True)
+    return state
+
+
+@triton.jit
+def _over_run(
+    STEP: tl.constexpr, state, queries, heads, start, stop, block, rows, log2_scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Folds STEP over entries start .. stop - 1 of a list, with unmasked tiles."""
+    k_head, v_head, entries = heads
+    SPLIT: tl.constexpr = BLOCK // KEYS
+    key_offsets = offsets(KEYS, KV_HEADS, DIM)
+    keys = block  # arbitrary for an empty list
+    if start < stop:
+        keys = key_block(entries, start, block, LISTED)
+    for s in range(start * SPLIT, stop * SPLIT):
+        at = (keys.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * KEYS) * (KV_HEADS * DIM)
+        # Prefetched; otherwise the copies of keys, which depend on it, would start too late.
+        following = tl.minimum((s + 1) // SPLIT, stop - 1)
+        keys = key_block(entries, following, block, LISTED)
+        k_tile = tl.load(k_head + at + key_offsets)
+        v_tile = tl.load(v_head + at + key_offsets)
+        state = STEP(state, queries, k_tile, v_tile, rows, rows, log2_scale, False)
+    return state
