@@ -4,19 +4,18 @@ A section is a frozen dataclass that pydantic validates strictly: a value of ano
 error, not converted (but an integer is a valid float). "Attributes:" are the help texts.
 """
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, InstanceOf
 from pydantic.dataclasses import dataclass
 
+from mtraining_jax.config.kinds import PATTERN_KIND, ROPE_KIND, SOURCE_KIND
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
+from mtraining_jax.models.rope import RopeScaling
 from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.limits import (
@@ -33,54 +32,8 @@ from mtraining_jax.utils.limits import (
     TextList,
     UnitFraction,
 )
-from mtraining_jax.utils.plugins import Registry
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class OptionsOf:
-    """Marks a field that holds the options of one of several classes.
-
-    In files and on the command line they are fields of the table itself, next to the selector.
-
-    Attributes:
-        selector: name of the field that selects the class.
-        classes: the classes by name.
-        default: the class that is selected by default.
-        doc: help text of the selector.
-    """
-
-    selector: str
-    classes: Registry | Mapping[str, Any]
-    default: str
-    doc: str
-
-
-_PATTERN = OptionsOf(
-    "kind",
-    PATTERNS,
-    "sampled_rows",
-    "Sparse attention pattern; docs/patterns.md describes all of them. sampled_rows and xattention "
-    "select key blocks for each query block in every forward pass. vertical_slash selects "
-    "verticals and slashes for each head in every forward pass; fixed does the same with budgets "
-    "from a file. dense computes all pairs. replay is for speed measurements with random weights, "
-    "which attend almost uniformly: every head computes random block diagonals and columns, or "
-    "random lists, of a given density, and nothing is selected. Pass your own pattern as "
-    "package.module:Class; its fields then belong to this section.",
-)
-_SOURCE = OptionsOf(
-    "source",
-    SOURCES,
-    "python_stdlib",
-    "python_stdlib: Python's standard library; tokens: token ids in .npy or .bin files. synthetic "
-    "is for speed measurements: random token ids over the vocabulary, with word-like frequencies, "
-    "in documents of very different lengths that repeat passages. Pass your own source as "
-    "package.module:Class; its fields then belong to this section.",
-)
-_ROPE = OptionsOf(
-    "type", ROPE_KINDS, "yarn", "Scaling method; yarn is https://arxiv.org/abs/2309.00071."
-)
 
 
 def _registered(family: str) -> str:
@@ -164,7 +117,7 @@ class ModelConfig:
     intermediate_size: PositiveInt
     max_position_embeddings: PositiveInt = 32768
     rope_theta: PositiveFloat = 1e6
-    rope_scaling: Annotated[InstanceOf[RopeScaling], _ROPE] | None = None
+    rope_scaling: Annotated[InstanceOf[RopeScaling], ROPE_KIND] | None = None
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -194,8 +147,8 @@ class SparsityConfig:
         dense_interval: Compute all pairs in every Nth step; 0 disables.
     """
 
-    pattern: Annotated[InstanceOf[PatternOptions], _PATTERN] = field(
-        default_factory=lambda: PATTERNS.get(_PATTERN.default)()
+    pattern: Annotated[InstanceOf[PatternOptions], PATTERN_KIND] = field(
+        default_factory=PATTERN_KIND.default_options
     )
     tune: Literal["none", "mean", "min", "max"] = "none"
     tune_min: PositiveFraction = 0.85
@@ -271,8 +224,8 @@ class DataConfig:
             sequences count the same.
     """
 
-    source_options: Annotated[InstanceOf[Source], _SOURCE] = field(
-        default_factory=lambda: SOURCES.get(_SOURCE.default)()
+    source_options: Annotated[InstanceOf[Source], SOURCE_KIND] = field(
+        default_factory=SOURCE_KIND.default_options
     )
     tokenizer: PathText = "bytes"
     eos: NonNegativeInt | Text | None = None

@@ -5,8 +5,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
+from mtraining_jax.config.kinds import OptionsOf
 from mtraining_jax.config.schema import Config
-from mtraining_jax.config.sections import OptionsOf
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, joined, toml_value
 from mtraining_jax.utils.plugins import Registry

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self
 
 # EX_TEMPFAIL of sysexits.h: the same command resumes the run; schedulers can requeue on it.
@@ -23,7 +23,6 @@ EXIT_STUCK = 1
 # Seconds to clean up when stopped before the first step.
 _PATIENCE = 10
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_OUTPUTS = (1, 2)
 
 
 class Stopped(BaseException):
@@ -35,20 +34,23 @@ class StopSignals:
 
     SIGHUP stays ignored if it was (nohup). A listener thread sees signals immediately, even while
     the main thread compiles or waits in a collective, and can exit the process.
+
+    Attributes:
+        requested: whether the run should stop after the current step.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._at_once = True
+        self._immediate = True  # a signal stops the command, not only the run
         self._together = False
-        self._taken = False
+        self._installed = False
         self._notify_jax: Callable[[int], None] | None = None
-        self._heard = 0
+        self._received = 0
         self._timer: threading.Timer | None = None
 
     def stop_after_a_step(self) -> None:
         """From now on signals set `requested` instead of interrupting."""
-        self._at_once = False
+        self._immediate = False
 
     def stop_together(self) -> None:
         """Call after `jax.distributed.initialize`, which takes over SIGTERM.
@@ -57,24 +59,22 @@ class StopSignals:
         So SIGTERM is handled here again, and the first signal of any kind is passed on to JAX.
         """
         self._together = True
-        if self._taken and (handler := _c_handler(signal.SIGTERM)) != self._own_c_handler:
+        if self._installed and (handler := _c_handler(signal.SIGTERM)) != self._own_c_handler:
             self._notify_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
             signal.signal(signal.SIGTERM, self._in_main_thread)
 
     def __enter__(self) -> Self:
-        self._taken = threading.current_thread() is threading.main_thread()
-        if not self._taken:
+        self._installed = threading.current_thread() is threading.main_thread()
+        if not self._installed:
             return self
-        self._before = {
-            number: handler
-            for number in _SIGNALS
-            if (handler := signal.getsignal(number)) is not signal.SIG_IGN
-            or number != signal.SIGHUP
-        }
-        self._terminals = [output for output in _OUTPUTS if os.isatty(output)]
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        if before[signal.SIGHUP] is signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        self._before = before
+        self._terminals = [output for output in (1, 2) if os.isatty(output)]
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        for number in self._before:
+        for number in before:
             signal.signal(number, self._in_main_thread)
         self._own_c_handler = _c_handler(signal.SIGTERM)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno())
@@ -82,13 +82,8 @@ class StopSignals:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._taken:
+    def __exit__(self, *_: object) -> None:
+        if not self._installed:
             return
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
@@ -100,44 +95,41 @@ class StopSignals:
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._at_once and not self._together:
-            raise Stopped(f"{signal.Signals(number).name} received before the first step")
+        if self._immediate and not self._together:
+            raise Stopped(_before_first_step(number))
         self.requested = True
 
     def _listen(self) -> None:
         """Runs in the listener thread; Python writes the number of each signal to the socket."""
         while number := self._reader.recv(1):
-            self._hear(number[0])
+            if number[0] in _SIGNALS:
+                self._receive(number[0])
         self._reader.close()
 
-    def _hear(self, number: int) -> None:
-        if number not in _SIGNALS:
-            return
+    def _receive(self, number: int) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGHUP:
             redirect_to_devnull(*self._terminals)
-            if self._heard:
+            if self._received:
                 return
-        self._heard += 1
-        if self._heard > 1:
+        self._received += 1
+        if self._received > 1:
             exit_immediately(128 + number, f"{name} received twice, exited immediately")
         if self._notify_jax is not None:
             self._notify_jax(signal.SIGTERM)
-        if self._at_once and not self._together:
-            self._timer = threading.Timer(
-                _PATIENCE,
-                exit_immediately,
-                (EXIT_STOPPED, f"{name} received before the first step"),
-            )
+        if self._immediate and not self._together:
+            arguments = EXIT_STOPPED, _before_first_step(number)
+            self._timer = threading.Timer(_PATIENCE, exit_immediately, arguments)
             self._timer.daemon = True
             self._timer.start()
             return
+        sentence = "stopping after the current step; a second one stops immediately"
         with contextlib.suppress(OSError):  # closed terminal
-            print(
-                f"{name}: stopping after the current step; a second one stops immediately",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{name}: {sentence}", file=sys.stderr, flush=True)
+
+
+def _before_first_step(number: int) -> str:
+    return f"{signal.Signals(number).name} received before the first step"
 
 
 def exit_immediately(status: int, sentence: str) -> NoReturn:

@@ -1,0 +1,214 @@
+"""Builds a `Config` from tables of values; reports all mistakes together."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from mtraining_jax.config.held_out import with_data_of_training
+from mtraining_jax.config.init_from import with_checkpoint
+from mtraining_jax.config.renamed import RENAMED
+from mtraining_jax.config.schema import Config
+from mtraining_jax.config.tables import Table, all_fields, nearest, table_of, table_type
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import Field, fields_of, joined, shortened, toml_value
+from mtraining_jax.utils.limits import LARGEST_INT
+
+# A table of values by section and field, and its origin for messages.
+Layer = tuple[str, Mapping[str, Any]]
+
+
+def merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Merges tables field by field; the first one wins.
+
+    Returns:
+        The table, and the index of the layer that each field comes from, by dotted name.
+    """
+    origins: dict[str, int] = {}
+
+    def add(table: dict[str, Any], below: Mapping[str, Any], prefix: str, number: int) -> None:
+        for key, value in below.items():
+            if key not in table:
+                origins[f"{prefix}{key}"] = number
+                table[key] = {} if isinstance(value, dict) else value
+            if isinstance(value, dict) and isinstance(table[key], dict):
+                add(table[key], value, f"{prefix}{key}.", number)
+
+    table: dict[str, Any] = {}
+    for number, (_, below) in enumerate(layers):
+        add(table, below, "", number)
+    return table, origins
+
+
+class Builder:
+    """Builds the sections and collects all problems.
+
+    Args:
+        layers: the first one is the command line, the second one the file of the configuration.
+        problems: those of the command line.
+        stored: whether the values were saved by a run: they may have options of other plug-ins.
+    """
+
+    def __init__(self, layers: Sequence[Layer], problems: list[str], stored: bool) -> None:
+        self._labels = [label for label, _ in layers]
+        self._table, self._origins = merged(layers)
+        self._fields = all_fields(with_data_of_training(self._table)[0])
+        self._problems, self._stored = problems, stored
+        self._meant: set[str] = set()  # fields that were probably misspelled
+        self._inherited: set[str] = set()  # fields of eval.data, reported as those of data
+
+    def config(self) -> Config:
+        table = with_checkpoint(self._table, self._report)
+        table, self._inherited = with_data_of_training(table)
+        built = {}
+        for name in table:
+            if name not in fields_of(Config):
+                self._report_unknown(name)
+        for name, field in fields_of(Config).items():
+            values = table.get(name, {})
+            if isinstance(values, dict):
+                built[name] = self._build(name, field.annotation, values)
+            elif isinstance(values, field.annotation):
+                built[name] = values
+            elif self._origins[name] == 0:
+                way = f"set one of its fields: {name}.FIELD=VALUE"
+                self._report(name, f"{name} is a section; {way}")
+            else:
+                self._report(name, f"{name} = {_shown(values)} must be a section: write [{name}]")
+        if self._problems:
+            raise UserError("\n".join(self._problems))
+        return Config(**built)
+
+    def _build(self, prefix: str, kind: Any, values: dict[str, Any]) -> Any:
+        """Builds a table, innermost first; None if there are problems."""
+        table, before = table_of(kind, values), len(self._problems)
+        fields, converted = table.fields, {}
+        for name, value in values.items():
+            dotted = f"{prefix}.{name}"
+            if name not in fields:
+                self._report_option(dotted, table, value)
+                continue
+            inner = table_type(fields[name])
+            if inner is not None and isinstance(value, dict):
+                converted[name] = self._build(dotted, inner, value)
+                continue
+            try:
+                converted[name] = fields[name].converted(value)
+            except ValidationError:
+                field = self._fields.get(dotted, fields[name])
+                self._report(dotted, _not_allowed(dotted, field, value))
+        if table.plugin is not None and table.options is None:
+            self._report_kind(f"{prefix}.{table.plugin.selector}", table)
+        self._report_missing(prefix, fields, values)
+        if len(self._problems) > before:
+            return None
+        try:
+            return table.build(converted)
+        except ValidationError as error:
+            text = error.errors()[0]["msg"].removeprefix("Value error, ")
+        except ValueError as error:
+            text = str(error)
+        # Plug-ins name their fields as in Python: `top_p=0.5`.
+        name = rf"(?<![\w.])({'|'.join(fields)})( ?= ?| is )"
+        dotted = re.sub(name, lambda m: f"{prefix}.{m[1]} {m[2].strip()} ", text)
+        self._problems.append(dotted)
+        return None
+
+    def _report(self, name: str, problem: str) -> None:
+        if name not in self._inherited:
+            origin = name
+            while origin and origin not in self._origins:
+                origin = origin.rpartition(".")[0]
+            self._problems.append(f"{self._labels[self._origins.get(origin, 1)]}: {problem}")
+
+    def _report_kind(self, selector: str, table: Table) -> None:
+        field, name = self._fields[selector], table.kind
+        problem = _not_allowed(selector, field, name)
+        if isinstance(name, str) and ":" in name and table.plugin is not None:
+            try:
+                table.plugin.classes.get(name)
+            except UserError as error:
+                problem = f"{selector}: {error}"
+        self._report(selector, problem)
+
+    def _report_missing(
+        self, prefix: str, fields: Mapping[str, Field], values: Mapping[str, Any]
+    ) -> None:
+        names = [name for name, field in fields.items() if field.required and name not in values]
+        missing = [f"{prefix}.{name}" for name in names if f"{prefix}.{name}" not in self._meant]
+        if len(missing) == 1:
+            allowed = self._fields[missing[0]].allowed
+            self._report(missing[0], f"{missing[0]} is missing: it must be {allowed}")
+        elif missing:
+            self._report(
+                prefix,
+                f'{", ".join(missing)} are missing; set them, or inherit them with base = "NAME"',
+            )
+
+    def _report_option(self, name: str, table: Table, value: Any) -> None:
+        """Reports an unknown field, or the option of a plug-in that is not selected.
+
+        Such options are ignored if they come from where another plug-in was selected, or if they
+        have their default: files that an earlier version printed have the options of all plug-ins.
+        """
+        prefix, _, leaf = name.rpartition(".")
+        kinds = table.kinds_with(leaf)
+        if table.plugin is None or not kinds:
+            if table.plugin is None or table.options is not None:
+                self._report_unknown(name)
+            return
+        selector = f"{prefix}.{table.plugin.selector}"
+        if (origin := self._origins.get(name, 1)) > 0:
+            is_default = any(_plain(field.default) == value for field in kinds.values())
+            if self._stored or is_default or origin > self._origins.get(selector, origin):
+                return
+        known = joined([toml_value(kind) for kind in kinds])
+        self._report(
+            name,
+            f"{name} is an option of {selector} = {known}, but {selector} = "
+            f"{toml_value(table.kind)}; remove it or change {selector}",
+        )
+
+    def _report_unknown(self, name: str) -> None:
+        self._report(name, _unknown(name, self._fields))
+        self._meant.add(nearest(name, self._fields) or "")
+
+
+def _unknown(name: str, fields: Mapping[str, Field]) -> str:
+    """Error message for an unknown section or field."""
+    head, sections = name.rpartition(".")[0], fields_of(Config)
+    what = "a field" if head else "a section or field"
+    if name in RENAMED:
+        return f"{name} was renamed to {RENAMED[name]}"
+    if not head and (close := difflib.get_close_matches(name, sections, 1)):
+        return f"{name} is not a section; did you mean {close[0]}?"
+    if near := nearest(name, fields):
+        return f"{name} is not {what}; did you mean {near}?"
+    if inside := [n for n in fields if n.rpartition(".")[0] == head and head]:
+        leaves = ", ".join(n.rpartition(".")[2] for n in inside)
+        return f"{name} is not a field; {head} has {leaves}"
+    return f"{name} is not {what}; the sections are {', '.join(sections)}"
+
+
+def _not_allowed(name: str, field: Field, value: Any) -> str:
+    most = ""
+    if isinstance(value, int) and value > LARGEST_INT and int in field.kinds:
+        most = f", at most {LARGEST_INT}" if "less than" not in field.allowed else ""
+    return f"{name} = {_shown(value)} is not allowed: it must be {field.allowed}{most}"
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    """A value nearly as the user wrote it, at most 80 characters."""
+    try:
+        text = toml_value(value)
+    except TypeError:  # a TOML date or time
+        text = str(value)
+    except ValueError:  # Python limits the digits of a number
+        return "a number of too many digits"
+    return shortened(text)
