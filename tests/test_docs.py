@@ -42,7 +42,7 @@ def test_a_model_can_be_called_as_the_page_on_training_says():
     page = (ROOT / "docs/training.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     found = {}
-    exec(code.replace("path/to/checkpoint", str(ROOT / "tests/data/qwen2_tiny")), found)
+    exec(code.replace("path/to/checkpoint", str(ROOT / "tests/checkpoints/qwen2_tiny")), found)
     assert found["logits"].shape == (1, 256, found["spec"].vocab_size)
 
 

@@ -561,7 +561,7 @@ def test_arms_are_trained_and_measured_within_the_time(tmp_path, capsys, monkeyp
     about = ["--tier=b", "--arms=dense,window", f"--folder={tmp_path}"]
     assert run.main(about) == 75
     assert "run the same command again to resume" in capsys.readouterr().out
-    measured, trained, second = commands  # dense was trained already; window's evaluation is stopped
+    measured, trained, second = commands  # dense was trained before
     assert measured[1:5] == ["-m", "experiments.measure", "--tier=b", "--arm=dense"]
     assert "train.py" in trained and "--run.name=b_window_s0" in trained
     assert "--arm=window" in second

@@ -8,9 +8,9 @@ import pytest
 import mtraining_jax
 from mtraining_jax.cli import generate
 from mtraining_jax.evaluation.load import Loaded
-from tests.models.common import DATA
+from tests.models.common import CHECKPOINTS
 
-FOLDER = str(DATA / "llama3_tiny")
+FOLDER = str(CHECKPOINTS / "llama3_tiny")
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from mtraining_jax.cli.propose_sparsity import config_with, forecast_seconds, main
 from mtraining_jax.evaluation.proposal import Measured, proposed
-from tests.models.common import DATA
+from tests.models.common import CHECKPOINTS
 
-MODEL = DATA / "llama3_tiny"
+MODEL = CHECKPOINTS / "llama3_tiny"
 BLOCKS = "block_size=16,probe_queries_per_block=4,local_blocks=1"
 ALL, FEW = (f"sampled_rows,tau={tau},{BLOCKS}" for tau in (1.0, 0.1))
 

@@ -9,7 +9,7 @@ from mtraining_jax.config import config_from_dict, config_to_dict, config_to_tom
 from mtraining_jax.models.families.llama import Llama
 from mtraining_jax.models.huggingface.config import check_same_model
 from mtraining_jax.utils.errors import UserError
-from tests.models.common import DATA
+from tests.models.common import CHECKPOINTS
 
 SIZES = {
     "family": "llama", "vocab_size": 288, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
@@ -23,7 +23,7 @@ REST = "[sparsity]\nblock_size = 32\n[data]\nseq_len = 128\n"
 @pytest.fixture
 def checkpoint(tmp_path):
     return shutil.copytree(
-        DATA / "llama3_tiny", tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.npz")
+        CHECKPOINTS / "llama3_tiny", tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.npz")
     )
 
 

@@ -1,7 +1,7 @@
 """Two small tasks for lm-evaluation-harness, and a checkpoint with a tokenizer to run them on.
 
 `python -m tests.evaluation.harness_tasks FOLDER` runs them with the harness model class `hf` and
-prints the answers as JSON, as stored in tests/data/harness_hf.json. It needs torch and
+prints the answers as JSON, as stored in harness_hf.json. It needs torch and
 transformers, and only the data of this repository.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-DATA = Path(__file__).parents[1] / "data"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 WORDS = "the grass is green and sky blue sun yellow here we go there back again".split()
 
 
@@ -22,7 +22,7 @@ def prepare(folder: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     model = folder / "model"
-    shutil.copytree(DATA / "qwen2_tiny", model)
+    shutil.copytree(CHECKPOINTS / "qwen2_tiny", model)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -9,7 +9,7 @@ from mtraining_jax.cli.evaluate import main
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.results import read_lines
 
-MODEL = Path(__file__).parents[1] / "data" / "recall_tiny"
+MODEL = Path(__file__).parents[1] / "checkpoints" / "recall_tiny"
 TASK = "--tasks mqar --task.pairs=4 --task.vocab_size=64 --parallel.devices_per_node=1"
 
 

@@ -20,7 +20,7 @@ from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.utils.errors import UserError
-from tests.models.common import DATA, forward
+from tests.models.common import CHECKPOINTS, forward
 
 # The prompt ends inside a block on every mesh.
 PROMPT, NEW = 75, 8
@@ -44,14 +44,15 @@ def engine(mesh: tuple[int, int], attention: str = "dense", name: str = LLAMA, *
     fields |= {"parallel.nodes": mesh[0], "parallel.devices_per_node": mesh[1]}
     fields |= {"parallel.fsdp": mesh == EIGHT}
     overrides = [(field, str(value)) for field, value in fields.items()]
-    return Engine.load(DATA / name, attention=attention, overrides=overrides, tokenizer="bytes")
+    folder = CHECKPOINTS / name
+    return Engine.load(folder, attention=attention, overrides=overrides, tokenizer="bytes")
 
 
 @functools.cache
 def plain_logits(name: str = LLAMA, length: int = len(TEXT)) -> np.ndarray:
     """fp32 [n, V] of the text, from the plain model."""
-    spec = read_hf_config(DATA / name, dtype="float32", remat="none")
-    state = load_hf(DATA / name, spec)
+    spec = read_hf_config(CHECKPOINTS / name, dtype="float32", remat="none")
+    state = load_hf(CHECKPOINTS / name, spec)
     tokens = jnp.asarray(TEXT[:length], jnp.int32)[None]
     positions = jnp.arange(length, dtype=jnp.int32)
     return np.asarray(forward(graph_definition(spec), state, tokens, positions)[1][0])

@@ -1,13 +1,13 @@
 """Models of this package in lm-evaluation-harness, compared with its Hugging Face class."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mtraining_jax.utils.errors import UserError
 from tests.evaluation import harness_tasks
-from tests.models.common import DATA
 
 try:
     from mtraining_jax.evaluation.lm_eval import HarnessModel, generate_options
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 @needs_harness
 @pytest.mark.filterwarnings("default")
 def test_answers_are_those_of_the_harness_for_hugging_face(model, tmp_path):
-    expected = json.loads((DATA / "harness_hf.json").read_text())["answers"]
+    expected = json.loads(Path(__file__).with_name("harness_hf.json").read_text())["answers"]
     found = harness_tasks.answers(model, tmp_path)
     assert found.keys() == expected.keys()
     for name, samples in expected.items():

@@ -20,10 +20,10 @@ from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
-from tests.models.common import DATA
+from tests.models.common import CHECKPOINTS
 from tests.training.common import VERTICAL_SLASH, tiny_config
 
-QWEN2 = DATA / "qwen2_tiny"
+QWEN2 = CHECKPOINTS / "qwen2_tiny"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Trains the tiny model of tests/data/recall_tiny.
+"""Trains the tiny model of tests/checkpoints/recall_tiny.
 
     python -m tests.evaluation.train_recall_model FOLDER
 

@@ -11,7 +11,7 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import graph_definition, init_model
 from tests.models.reference_attention import dense_attention
 
-DATA = Path(__file__).parents[1] / "data"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
 
 def tiny_spec(**changes) -> ModelSpec:

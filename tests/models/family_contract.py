@@ -17,7 +17,13 @@ from mtraining_jax.models.huggingface.write import save_hf
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.transformer import abstract_state, graph_definition, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
-from tests.models.common import DATA, assert_states_close, equations, next_token_loss, tiny_spec
+from tests.models.common import (
+    CHECKPOINTS,
+    assert_states_close,
+    equations,
+    next_token_loss,
+    tiny_spec,
+)
 
 EVERY = 8  # the golden logits are those of every eighth position
 
@@ -38,7 +44,7 @@ class FamilyContract:
     @pytest.fixture(scope="class")
     @classmethod
     def directory(cls):
-        return DATA / cls.checkpoint
+        return CHECKPOINTS / cls.checkpoint
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,4 +1,4 @@
-"""Makes the small checkpoints of tests/data with transformers, and their golden outputs.
+"""Makes the small checkpoints of tests/checkpoints with transformers, and their golden outputs.
 
 `python tests/models/make_checkpoints.py FOLDER [NAME ...]` writes one folder per checkpoint:
 config.json and model.safetensors as transformers saves them, and golden.npz with its outputs in

@@ -15,7 +15,7 @@ from mtraining_jax.models.huggingface.config import hf_config, read_hf_config
 from mtraining_jax.models.rope import Llama3Scaling, LongRopeScaling
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.utils.errors import UserError
-from tests.models.common import DATA, forward, some_tokens
+from tests.models.common import CHECKPOINTS, forward, some_tokens
 from tests.models.family_contract import FamilyContract
 
 
@@ -31,8 +31,10 @@ class TestQwen2WithYarn(TestQwen2):
     @pytest.fixture(scope="class")
     @classmethod
     def directory(cls, tmp_path_factory):
-        folder = shutil.copytree(DATA / cls.checkpoint, tmp_path_factory.mktemp("yarn") / "model")
-        shutil.copy(DATA / "qwen2_tiny/model.safetensors", folder)  # the weights are the same
+        folder = tmp_path_factory.mktemp("yarn") / "model"
+        shutil.copytree(CHECKPOINTS / cls.checkpoint, folder)
+        # The weights are the same.
+        shutil.copy(CHECKPOINTS / "qwen2_tiny/model.safetensors", folder)
         return folder
 
 
@@ -96,7 +98,7 @@ def test_every_family_has_its_contract():
 
 def write(folder, name=None, **changes):
     """Writes a config.json, from a fixture or from nothing, with changes."""
-    raw = {} if name is None else json.loads((DATA / name / "config.json").read_text())
+    raw = {} if name is None else json.loads((CHECKPOINTS / name / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
     return folder
 
@@ -173,7 +175,7 @@ def test_phi_3_in_the_older_spelling(tmp_path, kind):
 @pytest.mark.parametrize(("context", "fields"), [(512, 3), (1024, 5)])
 def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fields):
     # 512 / 64 is the checkpoint's own factor, which need not be written.
-    spec = read_hf_config(DATA / "phi3_tiny_longrope", max_position_embeddings=context)
+    spec = read_hf_config(CHECKPOINTS / "phi3_tiny_longrope", max_position_embeddings=context)
     raw = hf_config(spec, "float32")
     assert len(raw["rope_scaling"]) == fields
     (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -80,7 +80,7 @@ def test_indices_of_shards(tmp_path_factory, folder, index):
 
 
 CONFIGS = {
-    name: json.loads((ROOT / f"tests/data/{name}/config.json").read_text())
+    name: json.loads((ROOT / f"tests/checkpoints/{name}/config.json").read_text())
     for name in ("qwen2_tiny_yarn", "llama3_tiny", "phi3_tiny_longrope")
 }
 

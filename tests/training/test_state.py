@@ -14,7 +14,7 @@ from mtraining_jax.training.checkpoint import Checkpoints, newest_step, read_sta
 from mtraining_jax.training.state import StateBuilder
 from tests.training.common import changed, tiny_config
 
-HF_FOLDER = Path(__file__).resolve().parents[1] / "data" / "qwen2_tiny"
+HF_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / "qwen2_tiny"
 
 
 def builder_of(config):

@@ -19,7 +19,7 @@ from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex, attention
 
-TINY = Path(__file__).parents[2] / "data" / "llama3_tiny"
+TINY = Path(__file__).parents[2] / "checkpoints" / "llama3_tiny"
 SIZES = ModelSizes(2, 4, 1024)
 
 
