@@ -129,14 +129,13 @@ def load(
         config.loss.chunk_size,
     )
     shardings = param_shardings(spec, mesh, network.fsdp)
+    found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
     if step is None:
-        found, stop_ids = _tokenizer_of_folder(folder, config, tokenizer)
         state = load_hf(folder, spec, shardings, override=config.model.override)
     else:
-        found, stop_ids = _tokenizer_of_run(config, tokenizer)
         state = _read_run(checkpoints, step, spec, shardings)
     state = in_compute_dtype(state, spec)
-    return Loaded(network, state, found, frozenset(stop_ids), source, trained_sparse)
+    return Loaded(network, state, found, stop_ids, source, trained_sparse)
 
 
 def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
@@ -196,37 +195,28 @@ def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) ->
     return jax.tree.unflatten(structure, [found[name] for name in names])
 
 
-def _tokenizer_of_run(config: Config, name: str | None) -> tuple[Tokenizer | None, list[int]]:
-    # Token files and random ids need none, but the run may name the one they were made with.
-    reads_text = isinstance(config.data.source_options, DocumentSource)
-    if name is None and (reads_text or config.data.tokenizer != BYTES):
-        name = config.data.tokenizer
-    if name is None:
-        return None, []
-    tokenizer = _fitting_tokenizer(name, config.data.eos, config)
-    return tokenizer, [tokenizer.eos]
-
-
-def _tokenizer_of_folder(
-    folder: Path, config: Config, name: str | None
-) -> tuple[Tokenizer | None, list[int]]:
-    ids = _end_ids(folder)
-    if name is None and (folder / _TOKENIZER_FILE).is_file():
+def _find_tokenizer(
+    folder: Path, config: Config, is_run: bool, name: str | None
+) -> tuple[Tokenizer | None, frozenset[int]]:
+    """Returns the tokenizer, and the ids that end a text."""
+    ids = [] if is_run else _end_ids(folder)
+    eos = config.data.eos if is_run else next(iter(ids), None)
+    if name is None and is_run:
+        # Token files and random ids need none, but the run may name the one they were made with.
+        reads_text = isinstance(config.data.source_options, DocumentSource)
+        if reads_text or config.data.tokenizer != BYTES:
+            name = config.data.tokenizer
+    elif name is None and (folder / _TOKENIZER_FILE).is_file():
         name = str(folder / _TOKENIZER_FILE)
     if name is None:
-        return None, ids
-    tokenizer = _fitting_tokenizer(name, ids[0] if ids else None, config)
-    return tokenizer, [*ids, tokenizer.eos]
-
-
-def _fitting_tokenizer(name: str, eos: int | str | None, config: Config) -> Tokenizer:
+        return None, frozenset(ids)
     tokenizer = make_tokenizer(name, eos)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model has "
-            f"only {config.model.vocab_size} (model.vocab_size)"
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model in "
+            f"{folder} has only {config.model.vocab_size} (model.vocab_size)"
         )
-    return tokenizer
+    return tokenizer, frozenset([*ids, tokenizer.eos])
 
 
 def _end_ids(folder: Path) -> list[int]:
