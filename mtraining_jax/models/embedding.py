@@ -17,10 +17,7 @@ BLOCK = 256
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def embed(table_VE: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    """Looks up the rows [..., E] of token ids, int32 [...], in fp32 [V, E].
-
-    The gradient of the table is summed in fp32.
-    """
+    """Looks up the rows [..., E] of token ids, int32 [...], in fp32 [V, E]."""
     return jnp.take(table_VE, tokens, axis=0).astype(dtype)
 
 

@@ -1,7 +1,7 @@
 """Scores the label of each token with a chunked output layer, without gradients.
 
-The logits of all tokens of a long sequence do not fit in memory, so only those of `chunk_size`
-tokens per device exist at a time. `models/loss.py` also computes gradients.
+Only the logits of `chunk_size` tokens per device exist at a time. `models/loss.py` also computes
+gradients.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.models.chunks import num_chunks
 from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.labels import IGNORE_LABEL
+from mtraining_jax.models.products import dot32
 from mtraining_jax.parallel.mesh import REPLICATED
 
 
@@ -44,13 +45,7 @@ class ChunkScores(NamedTuple):
 
 def score_chunk(hidden_CE: Array, weight_VE: Array, labels_C: Array) -> ChunkScores:
     """Computes logits and losses of C tokens, all in memory at once."""
-    logits_CV = jnp.einsum(
-        "ce,ve->cv",
-        hidden_CE,
-        weight_VE,
-        precision=lax.Precision.HIGHEST if hidden_CE.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    logits_CV = dot32("ce,ve->cv", hidden_CE, weight_VE)
     counted_C = labels_C != IGNORE_LABEL
     safe_C = jnp.where(counted_C, labels_C, 0)
     lse_C = jax.nn.logsumexp(logits_CV, axis=-1)

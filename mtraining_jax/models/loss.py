@@ -2,8 +2,7 @@
 
 The logits of a long sequence do not fit in memory (S = 524288, V = 151936: 297 GiB in fp32). Each
 device therefore computes the logits of `chunk_size` of its tokens, takes the loss and both
-gradients from them, and discards them. Gradients are computed in the forward pass, so no logits are
-computed twice.
+gradients from them, and discards them.
 """
 
 import functools
@@ -19,6 +18,7 @@ from mtraining_jax.models.chunks import num_chunks
 from mtraining_jax.models.fsdp import gather_weight, reduce_scatter_gradient, sharded_axis
 from mtraining_jax.models.label_scores import check_output_layer, score_chunk
 from mtraining_jax.models.labels import IGNORE_LABEL
+from mtraining_jax.models.products import dot, dot32
 from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
 from mtraining_jax.parallel.replicas import remaining_axes, shard_map_remaining
 
@@ -53,8 +53,8 @@ def linear_cross_entropy(
         weight_VE: fp32.
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
         chunk_size: number of tokens per device with logits in memory at a time.
-        mesh: shards B over 'data' and S over ('node', 'device'), in any token order. Each device
-            computes its own tokens. None: everything is on one device.
+        mesh: shards B over 'data' and S over ('node', 'device'), in any token order; None if
+            everything is on one device.
         weight_spec: sharding of the weight and its gradient.
         label_weights_BS: fp32 [B, S], optional weights of the labels, sharded as they are.
 
@@ -114,9 +114,6 @@ def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size) -> tuple[Array, tupl
     chunks = num_chunks(batch * seq, chunk_size)
     hidden = hidden_BSE.reshape(chunks, -1, width)
     of_labels = tuple(x.reshape(chunks, -1) for x in of_labels)
-    exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    dot = functools.partial(jnp.einsum, precision=exact)
-    dot32 = functools.partial(dot, preferred_element_type=jnp.float32)
 
     def body(carry, inputs) -> tuple[Any, Any]:
         hidden_CE, (labels_C, *weights_C) = inputs

@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_policies
 from mtraining_jax.models.swiglu import MLP_PRODUCTS
 from pallas_kernels.names import SAVED_NAMES
 
-# Names of saved values, in addition to attention's: layer input; queries, keys and values; residual
-# stream between attention and MLP.
+# Names of saved values, in addition to attention's.
 RESIDUAL, QKV, POST_ATTENTION = "residual", "heads", "middle"
+_SAVED_BY_MLP = QKV, POST_ATTENTION, MLP_PRODUCTS
 
 
 def remat(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -31,9 +31,7 @@ def remat(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
     policies = {
         "full": checkpoint_policies.nothing_saveable,
         "attention": checkpoint_policies.save_only_these_names(*SAVED_NAMES),
-        "mlp": checkpoint_policies.save_only_these_names(
-            *SAVED_NAMES, QKV, POST_ATTENTION, MLP_PRODUCTS
-        ),
+        "mlp": checkpoint_policies.save_only_these_names(*SAVED_NAMES, *_SAVED_BY_MLP),
         "attention_offload": checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(SAVED_NAMES),
             names_which_can_be_offloaded=[RESIDUAL],

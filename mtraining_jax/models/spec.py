@@ -3,26 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.parameters import ParamTable
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
-REMAT_POLICIES = ("none", "mlp", "attention", "attention_offload", "full")
-COMPUTE_DTYPES = ("bfloat16", "float32")
-
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-    "mlp_chunk_size",
-)
+ComputeDtype = Literal["bfloat16", "float32"]
+RematPolicy = Literal["none", "mlp", "attention", "attention_offload", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +18,8 @@ class ModelSpec:
     """The sizes of a decoder.
 
     Attributes:
-        vocab_size: rows of the embedding, V.
-        hidden_size: width of the residual stream, E.
-        num_layers: decoder layers, L.
-        num_heads: query heads, Hq.
-        num_kv_heads: key and value heads, Hk; divides Hq.
-        head_dim: width of a head, D; even.
-        intermediate_size: width of the gated MLP.
-        family: decoder family; a name of `models.families`.
-        rope_theta: base of the rotary frequencies.
-        rope_scaling: scaling of the rotary frequencies, or None for plain RoPE.
-        max_position_embeddings: context length of the model in tokens.
-        rms_norm_eps: added to the mean square.
-        tie_word_embeddings: whether the embedding is also the output matrix.
+        family: a name of `models.families`, or package.module:Name.
+        rope_scaling: None for plain RoPE.
         dtype: compute dtype of the layers; parameters are always fp32.
         remat: what the backward pass recomputes; see `remat.py`.
         mlp_chunk_size: tokens per device with intermediate activations in memory at a time; not
@@ -51,32 +28,32 @@ class ModelSpec:
         initializer_range: standard deviation of initial matrices.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    vocab_size: int  # V
+    hidden_size: int  # E
+    num_layers: int  # L
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk, divides Hq
+    head_dim: int  # D, even
+    intermediate_size: int  # F
     family: str = "qwen2"
     rope_theta: float = 1_000_000.0
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    remat: Literal["none", "mlp", "attention", "attention_offload", "full"] = "attention"
+    dtype: ComputeDtype = "bfloat16"
+    remat: RematPolicy = "attention"
     mlp_chunk_size: int = 16384
     mlp_kept_chunks: int = 0
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
-        for name, allowed in (("dtype", COMPUTE_DTYPES), ("remat", REMAT_POLICIES)):
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f'{name} = "{value}" must be one of {", ".join(allowed)}')
+        for field in dataclasses.fields(self):
+            value, allowed = getattr(self, field.name), get_args(field.type)
+            if field.type is int and value < 1 and field.name != "mlp_kept_chunks":
+                raise ValueError(f"{field.name} = {value} must be positive")
+            if field.name in ("dtype", "remat") and value not in allowed:
+                raise ValueError(f'{field.name} = "{value}" must be one of {", ".join(allowed)}')
         if self.mlp_kept_chunks < 0:
             raise ValueError(f"mlp_kept_chunks = {self.mlp_kept_chunks} must not be negative")
         FAMILIES.get(self.family)

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.models.chunks import first_chunks, num_chunks
+from mtraining_jax.models.products import dot, dot32
 
 # Name of the gate and up products, for a policy that saves them.
 MLP_PRODUCTS = "mlp_products"
@@ -23,18 +24,18 @@ def chunked_swiglu(
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
-    The backward pass saves x and recomputes the gate and up products, except for the first
-    `kept_chunks` chunks, computed together: it saves their products under the name `MLP_PRODUCTS`.
-    Gradients of weights accumulate over chunks in fp32. All arrays have the dtype of x.
+    The backward pass recomputes the gate and up products, except those of the first `kept_chunks`
+    chunks, computed together and saved under the name `MLP_PRODUCTS`. Gradients of weights
+    accumulate over chunks in fp32. All arrays have the dtype of x.
     """
     return _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size, kept_chunks)[0]
 
 
 def _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size, kept_chunks):
     def swiglu(x_CE: Array) -> tuple[Array, tuple[Array, Array]]:
-        products = _dot("ce,fe->cf", x_CE, gate_FE), _dot("ce,fe->cf", x_CE, up_FE)
+        products = dot("ce,fe->cf", x_CE, gate_FE), dot("ce,fe->cf", x_CE, up_FE)
         hidden_CF = jax.nn.silu(products[0]) * products[1]
-        return _dot("cf,ef->ce", hidden_CF, down_EF), products
+        return dot("cf,ef->ce", hidden_CF, down_EF), products
 
     kept_x, rest_x = _parts(x_TE, chunk_size, kept_chunks)
     outs, products = [], None
@@ -56,8 +57,8 @@ def _backward(chunk_size, kept_chunks, residuals, d_out_TE):
         d_gate_FE, d_up_FE, d_down_EF = sums
         x_CE, d_out_CE = inputs
         if products is None:
-            products = _dot("ce,fe->cf", x_CE, gate_FE), _dot("ce,fe->cf", x_CE, up_FE)
-        products = *products, _dot("ce,ef->cf", d_out_CE, down_EF)
+            products = dot("ce,fe->cf", x_CE, gate_FE), dot("ce,fe->cf", x_CE, up_FE)
+        products = *products, dot("ce,ef->cf", d_out_CE, down_EF)
         # The barrier makes XLA compute the next three arrays in one pass over these, after any
         # kind of product.
         products = lax.optimization_barrier(products)
@@ -68,11 +69,11 @@ def _backward(chunk_size, kept_chunks, residuals, d_out_TE):
         d_up_CF = (d_hidden_CF * silu_CF).astype(dtype)
         slope_CF = sigmoid_CF + silu_CF * (1 - sigmoid_CF)
         d_gate_CF = (d_hidden_CF * up_CF * slope_CF).astype(dtype)
-        d_x_CE = _dot32("cf,fe->ce", d_gate_CF, gate_FE) + _dot32("cf,fe->ce", d_up_CF, up_FE)
+        d_x_CE = dot32("cf,fe->ce", d_gate_CF, gate_FE) + dot32("cf,fe->ce", d_up_CF, up_FE)
         sums = (
-            d_gate_FE + _dot32("cf,ce->fe", d_gate_CF, x_CE),
-            d_up_FE + _dot32("cf,ce->fe", d_up_CF, x_CE),
-            d_down_EF + _dot32("ce,cf->ef", d_out_CE, hidden_CF),
+            d_gate_FE + dot32("cf,ce->fe", d_gate_CF, x_CE),
+            d_up_FE + dot32("cf,ce->fe", d_up_CF, x_CE),
+            d_down_EF + dot32("ce,cf->ef", d_out_CE, hidden_CF),
         )
         return sums, d_x_CE.astype(dtype)
 
@@ -97,17 +98,5 @@ def _parts(x_TE: Array, chunk_size: int, kept_chunks: int) -> tuple[Array, Array
     """Splits [T, E] into the tokens of the first chunks [K, E] and the other chunks [n, C, E]."""
     tokens, width = x_TE.shape
     kept = first_chunks(tokens, chunk_size, kept_chunks)
-    rest_shape = -1, tokens // num_chunks(tokens, chunk_size), width
-    return x_TE[:kept], x_TE[kept:].reshape(rest_shape)
-
-
-def _dot(equation: str, a: Array, b: Array) -> Array:
-    # The result has the dtype of a; the hardware accumulates in fp32 either way. With an fp32
-    # result and a cast, XLA would write fp32 to memory: twice the bytes.
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(equation, a, b, precision=exact)
-
-
-def _dot32(equation: str, a: Array, b: Array) -> Array:
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(equation, a, b, precision=exact, preferred_element_type=jnp.float32)
+    size = tokens // num_chunks(tokens, chunk_size)
+    return x_TE[:kept], x_TE[kept:].reshape(-1, size, width)

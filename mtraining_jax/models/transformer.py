@@ -20,6 +20,7 @@ from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
 from mtraining_jax.models.fsdp import compute_weights, fsdp_apply
 from mtraining_jax.models.parameters import Parameter, ParamTable, layer_params, subtable
+from mtraining_jax.models.products import dot, dot32
 from mtraining_jax.models.remat import POST_ATTENTION, QKV, RESIDUAL, remat
 from mtraining_jax.models.rope.rotary import apply_rope, rope_tables
 from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
@@ -48,8 +49,7 @@ class Linear(nnx.Module):
         self.bias = _init_param(table["bias"], rngs) if "bias" in table else None
 
     def __call__(self, x: Array) -> Array:
-        weight = self.weight[...].astype(x.dtype)
-        y = jnp.einsum("...i,oi->...o", x, weight, precision=_precision(x.dtype))
+        y = dot("...i,oi->...o", x, self.weight[...].astype(x.dtype))
         if self.bias is None:
             return y
         # Added in fp32, so that the bias gradient is summed over tokens in fp32.
@@ -126,10 +126,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """A pre-norm decoder layer, in two halves around attention.
-
-    Attention lies between the halves, because it reads the tokens of several devices.
-    """
+    """A pre-norm decoder layer, in halves around attention, which reads tokens of all devices."""
 
     def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
         eps = spec.rms_norm_eps
@@ -152,9 +149,7 @@ class DecoderLayer(nnx.Module):
 class Transformer(nnx.Module):
     """A causal language model with fp32 parameters and the compute dtype `spec.dtype`.
 
-    Args:
-        config: a `ModelSpec`, or any object or mapping with its fields.
-        rngs: has a `params` stream, from which all matrices are drawn.
+    `config` is a `ModelSpec`, or any object or mapping with its fields.
     """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
@@ -192,10 +187,9 @@ class Transformer(nnx.Module):
             positions: int32 [S] or [B, S], global positions of these tokens, in the same order.
                 Only RoPE uses them; `attention` has its own mask.
             attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, in the order of
-                `tokens`, rotated and unscaled. `stats` is a dict of fp32 scalars or trees of
-                arrays, without gradients. With `remat="attention"` it is recomputed in the backward
-                pass unless it names the values it needs there, by `checkpoint_name`, as one of
-                `pallas_kernels.names.SAVED_NAMES`.
+                `tokens`, rotated and unscaled. `stats` are arrays without gradients. With
+                `remat="attention"` it is recomputed in the backward pass unless it names the values
+                it needs there, by `checkpoint_name`, as in `pallas_kernels.names.SAVED_NAMES`.
             attention_inputs: optional; those of a layer are the fourth argument of `attention`.
             capture_kv: maps the rotated keys and the values of a layer, in the compute dtype and
                 sharded over the mesh, to what `stats["kv"]` has of them.
@@ -264,28 +258,22 @@ class Transformer(nnx.Module):
     def logits(self, hidden_BSE: Array) -> Array:
         """Full logits, fp32 [B, S, V]; for short sequences."""
         weight_VE = self.lm_head_weight().astype(hidden_BSE.dtype)
-        return jnp.einsum(
-            "bse,ve->bsv",
-            hidden_BSE,
-            weight_VE,
-            precision=_precision(hidden_BSE.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return dot32("bse,ve->bsv", hidden_BSE, weight_VE)
 
 
 def graph_definition(config: Any) -> nnx.GraphDef:
-    """Returns the static, hashable structure of a model, from a `ModelSpec` or its fields."""
+    """The static, hashable structure of a model, from a `ModelSpec` or its fields."""
     return _traced_model(ModelSpec.from_config(config))[0]
 
 
 def abstract_state(config: Any) -> nnx.State:
-    """Returns the state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
+    """The state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
     _, state = _traced_model(ModelSpec.from_config(config))
     return jax.tree.map(lambda x: x, state)  # a copy, because states are mutable
 
 
 def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
-    """Returns the `NamedSharding` of every parameter; with `fsdp`, matrices are sharded."""
+    """The `NamedSharding` of every parameter; with `fsdp`, matrices are sharded."""
     spec = ModelSpec.from_config(config)
     return state_shardings(abstract_state(spec), spec.parameters, mesh, fsdp)
 
@@ -295,14 +283,8 @@ def init_model(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Initializes a model, each device only its shards; the values do not depend on the mesh.
 
-    Args:
-        config: a `ModelSpec`, or any object or mapping with its fields.
-        seed: an integer or a `jax.random.key`.
-        mesh: None is the default device.
-        fsdp: whether to shard matrices over the mesh; otherwise replicate them.
-
-    Returns:
-        The graph definition (static, hashable) and the state; `nnx.merge` joins them.
+    `seed` is an integer or a `jax.random.key`; without a mesh, the model is on the default device.
+    `nnx.merge` joins the graph definition (static, hashable) and the state.
     """
     spec = ModelSpec.from_config(config)
     return graph_definition(spec), _init_state(seed, spec, mesh, fsdp)
@@ -332,8 +314,3 @@ def _as_statistic(value: Any) -> Array:
 
 def _norm_if_any(table: ParamTable, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | None:
     return RMSNorm(table, spec.rms_norm_eps, rngs) if table else None
-
-
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Full fp32 products for fp32 inputs: by default, GPUs use TF32."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

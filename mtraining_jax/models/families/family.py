@@ -38,8 +38,7 @@ class Family:
         title: display name.
         defaults: defaults of transformers for fields missing in config.json.
         fixed: fields of config.json that must have these values, or be absent.
-        fused: tensors of a checkpoint layer that stack several parameters, by their name in the
-            layer.
+        fused: tensors of a checkpoint layer that stack several parameters.
     """
 
     model_type: ClassVar[str]
@@ -102,7 +101,7 @@ class Family:
         return names
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads the fields of `ModelSpec` that config.json determines, or raises ValueError."""
+        """The fields of `ModelSpec` that config.json determines; ValueError if unsupported."""
         for name, needed in self.fixed.items():
             if raw.get(name, needed) != needed:
                 given, needed = json.dumps(raw[name]), json.dumps(needed)

@@ -1,8 +1,7 @@
 """Phi-3: fused projections in its checkpoints, and LongRoPE.
 
 A checkpoint has one matrix for queries, keys and values, and one for gate and up. Here they are
-separate parameters, so that sharded layers and the chunked MLP work unchanged. A round trip is
-bit-identical.
+separate parameters, so that sharded layers and the chunked MLP work unchanged.
 """
 
 from collections.abc import Mapping

@@ -40,8 +40,7 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
 def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
     """Reads the fields of `ModelSpec` that a checkpoint determines: `FIXED` and `FREE`.
 
-    `own_family` is a user-defined family, as package.module:Name, for checkpoints of its
-    model_type; any other name is ignored.
+    `own_family` may be a user-defined family, as package.module:Name, of the model_type.
     """
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)

@@ -27,7 +27,7 @@ class CheckpointTensor:
 
 
 def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
-    """Returns all tensors of a checkpoint, in the order in which the model uses them."""
+    """All tensors of a checkpoint, in the order in which the model uses them."""
     table = spec.parameters
 
     def tensor(name: str, parameters: tuple[str, ...], layer: int | None) -> CheckpointTensor:

@@ -8,7 +8,7 @@ import shutil
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from mtraining_jax.models.huggingface.config import CONFIG_FILE, hf_config, read
 from mtraining_jax.models.huggingface.names import CheckpointTensor, checkpoint_tensors
 from mtraining_jax.models.huggingface.read import INDEX_FILE, SINGLE_FILE
 from mtraining_jax.models.sharding import parameter_names
-from mtraining_jax.models.spec import COMPUTE_DTYPES, ModelSpec
+from mtraining_jax.models.spec import ComputeDtype, ModelSpec
 from mtraining_jax.utils.errors import UserError
 
 # If these are missing, transformers assumes ids that the vocabulary may not have.
@@ -66,10 +66,9 @@ def save_hf(
         UserError: if the folder is in use or not writable, or an argument is invalid. No files are
             left behind.
     """
-    spec = ModelSpec.from_config(config)
-    directory = Path(directory)
-    if dtype not in COMPUTE_DTYPES:
-        raise UserError(f'dtype="{dtype}" must be one of {", ".join(COMPUTE_DTYPES)}')
+    spec, directory = ModelSpec.from_config(config), Path(directory)
+    if dtype not in get_args(ComputeDtype):
+        raise UserError(f'dtype="{dtype}" must be one of {", ".join(get_args(ComputeDtype))}')
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
 
@@ -131,12 +130,10 @@ def _size(tensor: CheckpointTensor, dtype: jnp.dtype) -> int:
 
 def _gather(parameter: Array, layer: int | None, dtype: str) -> Array:
     """Returns a parameter, or a layer of it, on every process; a collective operation."""
-    sharding = getattr(parameter, "sharding", None)
+    sharding, replicated = getattr(parameter, "sharding", None), None
     if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    else:
-        sharding = None
-    return _cast(parameter, layer, dtype=dtype, sharding=sharding).addressable_data(0)
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return _cast(parameter, layer, dtype=dtype, sharding=replicated).addressable_data(0)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "sharding"))

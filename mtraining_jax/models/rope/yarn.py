@@ -17,8 +17,7 @@ class YarnScaling(RopeScaling):
     Attributes:
         factor: ratio of the new to the original context length.
         original_max_position_embeddings: original context length in tokens; none uses
-            max_position_embeddings instead, as transformers 4.48 did even when the field was
-            present. The two interpretations give different frequencies.
+            max_position_embeddings instead, as transformers 4.48 always did.
         beta_fast: dimensions with more rotations than this over the original context are kept.
         beta_slow: dimensions with fewer rotations than this over the original context are divided
             by factor.

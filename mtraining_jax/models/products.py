@@ -1,0 +1,22 @@
+"""Matrix products that are exact for fp32 inputs; by default, GPUs use TF32."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def dot(equation: str, a: Array, b: Array) -> Array:
+    """An einsum in the dtype of `a`.
+
+    The hardware accumulates in fp32 either way. With an fp32 result and a cast, XLA would write
+    fp32 to memory: twice the bytes.
+    """
+    return jnp.einsum(equation, a, b, precision=_precision(a))
+
+
+def dot32(equation: str, a: Array, b: Array) -> Array:
+    """An einsum with an fp32 result."""
+    return jnp.einsum(equation, a, b, precision=_precision(a), preferred_element_type=jnp.float32)
+
+
+def _precision(a: Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
