@@ -7,6 +7,7 @@ import numpy as np
 
 from mtraining_jax.data.packs import PackArrays, Packs
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import short_power
 
 _SAMPLED = 256  # sequences examined if a source generates them on demand
 _DRAWN = 48
@@ -89,27 +90,17 @@ class PackReport:
         left, right = figure.subplots(1, 2)
         found = self.buckets()
         share = np.array([tokens for *_, tokens, _ in found]) / self.lengths.sum()
-        left.bar([_short(begin) for begin, *_ in found], share)
+        left.bar([short_power(begin) for begin, *_ in found], share)
         left.set(xlabel="document length in tokens, at least", ylabel="fraction of all tokens")
         left.tick_params(axis="x", rotation=60)
-        begin, colors = 0, ("tab:blue", "tab:orange")
-        for number, end in enumerate(self.ends[:_DRAWN].tolist()):
-            spans, at = [], 0
-            for length, padded in zip(
-                self.lengths[begin:end].tolist(), self.padded[begin:end].tolist(), strict=True
-            ):
-                spans.append((at, length))
-                at += padded
-            turns = [colors[i % 2] for i in range(len(spans))]
-            right.broken_barh(spans, (number - 0.45, 0.9), facecolors=turns)
-            begin = end
-        right.set(
-            xlim=(0, self.seq_len),
-            xlabel="position",
-            ylabel="sequence",
-            facecolor="lightgray",
-            title="documents of the first sequences; gray: padding",
-        )
+        ends = self.ends[:_DRAWN]
+        packs = (np.split(x[: ends[-1]], ends[:-1]) for x in (self.lengths, self.padded))
+        for number, (lengths, padded) in enumerate(zip(*packs, strict=True)):
+            spans = list(zip(np.cumsum(padded) - padded, lengths, strict=True))
+            colors = [("tab:blue", "tab:orange")[i % 2] for i in range(len(spans))]
+            right.broken_barh(spans, (number - 0.45, 0.9), facecolors=colors)
+        right.set(xlim=(0, self.seq_len), xlabel="position", ylabel="sequence")
+        right.set(facecolor="lightgray", title="documents of the first sequences; gray: padding")
         right.invert_yaxis()
         try:
             figure.savefig(path, dpi=120)
@@ -124,10 +115,3 @@ def report_on(packs: Packs, seq_len: int, block_size: int) -> PackReport:
     lengths = [packs.pieces(number)[1] for number in range(min(_SAMPLED, len(packs)))]
     ends = np.cumsum([of.size for of in lengths])
     return PackReport(len(packs), seq_len, block_size, np.concatenate(lengths), ends)
-
-
-def _short(number: int) -> str:
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if number >= size:
-            return f"{number // size}{unit}"
-    return str(number)

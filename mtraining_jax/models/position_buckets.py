@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from mtraining_jax.models.labels import IGNORE_LABEL
+from mtraining_jax.utils.text import short_power
 
 
 def num_buckets(seq_len: int) -> int:
@@ -20,7 +21,7 @@ def num_buckets(seq_len: int) -> int:
 
 def bucket_names(count: int) -> list[str]:
     """The first positions of buckets 0 to `count` - 1 as text: 1, 2, 4, ... 512, 1K, ..."""
-    return [_short(2**k) for k in range(count)]
+    return [short_power(2**k) for k in range(count)]
 
 
 def sums_by_bucket(
@@ -43,10 +44,3 @@ def means_by_bucket(losses: np.ndarray) -> tuple[list[float], list[int]]:
     edges = [2**k - 1 for k in range(num_buckets(len(losses) + 1))]
     parts = np.split(losses.astype(np.float64), edges[1:])
     return [float(part.mean()) for part in parts], [len(part) for part in parts]
-
-
-def _short(number: int) -> str:
-    for unit, name in ((2**20, "M"), (2**10, "K")):
-        if number >= unit:
-            return f"{number // unit}{name}"
-    return str(number)

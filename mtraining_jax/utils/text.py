@@ -10,6 +10,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def short_power(number: int) -> str:
+    """A power of two: 512 as 512, 1024 as 1K, 2^20 as 1M."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if number >= size:
+            return f"{number // size}{unit}"
+    return str(number)
+
+
 def print_text(text: str) -> int:
     """Prints text to stdout, for `--help` and similar options, and returns the exit status, 0.
 

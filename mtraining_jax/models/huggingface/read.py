@@ -1,6 +1,5 @@
 """Reads safetensors into a sharded state; each device reads only its slices."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
 from mtraining_jax.models.huggingface.config import check_same_model, read_json
-from mtraining_jax.models.huggingface.names import checkpoint_tensors, is_redundant
+from mtraining_jax.models.huggingface.names import Part, checkpoint_tensors, is_redundant
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
@@ -24,6 +23,8 @@ from mtraining_jax.utils.file_limits import LARGEST_INDEX, is_plain_name
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
+
+_Source = tuple[Any, Part]  # a tensor, and its rows that belong to a parameter
 
 
 def load_hf(
@@ -63,19 +64,6 @@ def load_hf(
         return _load_parameter(sources[name], leaf.shape, sharding)
 
     return jax.tree.map(load, names, wanted, shardings)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Location of a parameter, or of one layer of a stacked one: rows of a tensor."""
-
-    tensor: Any
-    first_row: int
-    layer: int | None
-
-    def read(self, rows: slice, *rest: slice) -> np.ndarray:
-        rows = slice(rows.start + self.first_row, rows.stop + self.first_row)
-        return self.tensor[(rows, *rest)]
 
 
 class Tensors:
@@ -124,7 +112,7 @@ class Tensors:
 
 
 def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]]:
-    """Returns the sources of every parameter, in layer order for stacked ones."""
+    """The sources of every parameter, in layer order for stacked ones."""
     expected = checkpoint_tensors(spec)
     sources: dict[str, list[_Source]] = {}
     for tensor in expected:
@@ -143,8 +131,7 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
                 f"{', '.join(_DTYPES)}"
             )
         for part in tensor.parts:
-            source = _Source(found, part.first_row, part.layer)
-            sources.setdefault(part.parameter, []).append(source)
+            sources.setdefault(part.parameter, []).append((found, part))
     names = {tensor.name for tensor in expected}
     for name, path in tensors.files.items():
         if name not in names and not is_redundant(name, spec):
@@ -158,12 +145,12 @@ def _load_parameter(
     @functools.cache  # devices with the same slice share one read
     def block(ranges: tuple[tuple[int, int, int], ...]) -> np.ndarray:
         slices = [slice(start, stop) for start, stop, _ in ranges]
-        if sources[0].layer is None:
-            return sources[0].read(*slices).astype(np.float32)
+        if sources[0][1].layer is None:
+            return _read_rows(sources[0], *slices).astype(np.float32)
         layers, *rest = slices
         values = np.empty([stop - start for start, stop, _ in ranges], np.float32)
         for row, layer in enumerate(range(layers.start, layers.stop)):
-            values[row] = sources[layer].read(*rest)
+            values[row] = _read_rows(sources[layer], *rest)
         return values
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -171,3 +158,8 @@ def _load_parameter(
         return block(tuple(part.indices(size) for part, size in zip(index, shape, strict=True)))
 
     return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _read_rows(source: _Source, rows: slice, *rest: slice) -> np.ndarray:
+    tensor, part = source
+    return tensor[(slice(rows.start + part.first_row, rows.stop + part.first_row), *rest)]
