@@ -80,8 +80,8 @@ def _file_layers(name_or_path: str | Path) -> list[Layer]:
 
 def _load(layers: Sequence[Layer], overrides: Overrides = (), stored: bool = False) -> Config:
     overrides = [(current_name(name), text) for name, text in overrides]
-    for _, table in layers:
-        all_fields(table)  # loads their plug-ins, so that options of those are known
+    for _, values in layers:
+        all_fields(values)  # loads their plug-ins, so that options of those are known
     fields = _selected_fields(layers, overrides)
     table: dict[str, Any] = {}
     problems: list[str] = []

@@ -73,8 +73,8 @@ def fields_of(cls: type) -> Mapping[str, Field]:
 
 
 def _default(field: dataclasses.Field) -> Any:
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 def attribute_docs(cls: type) -> dict[str, str]:

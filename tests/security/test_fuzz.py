@@ -122,8 +122,8 @@ def test_npy(folder, data):
     path.write_bytes(data.draw(damaged(whole)))
     found = result_of(lambda: open_token_file(path, "uint16"))
     if found is not None:  # entirely within the file
-        assert found.part.ids.nbytes <= path.stat().st_size
-        int(found.part.ids.astype(np.int64).sum())
+        assert found.ids.nbytes <= path.stat().st_size
+        int(found.ids.astype(np.int64).sum())
     result_of(lambda: read_lengths(path, 24))
 
 
@@ -140,7 +140,7 @@ def test_headers_of_npy(folder, shape, kind, fortran):
     path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(48))
     found = result_of(lambda: open_token_file(path, "uint16"))
     if found is not None:
-        assert found.part.ids.nbytes <= path.stat().st_size
+        assert found.ids.nbytes <= path.stat().st_size
     result_of(lambda: read_lengths(path, 24))
 
 
