@@ -375,7 +375,7 @@ def test_advice_for_a_run_that_does_not_fit(config, capsys, monkeypatch):
 
 def test_wrong_arguments(config, capsys, monkeypatch):
     assert main(["--config=tiny", "--dry-run=maybe"]) == 2
-    message = 'error: unknown mode "maybe" of --dry-run; choose one of auto, compile, estimate'
+    message = "error: argument --dry-run: invalid choice: 'maybe' (choose from "
     assert capsys.readouterr().err.startswith(message)
     assert main(["--config=tiny", "--dry-run=compile"]) == 2
     assert "--dry-run=compile is not possible: the run uses virtual" in capsys.readouterr().err
@@ -383,7 +383,7 @@ def test_wrong_arguments(config, capsys, monkeypatch):
     assert main(["--config=tiny", "--parallel.cpu_devices=none", "--dry-run=estimate"]) == 2
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=75% in the environment" in capsys.readouterr().err
     assert main(["--config=tiny", "--dry-run", "--dry-run-gpu", "v100"]) == 2
-    message = 'unknown GPU "v100" of --dry-run-gpu; choose one of h200, a100-40gb'
+    message = "argument --dry-run-gpu: invalid choice: 'v100' (choose from "
     assert message in capsys.readouterr().err
     assert main(["--config=tiny", "--dry-run-gpu=h200"]) == 2
     assert "--dry-run-gpu=h200 needs --dry-run" in capsys.readouterr().err
