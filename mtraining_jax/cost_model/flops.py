@@ -40,12 +40,10 @@ class StepFlops:
 
     @property
     def executed(self) -> float:
-        """FLOP executed by the devices."""
         return self.matrices + self.attention_executed
 
     @property
     def dense_equivalent(self) -> float:
-        """Executed FLOP with dense attention."""
         return self.matrices + self.attention_dense
 
     @property
@@ -59,11 +57,8 @@ def step_flops(
 ) -> StepFlops:
     """Counts the FLOP of one step.
 
-    Args:
-        config: the run.
-        density: computed pairs over causal pairs, mean over layers and heads.
-        executed: pairs in executed tiles over causal pairs, mean over layers and heads.
-        causal: causal pairs over S (S + 1) / 2; less than 1 with documents.
+    `density` and `executed` are computed pairs and pairs in executed tiles over causal pairs, mean
+    over layers and heads; `causal` are causal pairs over S (S + 1) / 2, less than 1 with documents.
     """
     model, data = config.model, config.data
     heads = causal * data.batch_size * model.num_layers * model.num_heads

@@ -9,25 +9,9 @@ from typing import Any
 
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class KernelRates:
-    """Rates of the attention kernels on one H200 at one density.
-
-    Attributes:
-        density: computed pairs over causal pairs.
-        forward, backward: executed FLOP/s. Backward counts five products per tile, as in the
-            benchmark tables.
-        in_ring: fraction of these rates reached in ring attention of one layer on eight GPUs.
-    """
-
-    density: float
-    forward: float
-    backward: float
-    in_ring: float
-
-
-# By head dimension, in order of density. Rates on one GPU:
+# By head dimension, in order of density: (computed pairs over causal pairs; executed FLOP/s forward
+# and backward on one H200, with five products per tile backward; fraction of these rates reached in
+# ring attention of one layer on eight GPUs). Rates on one GPU:
 #   0.8 %   mask A at S = 524288, benchmarks/results/attention-h200-2026-11-22-whole.md
 #   6.3 %   mask B at S = 524288, benchmarks/results/attention-h200-2026-11-21-in-step.md
 #   17 %    the same: mask B forward runs at 579, 578 and 581 TFLOP/s at 8.8, 11.9 and 17.1 % (and
@@ -36,21 +20,21 @@ class KernelRates:
 # Ring: masks A, B and dense at S = 524288, gathered, "of one GPU's rate, same work" in
 # benchmarks/results/ring-h200x8-2026-11-22.md, for head dimension 128; not measured for 64. The
 # value at 17 % is interpolated. In entire steps other work hides this loss, so dry runs ignore it.
-KERNEL_RATES: dict[int, tuple[KernelRates, ...]] = {
+KERNEL_RATES = {
     64: (
-        KernelRates(0.008, 390e12, 347e12, 0.882),
-        KernelRates(0.063, 407e12, 366e12, 0.924),
-        KernelRates(0.17, 407e12, 366e12, 0.931),
-        KernelRates(1.0, 464e12, 495e12, 0.983),
+        (0.008, 390e12, 347e12, 0.882),
+        (0.063, 407e12, 366e12, 0.924),
+        (0.17, 407e12, 366e12, 0.931),
+        (1.0, 464e12, 495e12, 0.983),
     ),
     128: (
-        KernelRates(0.008, 527e12, 421e12, 0.882),
-        KernelRates(0.063, 540e12, 443e12, 0.924),
-        KernelRates(0.17, 540e12, 443e12, 0.931),
-        KernelRates(1.0, 615e12, 555e12, 0.983),
+        (0.008, 527e12, 421e12, 0.882),
+        (0.063, 540e12, 443e12, 0.924),
+        (0.17, 540e12, 443e12, 0.931),
+        (1.0, 615e12, 555e12, 0.983),
     ),
 }
-_RING = 8  # GPUs of the `in_ring` measurement
+_RING = 8  # GPUs of the ring
 # Scores per second of the kernels that sum a softmax by block: 16 of 128 queries, 16 heads of 128
 # and 131072 tokens in 8.76 ms, benchmarks/results/choice-h200-2026-11-23.md. Exponentials are the
 # bottleneck, so head dimension 64 is not faster.
@@ -78,22 +62,14 @@ def matmul_rate(hidden_size: int, ranks: int) -> float:
 
 
 def rates_at(head_dim: int, density: float | np.ndarray) -> tuple[Any, ...]:
-    """Kernel rates by density: linear interpolation of the table, constant outside of it.
+    """FLOP/s forward and backward, and the fraction of them in a ring, at densities of any shape.
 
-    Args:
-        head_dim: head dimension. Values missing in `KERNEL_RATES` use the nearest one, which is
-            good enough to compare sequences, but not to predict times.
-        density: in [0, 1], of any shape.
-
-    Returns:
-        ``(forward, backward, in_ring)``, float64 each, as in `KernelRates`.
+    Interpolates the table linearly; constant outside of it. Head dimensions missing in the table
+    use the nearest one, which is good enough to compare sequences, but not to predict times.
     """
     rows = KERNEL_RATES[min(KERNEL_RATES, key=lambda known: abs(known - head_dim))]
-    at = [row.density for row in rows]
-    return tuple(
-        np.interp(density, at, [getattr(row, name) for row in rows])
-        for name in ("forward", "backward", "in_ring")
-    )
+    densities, *columns = zip(*rows, strict=True)
+    return tuple(np.interp(density, densities, column) for column in columns)
 
 
 def kernel_seconds(head_dim: int, density: float, forward: float, backward: float) -> float:
@@ -104,20 +80,14 @@ def kernel_seconds(head_dim: int, density: float, forward: float, backward: floa
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSize:
-    """Sizes of the model and of the ring that determine the time of attention.
-
-    Attributes:
-        ranks: context-parallel size, W.
-        block_size: tokens per block; documents are padded to its multiples.
-        passes: forward passes of attention per step; 2 if the backward pass recomputes it.
-    """
+    """Sizes of the model and of the ring that determine the time of attention."""
 
     num_layers: int
     num_heads: int
     head_dim: int
-    ranks: int = 1
-    block_size: int = 128
-    passes: int = 1
+    ranks: int = 1  # context-parallel size, W
+    block_size: int = 128  # documents are padded to its multiples
+    passes: int = 1  # forward passes per step; 2 if the backward pass recomputes attention
 
 
 def documents_ms(lengths: np.ndarray, densities: np.ndarray, size: AttentionSize) -> np.ndarray:
@@ -126,14 +96,8 @@ def documents_ms(lengths: np.ndarray, densities: np.ndarray, size: AttentionSize
     ``t = layers * Hq * D * P * (4 * passes / R_f + 10 / R_b) / (W * e)``, with P computed pairs per
     head, R the kernel rates at the density, and e the fraction of them reached in a ring of W GPUs.
     e falls with log(W) to the value measured with 8 GPUs; larger rings were not measured. Excludes
-    selection and the rest of the step.
-
-    Args:
-        lengths: integers [d], tokens of each document without padding.
-        densities: floats [d] (or one number), computed pairs over causal pairs.
-
-    Returns:
-        Milliseconds, float64 [d].
+    selection and the rest of the step. `lengths` [d] are tokens without padding; `densities` [d]
+    (or one number) are computed over causal pairs. Returns milliseconds, float64 [d].
     """
     lengths = np.asarray(lengths, np.int64)
     padded = -(-lengths // size.block_size) * size.block_size

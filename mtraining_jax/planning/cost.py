@@ -31,7 +31,6 @@ class Flops:
 
     @property
     def executed(self) -> float:
-        """All of them, with recomputation."""
         matrices = self.layers + self.head + self.recomputed
         return matrices + self.attention + self.attention_recomputed
 

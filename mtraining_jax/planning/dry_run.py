@@ -8,12 +8,12 @@ import jax
 
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, mean_audit_flops
+from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import H200, Gpu
 from mtraining_jax.planning.memory import Memory, estimate_memory, offloaded, planned_state
-from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, host_memory
 
@@ -29,19 +29,11 @@ _REMAT = {
 
 
 def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
-    """Prints the predicted memory, FLOP and step time of a run.
+    """Prints the predicted memory, FLOP and step time of a run; returns 0 if it fits, 1 if not.
 
-    Args:
-        config: a valid configuration.
-        mode: "compile" compiles the training step for the GPU mesh; "estimate" uses formulas;
-            "auto" compiles if possible: not for virtual CPU devices or unknown GPUs.
-        gpu: type of all devices.
-
-    Returns:
-        Exit status: 0 if the run fits, 1 if not.
-
-    Raises:
-        UserError: invalid run, or "compile" is not possible on this machine.
+    "compile" compiles the training step for the GPU mesh, and raises a UserError where that is not
+    possible; "estimate" uses formulas; "auto" compiles if possible: not for virtual CPU devices or
+    unknown GPUs.
     """
     # Avoids reserving memory of a GPU.
     jax.config.update("jax_platforms", "cpu")
@@ -79,7 +71,6 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
 
 
 def _mixed(config: Config) -> bool:
-    """Whether some steps are dense and others are not."""
     return 0 < config.dense_steps.count() < config.run.steps
 
 
@@ -88,7 +79,6 @@ def _step(config: Config) -> str:
 
 
 def _dense(config: Config) -> Config:
-    """The configuration of the dense steps of a sparse run."""
     dense = DenseOptions(block_size=config.sparsity.block_size)
     return dataclasses.replace(config, sparsity=dataclasses.replace(config.sparsity, pattern=dense))
 

@@ -8,42 +8,29 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Rates of one GPU, measured unless noted.
-
-    Attributes:
-        target_config: target description in this folder, for compiling without the GPU.
-        copy_bytes: bytes/s of a copy, reads and writes together.
-        link_bytes: bytes/s into one GPU in an all-gather over the GPUs of a host.
-        index_seconds: time of selection and building work lists, per query head and key.
-        lists_seconds: the same without selection.
-        forward_share, backward_share, matmul_share: rates relative to the H200 rates in
-            `mtraining_jax/cost_model/kernel_times.py`.
-        forecast: why predicted times are only a forecast; None if the rates were measured.
-    """
+    """Rates of one GPU, measured unless noted."""
 
     kind: str
-    target_config: str | None
-    memory: int
-    copy_bytes: float
-    link_bytes: float
-    index_seconds: float
-    lists_seconds: float
+    target_config: str | None  # target description in this folder, for compiling without the GPU
+    memory: int  # bytes
+    copy_bytes: float  # bytes/s of a copy, reads and writes together
+    link_bytes: float  # bytes/s into one GPU in an all-gather over the GPUs of a host
+    index_seconds: float  # of selection and building work lists, per query head and key
+    lists_seconds: float  # the same without selection
     backend: str = "mosaic_gpu"
+    # Rates relative to those of the H200 in `mtraining_jax/cost_model/kernel_times.py`.
     forward_share: float = 1.0
     backward_share: float = 1.0
     matmul_share: float = 1.0
-    forecast: str | None = None
+    forecast: str | None = None  # why times are only a forecast; None if rates were measured
 
 
 H200 = Gpu(
     kind="NVIDIA H200",
     target_config="h200.target_config.txtpb",
-    # device_memory_size in the target description.
-    memory=150_109_880_320,
-    # Measured on one H200 with jax 0.11.2, CUDA 13.
-    copy_bytes=4.27e12,
-    # 8 H200 of one host, shards of 256 MiB.
-    link_bytes=261 * 2**30,
+    memory=150_109_880_320,  # device_memory_size in the target description
+    copy_bytes=4.27e12,  # measured on one H200 with jax 0.11.2, CUDA 13
+    link_bytes=261 * 2**30,  # 8 H200 of one host, shards of 256 MiB
     # docs/design/exact-top-p.md: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
     index_seconds=0.87e-3 / (16 * 131072),
     # benchmarks/results/attention-h200-2026-11-22-whole.md: "build" at 131072 tokens.
@@ -53,8 +40,7 @@ H200 = Gpu(
 A100_40GB = Gpu(
     kind="NVIDIA A100-SXM4-40GB",
     target_config=None,
-    # 39.59 GiB as reported by CUDA.
-    memory=42_505_000_000,
+    memory=42_505_000_000,  # 39.59 GiB as reported by CUDA
     # Data sheet: 1555 GB/s, times the fraction that an H200 reaches of its 4.8 TB/s.
     copy_bytes=1.38e12,
     # Data sheet: 300 GB/s into a GPU, scaled in the same way (H200: 450).
@@ -66,8 +52,7 @@ A100_40GB = Gpu(
     # the data sheet's 312, instead of 540 and 443.
     forward_share=155 / 540,
     backward_share=105 / 443,
-    # Data sheets: 312 and 989.4 TFLOP/s.
-    matmul_share=312 / 989.4,
+    matmul_share=312 / 989.4,  # data sheets, TFLOP/s
     backend="triton",
     forecast="the kernels have not run on an A100, only on an H200",
 )

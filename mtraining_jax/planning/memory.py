@@ -94,7 +94,6 @@ def kept_mlp_products(config: Config) -> int:
 
 
 def _kept(config: Config) -> int:
-    """Bytes of a layer's activations kept for the backward pass."""
     model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
     queries = model.num_heads * model.head_dim
     kept = kept_mlp_products(config)

@@ -1,6 +1,6 @@
 """Warnings about heads with poor sparse attention."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,34 +36,41 @@ class Alarms:
     def of(self, record: Record) -> list[str]:
         """Warnings raised by this audit, each with the worst head and the option to change."""
         audit, sparsity = self._config.audit, self._config.sparsity
-        more = less_local = sparsity.settings.more_pairs()
+        more = less_local = sparsity.pattern.more_pairs()
         if sparsity.kind != "sampled_rows":
             less_local = 'sparsity.kind = "sampled_rows" probes queries of the entire sequence'
-        sentences = [
-            self._of_heads(
-                record,
-                "recall",
-                lambda recall: recall < audit.alarm_recall,
-                f"has a recall of {{:.1%}}, less than audit.alarm_recall = {audit.alarm_recall}",
-                more,
-            ),
-            self._of_heads(
-                record,
+        # Names of metrics, their limits, and what is said about the worst head beyond one.
+        limits = (
+            ("recall", np.less, "alarm_recall", "has a recall of {:.1%}, less", more),
+            (
                 "local_gradient_cosine",
-                lambda cosine: cosine < audit.alarm_gradient,
+                np.less,
+                "alarm_gradient",
                 "has a cosine of {:.3f} between its query gradients and those of dense attention, "
-                f"less than audit.alarm_gradient = {audit.alarm_gradient}",
+                "less",
                 more,
             ),
-            self._of_heads(
-                record,
+            (
                 "index_gap",
-                lambda gap: gap > audit.alarm_gap,
-                "has a recall {:.3f} higher for the last queries than for others, more than "
-                f"audit.alarm_gap = {audit.alarm_gap}",
+                np.greater,
+                "alarm_gap",
+                "has a recall {:.3f} higher for the last queries than for others, more",
                 less_local,
             ),
-        ]
+        )
+        sentences = []
+        for name, is_beyond, field, what, advice in limits:
+            if name + PER_HEAD not in record:
+                continue
+            values = np.array(record[name + PER_HEAD], np.float64)
+            number = int(is_beyond(values, getattr(audit, field)).sum())
+            if not self._is_due(name, number > 0) or (at := worst_head(record, name)) is None:
+                continue
+            others = f" (as do {number - 1} of {values.size - 1} others)" if number > 1 else ""
+            sentences.append(
+                f"layer {at[0]} head {at[1]} {what.format(values[at])} than audit.{field} = "
+                f"{getattr(audit, field)}{others}; {advice}"
+            )
         cosine = record.get("global_gradient_cosine")
         if cosine is not None and self._is_due("global", cosine < audit.alarm_gradient):
             sentences.append(
@@ -71,26 +78,7 @@ class Alarms:
                 f"attention on {self._config.gradient_tokens} tokens, less than "
                 f"audit.alarm_gradient = {audit.alarm_gradient}; {more}"
             )
-        return [sentence for sentence in sentences if sentence is not None]
-
-    def _of_heads(
-        self,
-        record: Record,
-        name: str,
-        is_beyond: Callable[[np.ndarray], np.ndarray],
-        what: str,
-        advice: str,
-    ) -> str | None:
-        if name + PER_HEAD not in record:
-            return None
-        values = np.array(record[name + PER_HEAD], np.float64)
-        number = int(is_beyond(values).sum())
-        due, worst = self._is_due(name, number > 0), worst_head(record, name)
-        if not due or worst is None:
-            return None
-        layer, head = worst
-        others = f" (as do {number - 1} of {values.size - 1} others)" if number > 1 else ""
-        return f"layer {layer} head {head} {what.format(values[worst])}{others}; {advice}"
+        return sentences
 
     def _is_due(self, name: str, beyond: bool) -> bool:
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if beyond else 0

@@ -25,14 +25,9 @@ PER_HEAD = "_per_head"
 def audit_record(figures: Mapping[str, np.ndarray], compared: Mapping[str, np.ndarray]) -> Record:
     """JSON-serializable metrics of an audit, merged into the step's record.
 
-    Args:
-        figures: metrics by name, fp32 [L, Hq] each; NaN if not measured.
-        compared: from `make_gradient_comparison`, and gradient_seconds; empty without it.
-
-    Returns:
-        For each metric NAME in `figures`: NAME (mean over layers and heads), NAME_per_layer,
-        NAME_worst, NAME_worst_per_layer and NAME_per_head (nested lists, four digits). `compared`
-        keeps its names. None replaces non-finite values.
+    For each NAME in `figures`, fp32 [L, Hq]: NAME (mean over layers and heads), NAME_per_layer,
+    NAME_worst, NAME_worst_per_layer and NAME_per_head (nested lists, four digits). The results of
+    `make_gradient_comparison` keep their names. None replaces non-finite values.
     """
     record: Record = {}
     for name, values in figures.items():

@@ -71,7 +71,6 @@ def _tuning(config: Config) -> str:
 
 
 def _backend(config: Config) -> str:
-    """The attention backend in use, and why."""
     model, block_size = config.model, config.sparsity.block_size
     q: Any = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
     asked = config.parallel.backend

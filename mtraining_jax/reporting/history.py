@@ -17,35 +17,24 @@ class History:
     """The newest records, and running statistics of all steps.
 
     Keeping all records would take gigabytes: they hold values per layer, and of audits per head.
-
-    Attributes:
-        count: number of steps.
-        dense: number of dense steps of a sparse run.
-        seconds: total time of the steps.
-        first_loss: first finite loss, if any.
-        finite: whether any step had a finite loss and gradient norm.
-        validation: first and last validation losses as text; empty without evaluation.
-        last: the newest records, at most `KEPT`.
-        losses: the newest finite losses, at most 10.
-        finite_losses: number of steps with a finite loss.
-        fractions: minimum and maximum tuned mass fraction; infinite without tuning.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
-        self.count, self.dense, self.seconds = 0, 0, 0.0
-        self.first_loss: float | None = None
-        self.finite, self.finite_losses = False, 0
-        self.validation: list[str] = []
-        self.last: deque[Record] = deque(maxlen=KEPT)
+        self.count, self.seconds = 0, 0.0  # of all steps
+        self.dense = 0  # dense steps of a sparse run
+        self.finite = False  # whether any step had a finite loss and gradient norm
+        self.first_loss: float | None = None  # finite, as all of these losses
         self.losses: deque[float] = deque(maxlen=10)
-        self.fractions = math.inf, -math.inf
+        self.finite_losses = 0
+        self.validation: list[str] = []  # first and last losses as text
+        self.last: deque[Record] = deque(maxlen=KEPT)
+        self.fractions = math.inf, -math.inf  # smallest and largest tuned mass fraction
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
         for record in records:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        """Adds the record of the next step."""
         self.count += 1
         self.seconds += record["step_seconds"]
         self.last.append(record)

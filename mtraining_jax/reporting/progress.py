@@ -52,7 +52,6 @@ class Display:
             ) from error
 
     def start(self, step: int, total: int) -> None:
-        """Shows the bar with `step` of `total` steps done."""
         self._first, self._total = None, total
         if not self._console.is_terminal:
             return
@@ -68,7 +67,6 @@ class Display:
         self._bar.start()
 
     def step(self, record: Record, line: bool) -> None:
-        """Advances the bar; prints the step's metrics if `line`."""
         if self._first is None:
             self._first = record["step"], time.monotonic()
         self._validation = validation_text(record) or self._validation
@@ -90,7 +88,6 @@ class Display:
             self.say(f"audit: {alarm}")
 
     def stop(self) -> None:
-        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -140,7 +137,6 @@ def step_line(record: Record, total: int) -> str:
 
 
 def _density(record: Record) -> str:
-    """The density, with a note if pairs were not selected."""
     text, note = f"density {number(density_of(record), '.1%')}", note_on_density(record)
     if note is None:
         return text + (" (dense step)" if record.get("dense_step") else "")

@@ -62,7 +62,7 @@ def step_record(
     device_seconds = seconds * config.devices
     peak = PEAK_BF16_FLOPS.get(devices[0].device_kind)
     memory = [device.memory_stats() for device in devices]
-    settings = config.sparsity.settings
+    settings = config.sparsity.pattern
     record = {
         "step": step,
         "loss": float(metrics["loss"]),
@@ -101,14 +101,10 @@ def step_record(
 def validation_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds: float) -> Record:
     """JSON-serializable metrics of an evaluation, merged into the step's record.
 
-    Args:
-        sums: by name, `eval_loss` (sparse attention) and `eval_loss_dense`: sums of losses in nats
-            and numbers of labels, [buckets] each (`position_buckets`).
-        seconds: wall-clock time of the evaluation, not included in step_seconds.
-
-    Returns:
-        For each NAME the mean over all labels, and NAME_by_position: entry k is the mean over
-        positions 2^k to 2^(k+1) - 1; eval_seconds. None replaces non-finite values.
+    `sums` are sums of losses in nats and numbers of labels by bucket of positions, by NAME:
+    eval_loss and eval_loss_dense. Returns for each the mean over all labels, and NAME_by_position:
+    entry k is the mean over positions 2^k to 2^(k+1) - 1; also eval_seconds, which is not included
+    in step_seconds. None replaces non-finite values.
     """
     record: Record = {}
     for name, (losses, labels) in sums.items():

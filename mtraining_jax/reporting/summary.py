@@ -58,7 +58,6 @@ def already_complete(config: Config, step: int) -> list[str]:
 
 
 def _next_steps(config: Config, done: int) -> list[str]:
-    """Commands to continue with after step `done`."""
     rows = [
         ("--checkpoint.resume=false", "start from scratch; renames this run's folder to keep it")
     ]
@@ -87,7 +86,6 @@ def _next_steps(config: Config, done: int) -> list[str]:
 
 
 def _command(options: str) -> str:
-    """The current command with some options replaced."""
     names = {option.partition("=")[0] for option in options.split()}
     if "--run.steps" in names:
         names.add("--checkpoint.resume")  # false would start from scratch
@@ -139,7 +137,6 @@ def _speed(history: History) -> str:
 
 
 def _dense_speed(history: History) -> str:
-    """Speed of the dense steps of a sparse run."""
     text = f"{history.dense} of the {counted(history.count, 'step')}"
     dense = [x["step_seconds"] for x in _after_warm_up(history) if x.get("dense_step")]
     of = f" (median of {len(dense)})" if len(dense) > 1 else ""

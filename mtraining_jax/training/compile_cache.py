@@ -9,19 +9,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from mtraining_jax.config import Config
 from mtraining_jax.utils.errors import UserError
 
-_FOLDER_NAME = "compiled"
-
 
 def use_compile_cache(config: Config) -> None:
-    """Turns on JAX's persistent compilation cache, in the configured folder.
-
-    On GPUs it also keeps XLA's autotuning results. The first process writes, all processes read.
-    """
+    """Turns on JAX's persistent compilation cache; on GPUs it also keeps autotuning results."""
     folder = config.run.compile_cache_dir
     if folder == "auto":
         # Programs compiled for one kind of CPU may not run on others that share the folder.
         on_gpu = jax.default_backend() == "gpu"
-        folder = str(Path(config.run.output_dir) / _FOLDER_NAME) if on_gpu else "never"
+        folder = str(Path(config.run.output_dir) / "compiled") if on_gpu else "never"
     if folder == "never":
         return
     try:

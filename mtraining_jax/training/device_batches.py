@@ -23,11 +23,7 @@ from mtraining_jax.training.tuning.replica_load import balance_of
 class DeviceBatches:
     """Iterates over global batches on the devices; each process reads its own part.
 
-    Attributes:
-        loader: the source of the batches; its state is that of the batch returned last.
-
-    Raises:
-        UserError: if the data cannot be used.
+    The state of its `loader` is that of the batch returned last.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout) -> None:
@@ -83,15 +79,12 @@ class DeviceBatches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position in the data, for a checkpoint."""
         return self.loader.get_state()
 
     def go_to(self, state: dict[str, Any]) -> None:
-        """Restores a position from `state`."""
         self.loader.set_state(state)
 
     def close(self) -> None:
-        """Stops prefetching."""
         self.loader.close()
 
     def _spread(self, local: np.ndarray) -> Array:

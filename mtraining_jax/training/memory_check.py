@@ -34,13 +34,8 @@ def check_memory(
     wait for it in a collective forever. XLA allocates the temporary memory of a program as one
     block, so on a GPU the check tries to allocate that block: free memory may be fragmented, and
     other programs may have taken some of it. CPU devices share the memory of the host; other
-    devices without memory statistics are assumed to have enough.
-
-    Args:
-        program: `jax.stages.Compiled`.
-        devices: local devices that the program runs on.
-        what: name of the program, for the message.
-        take: allocates a number of bytes on a device, and frees them.
+    devices without memory statistics are assumed to have enough. `what` names the program, a
+    `jax.stages.Compiled`, for the message.
     """
     sizes = program.memory_analysis()
     if sizes is None:

@@ -57,8 +57,8 @@ def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozense
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Builds AdamW without its learning rate: updates must be scaled by -lr.
 
-    Moments are fp32. Biases and norms have no weight decay. The structure of the state does not
-    depend on any field, so checkpoints stay valid when fields change.
+    Biases and norms have no weight decay. The structure of the state does not depend on any field,
+    so checkpoints stay valid when fields change.
     """
 
     def decay(updates: Any, parameters: Any) -> Parameters:

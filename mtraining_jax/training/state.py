@@ -51,14 +51,7 @@ class TrainState:
 
 
 class StateBuilder:
-    """Builds training states of one run on its mesh, as arrays or as shapes.
-
-    Attributes:
-        spec: sizes of the model.
-        graphdef: structure of the model, for `nnx.merge`.
-        optimizer: the optimizer of `TrainState.opt_state`.
-        trainable: names of the trained parameters.
-    """
+    """Builds training states of one run on its mesh, as arrays or as shapes."""
 
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
         self.spec = ModelSpec.from_config(config.model)
@@ -82,14 +75,12 @@ class StateBuilder:
         return jax.tree.unflatten(self._structure, [parameters[name] for name in self._names])
 
     def split(self, parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Splits parameters into trained and frozen ones."""
         return (
             {name: x for name, x in parameters.items() if name in self.trainable},
             {name: x for name, x in parameters.items() if name not in self.trainable},
         )
 
     def count_parameters(self) -> tuple[int, int]:
-        """Returns the number of all parameters and of the trained ones."""
         sizes = {name: math.prod(x.shape) for name, x in self._shapes.items()}
         return sum(sizes.values()), sum(sizes[name] for name in self.trainable)
 
@@ -106,15 +97,10 @@ class StateBuilder:
         return jax.tree_util.tree_map_with_path(of_leaf, shapes)
 
     def shardings(self) -> TrainState:
-        """Returns a `TrainState` of `NamedSharding`."""
         return jax.tree.map(lambda x: x.sharding, self.abstract())
 
     def fresh(self) -> TrainState:
-        """Builds the state before the first step; its values do not depend on the mesh.
-
-        Raises:
-            UserError: if model.init_from cannot be read or does not match the model.
-        """
+        """Builds the state before the first step; its values do not depend on the mesh."""
         config = self._config
         model, fsdp = config.model, config.parallel.fsdp
         if model.init_from is None:

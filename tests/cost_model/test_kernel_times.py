@@ -19,14 +19,14 @@ SIZE = AttentionSize(num_layers=36, num_heads=16, head_dim=128)
 
 def test_rates_are_interpolated_linearly():
     for width, rows in KERNEL_RATES.items():
-        assert [row.density for row in rows] == sorted({row.density for row in rows})
-        for row in rows:
-            assert rates_at(width, row.density) == (row.forward, row.backward, row.in_ring)
-        low, high = rows[-2:]
-        middle = rates_at(width, (low.density + high.density) / 2)
-        assert middle[0] == pytest.approx((low.forward + high.forward) / 2)
+        densities = [density for density, *_ in rows]
+        assert densities == sorted(set(densities))
+        for density, *rates in rows:
+            assert rates_at(width, density) == tuple(rates)
+        middle = rates_at(width, sum(densities[-2:]) / 2)
+        assert middle[0] == pytest.approx((rows[-2][1] + rows[-1][1]) / 2)
         # Constant outside of the table.
-        assert rates_at(width, 0.0)[1] == rows[0].backward
+        assert rates_at(width, 0.0) == rates_at(width, densities[0])
     assert rates_at(16, 0.5) == rates_at(64, 0.5)
 
 

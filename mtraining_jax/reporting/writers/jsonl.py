@@ -30,7 +30,6 @@ class JsonlWriter:
 
 
 def _lines_until(path: Path, last_step: int) -> list[str]:
-    """Complete lines of steps up to `last_step`, if the file exists."""
     if not path.is_file():
         return []
     lines = []

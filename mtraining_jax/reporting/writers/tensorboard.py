@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import time
+from typing import Any, cast
 
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.audit import PER_HEAD
@@ -31,12 +32,13 @@ class TensorBoardWriter:
         self.where = str(folder)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
-        self._summary, self._events = summary, event_pb2
+        self._summary = summary
+        self._events = events = cast(Any, event_pb2)  # generated at import, without types
         self._file = RecordWriter(str(folder / name))
         self._failed = False
         self._written = 0.0
         self._add(file_version="brain.Event:2")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        start = events.SessionLog(status=events.SessionLog.START)
         self._add(session_log=start, step=last_step + 1)
 
     def write(self, record: Record) -> None:
@@ -60,7 +62,6 @@ class TensorBoardWriter:
             raise
 
     def close(self) -> None:
-        """Flushes and closes the file."""
         try:
             if not self._failed:
                 self._file.flush()

@@ -39,7 +39,6 @@ class WandbWriter:
 
 
 def _run_id(path: Path, resumed: bool) -> str:
-    """The saved id of a resumed run; otherwise a new id."""
     if resumed and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     new = uuid.uuid4().hex

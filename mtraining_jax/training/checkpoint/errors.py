@@ -73,7 +73,6 @@ def writing_into(folder: Path) -> Iterator[None]:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Returns the exception, its causes and its contexts."""
     causes = []
     current: BaseException | None = error
     while current is not None and current not in causes:
@@ -85,7 +84,6 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _first(
     causes: list[BaseException], types: tuple[type[Exception], ...], texts: tuple[str, ...]
 ) -> BaseException | None:
-    """Returns the first exception of one of the types, or with one of the texts."""
     for cause in causes:
         if isinstance(cause, types) or any(text in str(cause) for text in texts):
             return cause

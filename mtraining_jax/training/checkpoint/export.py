@@ -5,7 +5,6 @@ from typing import Any
 
 from mtraining_jax.config import Config
 from mtraining_jax.data.documents import DocumentSource
-from mtraining_jax.data.sources import selected_source
 from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
 from mtraining_jax.models.huggingface.write import save_hf
 from mtraining_jax.training.build import build_mesh
@@ -70,9 +69,8 @@ def _files_of(folder: Path) -> dict[str, Path | dict[str, Any]]:
 
 
 def _eos(config: Config) -> int | None:
-    """Returns the token id that ended the training documents, if known."""
     data = config.data
-    source = selected_source(data)
+    source = data.source_options
     if isinstance(source, DocumentSource) and not source.holds_ids:
         return make_tokenizer(data.tokenizer, data.eos).eos
     return data.eos if isinstance(data.eos, int) else None

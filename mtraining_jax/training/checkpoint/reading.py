@@ -20,11 +20,7 @@ from mtraining_jax.training.state import TrainState
 
 
 def read_record(folder: Path, step: int) -> dict[str, Any]:
-    """Reads the record of a checkpoint: `config`, `loader`, `shapes` and `checksums`.
-
-    Raises:
-        UserError: if the checkpoint is unreadable or damaged.
-    """
+    """Reads the record of a checkpoint: `config`, `loader`, `shapes` and `checksums`."""
     record = _read(folder, step, record=ocp.args.JsonRestore()).record
     parts = {"config", "loader", "shapes", "checksums"}
     if not isinstance(record, dict) or not parts <= record.keys():
@@ -37,11 +33,7 @@ def read_state(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads the state and the position of the data loader.
 
-    Args:
-        folder: folder of the checkpoints.
-        step: step of the checkpoint.
-        abstract: shapes and shardings to restore; the mesh may differ from that of the save.
-        config: configuration of this run.
+    `abstract` has the shapes and shardings to restore; the mesh may differ from that of the save.
 
     Raises:
         UserError: if the checkpoint is unreadable or damaged, or has another model or other
@@ -58,12 +50,8 @@ def read_state(
 def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[str, Array]:
     """Reads the fp32 parameters of a checkpoint by name, without optimizer state.
 
-    Args:
-        folder, step: as in `read_state`.
-        abstract: `jax.ShapeDtypeStruct` with target shardings, by name.
-
-    Raises:
-        UserError: if the checkpoint is unreadable or damaged, or has other parameters.
+    `abstract` has a `jax.ShapeDtypeStruct` with target sharding of each. Raises a UserError if the
+    checkpoint is unreadable or damaged, or has other parameters.
     """
     record = read_record(folder, step)
     check_shapes(folder / str(step), record["shapes"], abstract)

@@ -1,6 +1,7 @@
 """The output folder of a run: whether it is writable, and what it already contains."""
 
-import os
+import contextlib
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -20,17 +21,16 @@ def checkpoint_folder(config: Config) -> Path:
 
 def check_writable(config: Config) -> None:
     """Raises a UserError if the run cannot write its results; leaves no file behind."""
-    folder = config.run.folder
-    there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    folder = config.run.folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise UserError(
-            f"run.output_dir = {config.run.output_dir}: the run would write into {folder}, but "
-            f"{there} is not writable ({error.strerror}); set run.output_dir to another folder"
+            f"run.output_dir = {config.run.output_dir}: the run would write into "
+            f"{config.run.folder}, but {there} is not writable ({error.strerror}); set "
+            "run.output_dir to another folder"
         ) from error
 
 
@@ -54,25 +54,21 @@ def wait_for_resume_step(config: Config, step: int | None, seconds: float) -> in
     """
     end = time.monotonic() + min(seconds, _FILE_SYSTEM_DELAY)
     while True:
-        try:
-            found = resume_step(config)
-        except UserError:
-            found = None
-        if found == step or time.monotonic() > end:
-            return found
+        seen = None
+        with contextlib.suppress(UserError):
+            seen = resume_step(config)
+        if seen == step or time.monotonic() > end:
+            return seen
         time.sleep(0.5)
 
 
 def move_aside(config: Config) -> Path | None:
-    """Renames the folder of an earlier run of this name, when a run starts from scratch.
+    """Renames the folder of an earlier run of this name, if it has a checkpoint, to `NAME.1`.
 
-    Returns the new folder, `NAME.1` or the next free number; None if it had no checkpoint.
+    Returns the new folder; it has the next number that is free.
     """
     folder = config.run.folder
     if newest_step(checkpoint_folder(config)) is None:
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    os.rename(folder, aside)
-    return aside
+    numbered = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    return folder.rename(next(aside for aside in numbered if not aside.exists()))

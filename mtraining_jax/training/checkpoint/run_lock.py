@@ -16,10 +16,7 @@ def only_run_in(folder: Path) -> Iterator[str | None]:
 
     It takes an operating system lock on OUTPUT_DIR/.NAME.lock, which is released when the process
     ends for any reason. It also works between hosts if the file system supports locks; otherwise
-    it yields a note.
-
-    Raises:
-        UserError: if another run holds the lock, or the file is not writable.
+    it yields a note. Raises a UserError if another run holds the lock.
     """
     folder = folder.absolute()
     path = folder.with_name(f".{folder.name}.lock")
@@ -56,12 +53,9 @@ def _locked(path: Path, folder: Path) -> tuple[int, str | None]:
                 f"({error.strerror}); a second run in this folder would not be detected"
             )
         # The previous holder may have unlinked the name since the file was opened.
-        try:
-            same = os.path.samestat(os.stat(path), os.fstat(file))
-        except FileNotFoundError:
-            same = False
-        if same:
-            os.ftruncate(file, 0)
-            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            return file, None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(file)):
+                os.ftruncate(file, 0)
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                return file, None
         os.close(file)

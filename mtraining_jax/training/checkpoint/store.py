@@ -45,16 +45,13 @@ class Checkpoints:
         )
 
     def newest(self) -> int | None:
-        """Returns the step of the newest complete checkpoint; None without one."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, loader_state: Any, config: Config) -> None:
         """Saves a checkpoint, unless this step already has one; all processes call it together.
 
         Returns when the arrays are copied, before they are on disk; the state may then be donated.
-
-        Raises:
-            UserError: if this or the previous checkpoint could not be written.
+        Raises a UserError if this or the previous checkpoint could not be written.
         """
         if self.newest() == step:
             return

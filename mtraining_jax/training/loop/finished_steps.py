@@ -1,7 +1,8 @@
 """Reports finished steps: makes their records, writes and prints them."""
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -56,6 +57,13 @@ class FinishedSteps:
         """Restarts the timer of the next step; no step may be running."""
         self._clock = time.perf_counter()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Waits for all added steps, and keeps the block out of the time of the next one."""
+        self.wait()
+        yield
+        self.restart_clock()
+
     def add(
         self,
         metrics: dict[str, Any],
@@ -65,24 +73,17 @@ class FinishedSteps:
     ) -> None:
         """Adds a dispatched step; returns when the previous one is reported.
 
-        Args:
-            metrics: metrics of the step, still on the devices.
-            compared: result of `make_gradient_comparison` before the step, if any.
-            profiled: whether the step is traced.
-            evaluate: called when the step is finished, returns more entries for its record; until
-                then the state must stay valid. It gets a function to call after each part of the
-                work; see `HangWatchdog.watch`.
+        Its metrics are still on the devices. `compared` comes from `make_gradient_comparison`
+        before the step. `evaluate` is called when the step is finished, and returns more entries
+        for its record; until then the state must stay valid. It gets a function to call after each
+        part of its work.
         """
         started = self._thread.submit(self._report, metrics, compared, profiled, evaluate)
         self._wait_for_step()
         self._pending = started
 
     def wait(self) -> History:
-        """Waits until all added steps are reported and their masks drawn; returns the history.
-
-        Raises:
-            UserError: if too many consecutive steps were not finite, or a file is not writable.
-        """
+        """Waits until all added steps are reported and their masks drawn; returns the history."""
         self._wait_for_step()
         self._wait_for_picture()
         return self._history

@@ -21,15 +21,12 @@ class ProfileWindow:
             self._steps = range(config.start, config.start + config.steps)
 
     def begins(self, step: int) -> bool:
-        """Whether the trace starts with this step."""
         return step in self._steps[:1]
 
     def ends(self, step: int) -> bool:
-        """Whether this step is the last of the trace."""
         return self.open and step in self._steps[-1:]
 
     def begin(self) -> None:
-        """Starts tracing."""
         options = jax.profiler.ProfileOptions()
         # The trace holds a million events, which Python calls alone would fill.
         options.python_tracer_level = 0
@@ -39,7 +36,6 @@ class ProfileWindow:
         self.open = True
 
     def end(self) -> None:
-        """Writes the trace, if one is open."""
         if self.open:
             self.open = False
             jax.profiler.stop_trace()

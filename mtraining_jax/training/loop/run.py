@@ -26,12 +26,8 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
     """Trains according to a configuration, from the newest checkpoint if there is one.
 
     Everything that can be checked is checked before the first step. With several processes, the
-    first prints and writes metrics.
-
-    Args:
-        config: a validated configuration; JAX's platform is already set.
-        signals: stop signals of the command. Without them Ctrl-C raises an error at once, and with
-            several processes SIGTERM stops all of them after a step.
+    first prints and writes metrics. JAX's platform is already set. Without the command's stop
+    signals Ctrl-C raises an error at once, and SIGTERM stops several processes after a step.
 
     Returns:
         On all processes, the records of at most the last 1000 steps of this call.
@@ -97,11 +93,7 @@ def _run(
 
 
 def agreed_resume_step(config: Config) -> int | None:
-    """Returns the resume step of process 0; the others must find the same checkpoint.
-
-    Raises:
-        UserError: on all processes, if one finds another checkpoint or none.
-    """
+    """Returns the resume step of process 0; the others must find the same checkpoint."""
     timeout = config.distributed.timeout_seconds
     resume_from = run_on_process_0(lambda: run_folder.resume_step(config), timeout)
     found = resume_from
@@ -114,7 +106,6 @@ def agreed_resume_step(config: Config) -> int | None:
 
 
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:
-    """Creates the run's folder; moves an earlier run away if this one starts from scratch."""
     aside = run_folder.move_aside(config) if resume_from is None else None
     if aside is not None:
         display.say(f"starting from scratch; the previous run of this name is now in {aside}")

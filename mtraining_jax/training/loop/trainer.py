@@ -40,17 +40,10 @@ _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
 
 
 class Trainer:
-    """One run, from its first step or from a checkpoint to its last step.
+    """One run, from its first step or from a checkpoint (`resume_from`) to its last step.
 
-    Args:
-        config: the run.
-        resume_from: step of the checkpoint to resume from; None starts from scratch.
-        display: console of the run.
-        signals: stop signals of the command; None for a call from Python.
-        opened: closes what the run opens, when everything is written.
-
-    Raises:
-        UserError: if devices, data, model or checkpoint do not match the configuration.
+    `signals` are the stop signals of the command; None for a call from Python. `opened` closes what
+    the run opens, when everything is written.
     """
 
     def __init__(
@@ -142,9 +135,7 @@ class Trainer:
     def train(self) -> History:
         """Takes all remaining steps, saves the last state, and returns the history of these steps.
 
-        Raises:
-            UserError: if too many consecutive steps are not finite.
-            Stopped: after a stop signal; the state is saved.
+        Raises `Stopped` after a stop signal, when the state is saved.
         """
         config, total = self._config, self._config.run.steps
         batch = self._next_batch()
@@ -184,20 +175,18 @@ class Trainer:
     def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
         """Dispatches the next step; returns when the previous one is reported."""
         if self._profile.begins(self._step):
-            self._finished.wait()
-            self._profile.begin()
-            self._finished.restart_clock()
+            with self._finished.paused():
+                self._profile.begin()
         audit, train_step, compared = self._config.audit, programs.train_step, None
         if self._step in self._config.dense_steps:  # nothing to audit
             train_step = programs.dense_step
         else:
             if programs.compare_gradients and (self._step - 1) % audit.gradient_interval == 0:
-                self._finished.wait()  # keeps the comparison out of the step time
-                started = time.perf_counter()
-                with self._watchdog.watch(f"the gradient comparison before step {self._step}"):
+                what = f"the gradient comparison before step {self._step}"
+                with self._finished.paused(), self._watchdog.watch(what):
+                    started = time.perf_counter()
                     compared = jax.device_get(programs.compare_gradients(self._state, batch))
-                compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
-                self._finished.restart_clock()
+                    compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
             if programs.audited_step and (self._step - 1) % audit.interval == 0:
                 train_step = programs.audited_step
         assert train_step is not None  # `make_programs` builds what the remaining steps need
@@ -208,44 +197,39 @@ class Trainer:
         if self._evaluator is not None and self._evaluator.is_due(self._step):
             evaluate = functools.partial(self._evaluator.measure, self._state)
         self._finished.add(metrics, compared, self._profile.open, evaluate)
-        ends = self._profile.ends(self._step)
-        if evaluate or ends:
-            self._finished.wait()  # the next step donates the state
-            if ends:
+        if self._profile.ends(self._step):
+            with self._finished.paused():
                 self._profile.end()
-                steps = f"{self._config.profile.start} to {self._step}"
-                folder = _short(self._profile.folder)
-                self._display.say(f"trace of steps {steps} written to {folder}")
+                first, folder = self._config.profile.start, _short(self._profile.folder)
+                self._display.say(f"trace of steps {first} to {self._step} written to {folder}")
+        elif evaluate:
+            self._finished.wait()  # the next step donates the state
             self._finished.restart_clock()
 
     def _save_is_due(self) -> bool:
-        """Whether the state after this step is saved."""
         checkpoint = self._config.checkpoint
         if self._step == self._config.run.steps and checkpoint.last_step:
             return True
         return bool(checkpoint.interval) and self._step % checkpoint.interval == 0
 
     def _save(self) -> None:
-        # Saving waits for the devices anyway; keep it out of the step time.
-        self._finished.wait()
-        place = self._batches.state() | {_ALARMS: self._alarms.state()}
-        if self._tuner is not None:
-            place[_TUNING] = self._tuner.state()
-        with self._watchdog.watch(f"saving the checkpoint of step {self._step}"):
+        what = f"saving the checkpoint of step {self._step}"
+        # Saving waits for the devices anyway.
+        with self._finished.paused(), self._watchdog.watch(what):
+            place = self._batches.state() | {_ALARMS: self._alarms.state()}
+            if self._tuner is not None:
+                place[_TUNING] = self._tuner.state()
             self._checkpoints.save(self._step, self._state, place, self._config)
-        self._finished.restart_clock()
 
     def _close_checkpoints(self) -> None:
         with self._watchdog.watch("writing the last checkpoint"):
             self._checkpoints.close()
 
     def export(self) -> None:
-        """Exports the state for Hugging Face transformers, if the configuration asks for it."""
         if self._config.checkpoint.export_hf:
             self._exported = export_state(self._config, self._builder, self._state)
 
     def wrote(self) -> list[str]:
-        """Lists the files and folders that this process has written."""
         written = [writer.where for writer in self._writers]
         if self._save_is_due():
             written.append(_short(self._checkpoints.folder / str(self._step)))
@@ -279,6 +263,5 @@ class Trainer:
 
 
 def _short(path: Path) -> str:
-    """Returns a path relative to the current folder, if it lies there."""
     cwd = Path.cwd()
     return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)

@@ -33,14 +33,9 @@ class HangWatchdog:
     """Watches steps and other blocking work in a separate thread.
 
     Steps may be dispatched before others end. Time in which the process was suspended, for example
-    by a scheduler, does not count.
-
-    Args:
-        limit: seconds that a step or block may take, `run.step_timeout_seconds`.
-        report: prints a message.
-        leave: ends the process with a message, from another thread; None only prints it.
-        slow: seconds before a warning, given the longest earlier step; None for other work.
-        clock, tick: a function that returns seconds; longest sleep of the thread in seconds.
+    by a scheduler, does not count. After `limit` seconds `leave` ends the process with a message,
+    from another thread; without it, the message is only reported. `slow` returns the seconds before
+    a warning, given the longest earlier step, or None for other work.
     """
 
     def __init__(
@@ -102,7 +97,6 @@ class HangWatchdog:
                 self._blocks.remove(task)
 
     def close(self) -> None:
-        """Ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -129,7 +123,7 @@ class HangWatchdog:
         taken = self._clock() - task.since
         slow = self._slow(self._longest if task.is_step else None)
         due = [(slow, self._warn)] if slow < self._limit else []
-        due.append((self._limit, self._abort))
+        due = [*due, (self._limit, self._abort)]
         for seconds, message in due[task.messages :]:
             if taken < seconds:
                 return seconds - taken

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jaxlib.version
+from flax.traverse_util import flatten_dict
 from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
 from mtraining_jax.config import Config, config_to_dict
@@ -18,7 +19,7 @@ from mtraining_jax.utils.errors import UserError
 
 # Fields that may differ between processes.
 _OWN = ("distributed.process_id", "distributed.timeout_seconds", "run.compile_cache_dir")
-_PREFIX, _DONE = "mtraining", "done: "
+_DONE = "done: "
 _WHILE_ALL_LIVE = 7 * 24 * 3600  # seconds
 _numbers = itertools.count()
 
@@ -26,45 +27,39 @@ _numbers = itertools.count()
 def run_on_process_0(act: Callable[[], Any], timeout: int) -> Any:
     """Calls `act` on process 0 and returns its result, serializable as JSON, on all processes.
 
-    The others wait for `timeout` seconds. All processes must make these calls in the same order.
-
-    Raises:
-        UserError: on all processes, if `act` raises one.
+    The others wait for `timeout` seconds. All processes must make these calls in the same order,
+    and all of them raise a UserError of `act`.
     """
     if jax.process_count() == 1:
         return act()
-    key, client = f"{_PREFIX}/{next(_numbers)}", _store()
-    if jax.process_index() == 0:
-        try:
-            result = act()
-        except UserError as error:
-            client.key_value_set(key, f"error: {error}")
-            raise
-        client.key_value_set(key, f"{_DONE}{json.dumps(result)}")
-        return result
-    answer = _wait_for(key, timeout)
-    if not answer.startswith(_DONE):
-        raise UserError(answer.removeprefix("error: "))
-    return json.loads(answer.removeprefix(_DONE))
+    key = _next_key()
+    if jax.process_index() > 0:
+        answer = _wait_for(key, timeout)
+        if not answer.startswith(_DONE):
+            raise UserError(answer.removeprefix("error: "))
+        return json.loads(answer.removeprefix(_DONE))
+    try:
+        result = act()
+    except UserError as error:
+        _store().key_value_set(key, f"error: {error}")
+        raise
+    _store().key_value_set(key, f"{_DONE}{json.dumps(result)}")
+    return result
 
 
 def check_same_configuration(config: Config) -> None:
-    """Compares the configuration and versions of every process with those of the first one.
-
-    Raises:
-        UserError: on all processes; names each field that differs and the first such process.
-    """
-    assert_same_on_all_processes(_told(config), config.distributed.timeout_seconds)
+    """Compares the configuration and versions of every process with those of the first one."""
+    values = {"version of jax": jax.__version__, "version of jaxlib": jaxlib.version.__version__}
+    values |= flatten_dict(config_to_dict(config), sep=".")
+    shared = {name: value for name, value in values.items() if name not in _OWN}
+    assert_same_on_all_processes(shared, config.distributed.timeout_seconds)
 
 
 def check_same_data(identity: Mapping[str, Any], section: str) -> None:
     """Checks that all processes read the same data, as each of them opens its own files.
 
-    Otherwise the processes would silently train on batches of mismatched sequence shards.
-
-    Args:
-        identity: JSON-serializable identity of the loader's data.
-        section: name of the configuration section, for the message.
+    Otherwise they would silently train on batches of mismatched sequence shards. `identity` is that
+    of the loader, serializable as JSON; `section` names the configuration for the message.
     """
     # Opening files may take one process much longer; JAX notices if a process dies meanwhile.
     assert_same_on_all_processes(
@@ -73,63 +68,43 @@ def check_same_data(identity: Mapping[str, Any], section: str) -> None:
 
 
 def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> None:
-    """Compares JSON-serializable values with those of process 0, within `timeout` seconds.
+    """Raises a UserError on all processes, with a line for each value that differs from process 0.
 
-    Raises:
-        UserError: on all processes, with one line for each name with different values.
+    The values are serializable as JSON. Processes wait for each other for `timeout` seconds.
     """
     if jax.process_count() == 1:
         return
-    key, client = f"{_PREFIX}/{next(_numbers)}", _store()
-    own = json.loads(json.dumps(dict(values)))
+    key, own = _next_key(), json.loads(json.dumps(dict(values)))
     if jax.process_index() > 0:
-        client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
+        _store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
 
     def compare() -> None:
-        found: dict[str, str] = {}
+        sentences: dict[str, str] = {}
         for number in range(1, jax.process_count()):
             theirs = json.loads(_wait_for(f"{key}/{number}", timeout))
-            for name, sentence in differences(own, theirs, number):
-                found.setdefault(name, sentence)
-        if found:
-            raise UserError("\n".join(found.values()))
+            sentences = differences(own, theirs, number) | sentences
+        if sentences:
+            raise UserError("\n".join(sentences.values()))
 
     run_on_process_0(compare, timeout)
 
 
-def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int) -> list[tuple]:
-    """Lists (name, message) of values that process `number` has and the first one has not."""
-    return [
-        (
-            name,
-            f"{name} = {json.dumps(first.get(name))} in process 0 but "
-            f"{json.dumps(other.get(name))} in process {number}; it must be the same in all "
-            "processes of a run",
-        )
+def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int) -> dict[str, str]:
+    """Returns messages on values of process `number` that differ from the first one's, by name."""
+    return {
+        name: f"{name} = {json.dumps(first.get(name))} in process 0 but "
+        f"{json.dumps(other.get(name))} in process {number}; it must be the same in all "
+        "processes of a run"
         for name in sorted(first.keys() | other.keys())
         if first.get(name) != other.get(name)
-    ]
+    }
 
 
-def _told(config: Config) -> dict[str, Any]:
-    """Returns what must be the same in all processes, by dotted name."""
-    versions = {"version of jax": jax.__version__, "version of jaxlib": jaxlib.version.__version__}
-    values = versions | dict(_flat("", config_to_dict(config)))
-    return {name: value for name, value in values.items() if name not in _OWN}
+def _next_key() -> str:
+    return f"mtraining/{next(_numbers)}"
 
 
-def _flat(prefix: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found = []
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            found += _flat(f"{prefix}{name}.", value)
-        else:
-            found.append((f"{prefix}{name}", value))
-    return found
-
-
-def _store() -> Any:
-    """The key-value store; it exists once `jax.distributed` is initialized."""
+def _store() -> Any:  # exists once `jax.distributed` is initialized
     return jax_distributed.global_state.client
 
 

@@ -18,6 +18,8 @@ from mtraining_jax.utils.errors import UserError
 _TRANSPORTS = ("Gloo", "NCCL")
 # SLURM_STEP_TASKS_PER_NODE if no node has more than one task.
 _ONE_TASK_A_NODE = re.compile(r"1(\(x\d+\))?(,1(\(x\d+\))?)*")
+# The first name of a SLURM node list, such as node[001-004,7]-ib,login: prefix, number and suffix.
+_FIRST_HOST = re.compile(r"([^,[]*)(?:\[(\w+)[^]]*\])?([^,]*)")
 _ONE_GPU = re.compile(r"[^,\s]+")  # CUDA_VISIBLE_DEVICES of a task with one GPU
 # Seconds that a process with an error waits for the others to reach the same error.
 _PATIENCE = 20
@@ -26,7 +28,7 @@ _SAY_AFTER = 5
 
 
 def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
-    """Joins the other processes of the run, if there are any.
+    """Joins the other processes of the run, if there are any, and returns whether there are.
 
     Sources, in order: the three fields of the configuration; a SLURM step (`srun`) with several
     tasks; Open MPI (`mpirun`) with several processes; an indexed Kubernetes job. Without any of
@@ -36,10 +38,8 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     with Open MPI, each process uses the GPU of its local rank. Otherwise, and for SLURM tasks that
     see a single GPU each (`--gpus-per-task=1`), every process uses the GPUs that it sees.
 
-    Returns:
-        Whether other processes were joined. If so, call `shutdown` at the end or `abort` after an
-        error. From here on JAX ends this process with a message if another one sends no heartbeat
-        for `config.heartbeat_timeout_seconds`.
+    After joining, call `shutdown` at the end or `abort` after an error. JAX ends this process with
+    a message if another one sends no heartbeat for `config.heartbeat_timeout_seconds`.
 
     Raises:
         UserError: if the others cannot be reached within `config.timeout_seconds`, or the
@@ -50,22 +50,20 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     how, arguments = _find(config, environment)
     if arguments is None:
         return False
-    arguments["heartbeat_timeout_seconds"] = config.heartbeat_timeout_seconds
-    _join(how, arguments, config.timeout_seconds)
-    return True
+    timeout, failed = config.timeout_seconds, []
 
-
-def _join(how: str, arguments: dict[str, Any], timeout: int) -> None:
-    # JAX aborts the process at its own timeout, so our timeout must be shorter.
-    failed: list[Exception] = []
-
-    def initialize() -> None:
+    def join() -> None:
         try:
-            jax.distributed.initialize(initialization_timeout=timeout + 60, **arguments)
+            jax.distributed.initialize(
+                # JAX aborts the process at its own timeout, so ours must be shorter.
+                initialization_timeout=timeout + 60,
+                heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+                **arguments,
+            )
         except Exception as error:
             failed.append(error)
 
-    thread = threading.Thread(target=initialize, daemon=True)
+    thread = threading.Thread(target=join, daemon=True)
     thread.start()
     thread.join(min(timeout, _SAY_AFTER))
     if thread.is_alive() and timeout > _SAY_AFTER:
@@ -79,13 +77,13 @@ def _join(how: str, arguments: dict[str, Any], timeout: int) -> None:
     if thread.is_alive():
         reason = f"no answer within {timeout} s (distributed.timeout_seconds)"
     elif failed:
-        reason = (str(failed[0]).strip() or type(failed[0]).__name__).splitlines()[0][:200]
+        reason = _first_line(failed[0])
     else:
-        return
+        return True
     raise UserError(
         f"the processes of the run ({how}) could not connect: {reason}; check that all of them "
         "are running and that every host can reach process 0"
-    ) from (failed[0] if failed else None)
+    ) from next(iter(failed), None)
 
 
 def shutdown(reason: BaseException | None = None) -> None:
@@ -103,9 +101,7 @@ def shutdown(reason: BaseException | None = None) -> None:
     if leaving.is_alive():
         for line in str(reason).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2)
+        _exit(2)
 
 
 def abort(error: Exception) -> NoReturn:
@@ -114,7 +110,7 @@ def abort(error: Exception) -> NoReturn:
     The others wait for this process in a collective, so it must not wait for them like `shutdown`.
     If a collective failed because another process ended, the message is one sentence.
     """
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    reason = _first_line(error)
     if any(name in reason for name in _TRANSPORTS):
         print(
             f"error: another process of the run ended during a collective ({reason}); see its "
@@ -123,9 +119,17 @@ def abort(error: Exception) -> NoReturn:
         )
     else:
         traceback.print_exception(error)
+    _exit(1)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _exit(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
 
 
 def is_first() -> bool:
@@ -175,9 +179,9 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
     try:
-        first_host = _first_host(environment["SLURM_STEP_NODELIST"])
         # One of 4096 high ports, a different one for each step of each job.
         job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
+        first_host = "".join(_FIRST_HOST.findall(environment["SLURM_STEP_NODELIST"])[0])
         arguments: dict[str, Any] = dict(
             coordinator_address=f"{first_host}:{61440 + (job + step) % 4096}",
             num_processes=int(environment["SLURM_NTASKS"]),
@@ -195,13 +199,3 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
             "or set distributed.initialize=never to run alone"
         ) from error
     return arguments
-
-
-def _first_host(nodes: str) -> str:
-    """Returns the first name of a SLURM node list, such as `node[001-004,7],login`."""
-    name, bracket, rest = nodes.partition("[")
-    if "," in name or not bracket:
-        return name.partition(",")[0]
-    number = rest.replace("-", ",").replace("]", ",").partition(",")[0]
-    suffix = rest.partition("]")[2].partition(",")[0]
-    return f"{name}{number}{suffix}"

@@ -24,14 +24,15 @@ _START_VARIANCE = 0.05
 _KEEP_LEVEL, _KEEP_SLOPE = 0.8, 0.98
 
 
+_FITTED = ("level", "covariance", "variance")
+
+
 class ReplicaDocuments:
     """The documents of one data-parallel replica in a step.
 
     Documents with fewer tokens than `min_sparse_tokens`, including padding, use dense attention.
-
-    Attributes:
-        lengths: int64 [d], real tokens.
-        sparse_weight: weight of sparse documents in the density of the replica; at most 1.
+    `rows` are the document lengths of each sequence. `sparse_weight`, at most 1, is the weight of
+    sparse documents in the density of the replica.
     """
 
     def __init__(self, rows: Sequence[np.ndarray], block_size: int, min_sparse_tokens: int) -> None:
@@ -58,59 +59,47 @@ class ReplicaDocuments:
 
 @dataclasses.dataclass(frozen=True)
 class DensityResponse:
-    """The current estimate of densities; immutable.
+    """The current estimate of densities; immutable."""
 
-    Attributes:
-        level: float64 [K], ln of densities at p0 over the assumed ones, by length class.
-        covariance: float64 [L], between the `reach` of fractions and log densities, over replicas.
-        variance: float64 [L], of that `reach`, over replicas. Both are moving averages.
-    """
-
-    level: np.ndarray
+    assumed: np.ndarray  # float64 [K], densities at p0 by length class, before any measurement
+    base: float  # p0
+    level: np.ndarray  # float64 [K], ln of densities at p0 over the assumed ones
+    # Float64 [L], moving averages over replicas: the covariance between the `reach` of fractions
+    # and log densities, and the variance of that `reach`.
     covariance: np.ndarray
     variance: np.ndarray
 
     @classmethod
-    def start(cls, num_classes: int, num_layers: int) -> Self:
-        """Returns the prior, before any measurement."""
+    def start(cls, assumed: np.ndarray, base: float, num_layers: int) -> Self:
         variance = np.full(num_layers, _START_VARIANCE)
-        return cls(np.zeros(num_classes), EXPONENT * variance, variance)
+        return cls(assumed, base, np.zeros(assumed.size), EXPONENT * variance, variance)
 
     @property
     def exponents(self) -> np.ndarray:
-        """Float64 [L], one per layer."""
         return np.clip(self.covariance / self.variance, _LEAST, _MOST)
 
-    def densities(self, assumed: np.ndarray) -> np.ndarray:
-        """Densities at p0 by class, float64 [K], given the assumed ones."""
-        return np.minimum(assumed * np.exp(self.level), 1.0)
+    @property
+    def densities(self) -> np.ndarray:
+        """Densities at p0 by class, float64 [K]."""
+        return np.minimum(self.assumed * np.exp(self.level), 1.0)
 
-    def growth(self, fractions: np.ndarray, base: float) -> np.ndarray:
+    def growth(self, fractions: np.ndarray) -> np.ndarray:
         """Growth of the computed pairs of each layer, with fractions [..., L] instead of p0."""
-        return np.exp((reach(fractions) - reach(base)) * self.exponents)
+        return np.exp((reach(fractions) - reach(self.base)) * self.exponents)
 
     def after(
-        self,
-        documents: Sequence[ReplicaDocuments],
-        assumed: np.ndarray,
-        fractions: np.ndarray,
-        base: float,
-        measured: np.ndarray,
+        self, documents: Sequence[ReplicaDocuments], fractions: np.ndarray, measured: np.ndarray
     ) -> Self:
         """Returns the estimate after one more step.
 
-        Args:
-            documents: documents of each replica.
-            assumed: float64 [K], densities at p0 by class.
-            fractions: float64 [M, L], the mass fractions of the step.
-            base: p0.
-            measured: floats [M, L], densities of replicas, means over their sequences.
+        Takes the documents of each replica, their mass fractions [M, L] in the step, and their
+        measured densities [M, L], means over their sequences.
         """
         sparse = sparse_densities(documents, measured)
         seen = np.isfinite(sparse).all(1)
         if not seen.any():
             return self
-        weights = np.array([own.class_weights(self.densities(assumed)) for own in documents])[seen]
+        weights = np.array([own.class_weights(self.densities) for own in documents])[seen]
         sparse_weight = np.array([own.sparse_weight for own in documents])[seen]
         expected = weights.sum(1) / sparse_weight
         fractions, sparse = fractions[seen], sparse[seen]
@@ -122,7 +111,7 @@ class DensityResponse:
         variance = (moved**2).mean(0)
         kept = np.where(variance > 0, _KEEP_SLOPE, 1.0)
         # Times over all layers follow the mean of their densities.
-        at_base = (sparse / self.growth(fractions, base)).mean(1)
+        at_base = (sparse / self.growth(fractions)).mean(1)
         error = np.log(at_base) - np.log(expected)
         total = weights.sum(0)
         by_class = (weights * error[:, None]).sum(0) / np.where(total > 0, total, 1.0)
@@ -134,13 +123,12 @@ class DensityResponse:
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns a small JSON-serializable dict."""
-        return {name: x.tolist() for name, x in dataclasses.asdict(self).items()}
+        return {name: getattr(self, name).tolist() for name in _FITTED}
 
     def of_state(self, state: dict[str, Any]) -> Self:
         """Restores the result of `state`; raises a UserError if sizes differ from these."""
         try:
-            restored = {name: np.array(state[name], np.float64) for name in self.state()}
+            restored = {name: np.array(state[name], np.float64) for name in _FITTED}
         except (KeyError, TypeError, ValueError) as error:
             raise UserError("the checkpoint has no valid state of sparsity.tune") from error
         for name, value in restored.items():
@@ -149,14 +137,11 @@ class DensityResponse:
                     f"the checkpoint's state of sparsity.tune has {value.size} values of {name}, "
                     f"but this run needs {getattr(self, name).size}"
                 )
-        return type(self)(**restored)
+        return dataclasses.replace(self, **restored)
 
 
 def sparse_densities(documents: Sequence[ReplicaDocuments], measured: np.ndarray) -> np.ndarray:
-    """Density [M, L] of the sparse documents, given that of all documents [M, L].
-
-    NaN where a replica has no sparse documents.
-    """
+    """Density [M, L] of the sparse documents given that of all; NaN for a replica without any."""
     weight = np.array([own.sparse_weight for own in documents])[:, None]
     known = weight > 1e-6
     densities = (measured - (1 - weight)) / np.where(known, weight, 1.0)

@@ -19,23 +19,10 @@ _HALVINGS = 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Bounds of the tuned mass fraction around p0, the configured one: low <= base <= high."""
-
-    base: float
-    low: float
-    high: float
-
-
-@dataclasses.dataclass(frozen=True)
 class TunedFractions:
-    """Tuned mass fractions of a step.
+    """Tuned mass fractions [M, L] of a step, and attention times [M] predicted at p0 and at these.
 
-    Attributes:
-        fractions: float64 [M, L].
-        infeasible: bool [M], replicas that are slower than the anchor even at the lower bound.
-        untuned_ms: float64 [M], predicted attention times at p0.
-        tuned_ms: float64 [M], predicted attention times at these fractions.
+    Replicas that are slower than the anchor even at the lower bound are infeasible, bool [M].
     """
 
     fractions: np.ndarray
@@ -44,65 +31,58 @@ class TunedFractions:
     tuned_ms: np.ndarray
 
 
-def tune_fractions(
-    documents: Sequence[ReplicaDocuments],
-    response: DensityResponse,
-    assumed: np.ndarray,
-    bounds: Bounds,
-    anchor: str,
-    size: AttentionSize,
-) -> TunedFractions:
-    """Tunes the mass fractions of a step; the result is the same on every process.
+@dataclasses.dataclass(frozen=True)
+class FractionTuning:
+    """How fractions are tuned: between two bounds around p0, to the anchor `mean`, `min` or `max`.
 
-    `assumed` are densities at p0 by class before any measurement, float64 [K]; `anchor` is "mean",
-    "min" or "max".
+    `size` determines the times of documents.
     """
-    known = response.densities(assumed)
-    untuned = np.array([replica_ms(own, known, 1.0, size) for own in documents])
-    target = float(_ANCHORS[anchor](untuned))
-    tuned = [_of_replica(own, response, known, bounds, target, size) for own in documents]
-    fractions, times, infeasible = (np.array(x) for x in zip(*tuned, strict=True))
-    return TunedFractions(fractions, infeasible, untuned, times)
 
+    low: float
+    high: float
+    anchor: str
+    size: AttentionSize
 
-def replica_ms(
-    documents: ReplicaDocuments, known: np.ndarray, factor: float, size: AttentionSize
-) -> float:
-    """Predicted attention time if the density of sparse documents is `factor` times the known."""
-    return pack_ms(documents.lengths, documents.densities(known, factor), size)
+    def tune(
+        self, documents: Sequence[ReplicaDocuments], response: DensityResponse
+    ) -> TunedFractions:
+        untuned = np.array([self.ms(own, response, 1.0) for own in documents])
+        target = float(_ANCHORS[self.anchor](untuned))
+        tuned = [self._of_replica(own, response, target) for own in documents]
+        fractions, times, infeasible = (np.array(x) for x in zip(*tuned, strict=True))
+        return TunedFractions(fractions, infeasible, untuned, times)
 
+    def ms(self, documents: ReplicaDocuments, response: DensityResponse, factor: float) -> float:
+        """Predicts the attention time with `factor` times the density of sparse documents at p0."""
+        densities = documents.densities(response.densities, factor)
+        return pack_ms(documents.lengths, densities, self.size)
 
-def _of_replica(
-    documents: ReplicaDocuments,
-    response: DensityResponse,
-    known: np.ndarray,
-    bounds: Bounds,
-    target: float,
-    size: AttentionSize,
-) -> tuple[np.ndarray, float, bool]:
-    """Returns fractions [L] of one replica, its predicted time, and whether it is infeasible."""
-    base, exponents = bounds.base, response.exponents
+    def _of_replica(
+        self, documents: ReplicaDocuments, response: DensityResponse, target: float
+    ) -> tuple[np.ndarray, float, bool]:
+        """Returns the fractions [L] of a replica, its time, and whether it is infeasible."""
+        base, exponents = response.base, response.exponents
 
-    def at(growth: float) -> tuple[np.ndarray, float]:
-        # `growth` is the log of how much the pairs of every layer grow, within the bounds.
-        fractions = base + (BEYOND - base) * -np.expm1(-growth / exponents)
-        fractions = np.clip(fractions, bounds.low, bounds.high)
-        factor = float(response.growth(fractions, base).mean())
-        return fractions, replica_ms(documents, known, factor, size)
+        def at(growth: float) -> tuple[np.ndarray, float]:
+            # `growth` is the log of how much the pairs of every layer grow, within the bounds.
+            fractions = base + (BEYOND - base) * -np.expm1(-growth / exponents)
+            fractions = np.clip(fractions, self.low, self.high)
+            factor = float(response.growth(fractions).mean())
+            return fractions, self.ms(documents, response, factor)
 
-    fractions, ms = at(0.0)
-    if np.isclose(ms, target, rtol=1e-9, atol=0):
-        return fractions, ms, False
-    # Slightly more than any layer may move, so that after rounding all reach their bounds.
-    furthest = 1.01 * float(exponents.max())
-    low, high = (furthest * float(reach(x) - reach(base)) for x in (bounds.low, bounds.high))
-    fractions, ms = at(low)
-    if ms >= target:
-        return fractions, ms, ms > target * (1 + 1e-9)
-    fractions, ms = at(high)
-    if ms <= target:
-        return fractions, ms, False
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if at(middle)[1] > target else (middle, high)
-    return *at(low), False
+        fractions, ms = at(0.0)
+        if np.isclose(ms, target, rtol=1e-9, atol=0):
+            return fractions, ms, False
+        # Slightly more than any layer may move, so that after rounding all reach their bounds.
+        furthest = 1.01 * float(exponents.max())
+        low, high = (furthest * float(reach(x) - reach(base)) for x in (self.low, self.high))
+        fractions, ms = at(low)
+        if ms >= target:
+            return fractions, ms, ms > target * (1 + 1e-9)
+        fractions, ms = at(high)
+        if ms <= target:
+            return fractions, ms, False
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if at(middle)[1] > target else (middle, high)
+        return *at(low), False

@@ -87,7 +87,6 @@ class ReplicaLoad:
         self._rest_ms = 1e3 * products / (config.devices * rate)
 
     def begin(self) -> None:
-        """Records the batch that the loader returned last."""
         packs, sequences = self._loader.packs, self._loader.sequences
         assert packs is not None and sequences is not None  # there are documents and a batch
         lengths = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
@@ -96,11 +95,9 @@ class ReplicaLoad:
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
         """Passes the measurements of a step to the loader, and returns its imbalances.
 
-        Removes pairs by length from `metrics`. Returns attention_imbalance_predicted and
-        step_imbalance_predicted, the slowest replica over the mean, from the densities known before
-        the step. If pairs are counted by length, also attention_imbalance and step_imbalance from
-        the densities of the step itself, and density_by_length (None without documents).
-        Includes attention_ms_by_group if rates for the model's head width are known.
+        Removes pairs by length from `metrics`. Imbalances are _predicted from the densities known
+        before the step; if pairs are counted by length, there are also those of the step's own
+        densities, and density_by_length (None without documents).
         """
         step = int(metrics["step"])
         lengths = self._lengths.pop(step)
@@ -113,11 +110,8 @@ class ReplicaLoad:
         if pairs is not None:
             measured = self._densities(pairs, lengths)
             self._loader.measured(step, measured)
-            times = self._times(lengths, np.nan_to_num(measured))
-            record |= self.imbalances(times, "")
+            record |= self.imbalances(self._times(lengths, np.nan_to_num(measured)), "")
             record["density_by_length"] = [x if np.isfinite(x) else None for x in measured.tolist()]
-        if self._config.model.head_dim in KERNEL_RATES:
-            record["attention_ms_by_group"] = times.tolist()
         return record
 
     def _densities(self, pairs: np.ndarray, lengths: list[np.ndarray]) -> np.ndarray:
@@ -138,9 +132,11 @@ class ReplicaLoad:
         return np.array(costs).reshape(self._config.parallel.replicas, -1).sum(1)
 
     def imbalances(self, attention_ms: np.ndarray, suffix: str) -> Record:
-        """Returns the imbalance (slowest over mean) of attention and of full steps."""
-        replicas = attention_ms.size
-        return {
-            f"attention_imbalance{suffix}": imbalance(attention_ms, replicas),
-            f"step_imbalance{suffix}": imbalance(attention_ms + self._rest_ms, replicas),
+        """Returns the times, and the imbalance (slowest over mean) of attention and full steps."""
+        record: Record = {
+            f"attention_imbalance{suffix}": imbalance(attention_ms, attention_ms.size),
+            f"step_imbalance{suffix}": imbalance(attention_ms + self._rest_ms, attention_ms.size),
         }
+        if self._config.model.head_dim in KERNEL_RATES:
+            record["attention_ms_by_group"] = attention_ms.tolist()
+        return record

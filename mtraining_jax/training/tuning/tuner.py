@@ -70,11 +70,10 @@ class Tuner:
     def finish(self, metrics: Mapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
 
-        Returns tuned (name of the fraction); tuned_by_group [M] and tuned_per_layer [L], mean
-        fractions; infeasible, the fraction of replicas slower than the anchor even at the lower
-        bound. If replicas differ, these replace values of `ReplicaLoad`: both imbalances with the
-        suffix _untuned (predicted at the configured fraction), _predicted (at the tuned fractions)
-        and without suffix (from the measured densities), and attention_ms_by_group.
+        tuned is the name of the fraction, tuned_by_group [M] and tuned_per_layer [L] are means, and
+        infeasible is the fraction of replicas that are too slow even at the lower bound. If
+        replicas differ, adds the imbalances _untuned (predicted at the configured fraction),
+        _predicted (at the tuned ones) and without suffix (from measured densities).
         """
         step = int(metrics["step"])
         documents, tuned = self._unfinished.pop(step)
@@ -95,7 +94,6 @@ class Tuner:
         return record
 
     def state(self) -> dict[str, Any]:
-        """Returns the estimates after the last steps, as a small JSON-serializable dict."""
         return {str(step): response.state() for step, response in self._after.items()}
 
     def go_to(self, step: int, state: dict[str, Any] | None) -> None:
@@ -108,7 +106,6 @@ class Tuner:
         self._after = {at: start.of_state(x) for at, x in after.items()} or {step: start}
 
     def _documents(self) -> list[ReplicaDocuments]:
-        """Returns the documents of each replica in the batch that was returned last."""
         config, loader = self._config, self._loader
         packs, sequences = loader.packs, loader.sequences
         if packs is None or sequences is None:

@@ -69,7 +69,7 @@ class Raise:
 # The main thread does not return, as in a compilation or a collective.
 HANGS = """
 import sys, threading
-from mtraining_jax import signals
+from mtraining_jax.utils import signals
 signals._PATIENCE = 0.2
 with signals.StopSignals() as own:
     if sys.argv[1] == "later":
@@ -112,7 +112,7 @@ HANGS_TOGETHER = """
 import sys, threading, time
 import jax
 from jax.experimental import multihost_utils
-from mtraining_jax import signals
+from mtraining_jax.utils import signals
 jax.config.update("jax_platforms", "cpu")
 with signals.StopSignals() as own:
     jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
@@ -163,9 +163,9 @@ def test_processes_with_different_configurations_name_the_field(plain_config, tm
 
 
 def test_differences_are_named():
-    assert differences({"a": 1, "b": None}, {"a": 1, "b": None}, 3) == []
-    (found,) = differences({"a": 1, "b": "x"}, {"a": 1}, 3)
-    assert found[0] == "b" and 'b = "x" in process 0 but null in process 3' in found[1]
+    assert differences({"a": 1, "b": None}, {"a": 1, "b": None}, 3) == {}
+    found = differences({"a": 1, "b": "x"}, {"a": 1}, 3)
+    assert found.keys() == {"b"} and 'b = "x" in process 0 but null in process 3' in found["b"]
 
 
 def test_processes_that_read_other_data_are_refused(monkeypatch):

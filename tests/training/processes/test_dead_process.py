@@ -23,7 +23,7 @@ jax.config.update("jax_platforms", "cpu")
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from mtraining_jax.config import DistributedConfig
-from mtraining_jax.training import distributed
+from mtraining_jax.training.processes import distributed
 
 port, number, timeout, wait = sys.argv[1:]
 distributed.initialize(DistributedConfig(

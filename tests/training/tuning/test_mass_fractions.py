@@ -6,12 +6,12 @@ import pytest
 from mtraining_jax.cost_model.kernel_times import AttentionSize, documents_ms
 from mtraining_jax.data.densities import length_classes
 from mtraining_jax.training.tuning.density_response import DensityResponse, ReplicaDocuments
-from mtraining_jax.training.tuning.mass_fractions import Bounds, tune_fractions
+from mtraining_jax.training.tuning.mass_fractions import FractionTuning
 from mtraining_jax.utils.errors import UserError
 
 BLOCK, SEQ, LAYERS, CLASSES, DENSE_BELOW = 128, 65536, 3, 10, 4096
 SIZE = AttentionSize(num_layers=LAYERS, num_heads=16, head_dim=128, ranks=4)
-BOUNDS = Bounds(0.9, 0.85, 0.97)
+BASE, LOW, HIGH = 0.9, 0.85, 0.97
 ASSUMED = np.full(CLASSES, 0.15)
 
 
@@ -24,7 +24,7 @@ class World:
 
     def density(self, lengths, share, power):
         """Float [d] of documents in a layer."""
-        growth = np.interp(share, *self.curve) - np.interp(BOUNDS.base, *self.curve)
+        growth = np.interp(share, *self.curve) - np.interp(BASE, *self.curve)
         own = 0.4 * 0.8 ** length_classes(lengths, BLOCK) * np.exp(power * growth)
         padded = -(-lengths // BLOCK) * BLOCK
         return np.where(padded < DENSE_BELOW, 1.0, np.minimum(own, 1.0))
@@ -66,6 +66,10 @@ def groups_of(rng):
     return [[pack(rng, n), pack(rng, n)] for n in longest]
 
 
+def tuning(anchor):
+    return FractionTuning(LOW, HIGH, anchor, SIZE)
+
+
 def documents_of(rows):
     return [ReplicaDocuments(own, BLOCK, DENSE_BELOW) for own in rows]
 
@@ -73,20 +77,18 @@ def documents_of(rows):
 def test_replicas_converge_to_the_anchor_or_a_bound():
     # The assumed densities are wrong by up to a factor of two, and so are the exponents.
     rng, world = np.random.default_rng(0), World()
-    response, off = DensityResponse.start(CLASSES, LAYERS), []
-    base = np.full(LAYERS, BOUNDS.base)
+    response, off = DensityResponse.start(ASSUMED, BASE, LAYERS), []
+    base = np.full(LAYERS, BASE)
     for _ in range(60):
         rows = groups_of(rng)
         documents = documents_of(rows)
-        tuned = tune_fractions(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
+        tuned = tuning("mean").tune(documents, response)
         true = np.array([world.ms(*x) for x in zip(rows, tuned.fractions, strict=True)])
         target = np.mean([world.ms(own, base) for own in rows])
-        at_bound = np.isclose(tuned.fractions, BOUNDS.low) | np.isclose(
-            tuned.fractions, BOUNDS.high
-        )
+        at_bound = np.isclose(tuned.fractions, LOW) | np.isclose(tuned.fractions, HIGH)
         off.append((true / target - 1)[~at_bound.all(1)])
         measured = np.array([world.measured(*x) for x in zip(rows, tuned.fractions, strict=True)])
-        response = response.after(documents, ASSUMED, tuned.fractions, BOUNDS.base, measured)
+        response = response.after(documents, tuned.fractions, measured)
     first, last = (np.abs(np.concatenate(part)) for part in (off[:5], off[40:]))
     assert last.size > 20 and first.max() > 0.1
     assert np.sqrt((last**2).mean()) < 0.015 and np.quantile(last, 0.9) < 0.02
@@ -97,56 +99,56 @@ def test_replicas_converge_to_the_anchor_or_a_bound():
 def test_a_replica_takes_the_fraction_that_reaches_the_anchor(anchor):
     rng = np.random.default_rng(1)
     documents = documents_of(groups_of(rng))
-    response = DensityResponse(
-        np.linspace(0, -1, CLASSES), np.array([0.5, 1.0, 2.0]), np.ones(LAYERS)
-    )
-    found = tune_fractions(documents, response, ASSUMED, BOUNDS, anchor, SIZE)
-    known = response.densities(ASSUMED)
+    level, exponents = np.linspace(0, -1, CLASSES), np.array([0.5, 1.0, 2.0])
+    response = DensityResponse(ASSUMED, BASE, level, exponents, np.ones(LAYERS))
+    found = tuning(anchor).tune(documents, response)
+    known = response.densities
 
     def ms(own, share):
         """Time with one fraction for all layers, each with a different factor."""
         factor = np.mean([(0.18 / (1.08 - share)) ** x for x in response.exponents])
         return documents_ms(own.lengths, own.densities(known, factor), SIZE).sum()
 
-    untuned = np.array([ms(own, BOUNDS.base) for own in documents])
+    untuned = np.array([ms(own, BASE) for own in documents])
     np.testing.assert_allclose(found.untuned_ms, untuned)
     target = getattr(np, anchor)(untuned)
     for m, own in enumerate(documents):
-        lowest, highest = ms(own, BOUNDS.low), ms(own, BOUNDS.high)
+        lowest, highest = ms(own, LOW), ms(own, HIGH)
         wanted = np.clip(target, lowest, highest)
         np.testing.assert_allclose(found.tuned_ms[m], wanted, rtol=1e-6)
         assert found.infeasible[m] == (lowest > target)
         shares = found.fractions[m]
         if wanted in (lowest, highest):
-            assert (shares == (BOUNDS.low if wanted == lowest else BOUNDS.high)).all()
+            assert (shares == (LOW if wanted == lowest else HIGH)).all()
         elif np.isclose(target, untuned[m]):
-            assert (shares == BOUNDS.base).all()  # bit-identical
+            assert (shares == BASE).all()  # bit-identical
         else:
-            assert (np.sign(shares - BOUNDS.base) == np.sign(target - untuned[m])).all()
+            assert (np.sign(shares - BASE) == np.sign(target - untuned[m])).all()
     assert found.infeasible.any() == (anchor != "max")
 
 
 def test_a_replica_of_dense_documents_teaches_nothing_and_keeps_a_bound():
     rows = [[np.array([600, 3000])], [np.array([60000])]]
     documents = documents_of(rows)
-    response = DensityResponse.start(CLASSES, LAYERS)
-    tuned = tune_fractions(documents, response, ASSUMED, BOUNDS, "mean", SIZE)
-    assert (tuned.fractions[0] == BOUNDS.high).all() and not tuned.infeasible[0]
+    response = DensityResponse.start(ASSUMED, BASE, LAYERS)
+    tuned = tuning("mean").tune(documents, response)
+    assert (tuned.fractions[0] == HIGH).all() and not tuned.infeasible[0]
     assert tuned.tuned_ms[0] == tuned.untuned_ms[0]
     measured = np.array([[1.0] * LAYERS, [0.04] * LAYERS])
-    after = response.after(documents, ASSUMED, tuned.fractions, BOUNDS.base, measured)
+    after = response.after(documents, tuned.fractions, measured)
     assert after.level[8] < 0 and not after.level[:8].any()
     np.testing.assert_array_equal(after.variance, response.variance)
     # The same for a step that was not finite.
-    assert response.after(documents, ASSUMED, tuned.fractions, 0.9, measured * np.nan) is response
+    assert response.after(documents, tuned.fractions, measured * np.nan) is response
 
 
 def test_saved_state_is_restored_and_other_sizes_are_refused():
-    response = DensityResponse(np.arange(3) / 7, np.arange(2) / 3, np.ones(2))
-    back = DensityResponse.start(3, 2).of_state(response.state())
+    assumed = np.ones(3)
+    response = DensityResponse(assumed, BASE, np.arange(3) / 7, np.arange(2) / 3, np.ones(2))
+    back = DensityResponse.start(assumed, BASE, 2).of_state(response.state())
     for name in ("level", "covariance", "variance"):
         np.testing.assert_array_equal(getattr(back, name), getattr(response, name))
     with pytest.raises(UserError, match="has 3 values of level, but this run needs 4"):
-        DensityResponse.start(4, 2).of_state(response.state())
+        DensityResponse.start(np.ones(4), BASE, 2).of_state(response.state())
     with pytest.raises(UserError, match="no valid state of sparsity.tune"):
         response.of_state({"level": None})
