@@ -19,7 +19,7 @@ class Stream(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Token ids, int32 [n], at positions int64 [n] in ``range(len(self))``."""
+        """Token ids, int32 [n], at positions int64 [n] of one sequence."""
         ...
 
 

@@ -13,7 +13,7 @@ from mtraining_jax.data.packs import pack_documents
 from mtraining_jax.data.source import FileSource, Source, eos_id_problems
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream, check_ids, spill
-from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
+from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
@@ -45,18 +45,12 @@ class DocumentSource(Source):
         yield from super().problems(data, vocab_size)
         if self.holds_ids:
             yield from eos_id_problems(data)
-        elif data.tokenizer == BYTES:
-            least = ByteTokenizer.vocab_size
-            if vocab_size < least:
-                yield (
-                    f"model.vocab_size = {vocab_size} is less than {least}, the ids of "
-                    f'data.tokenizer = "{BYTES}"'
-                )
-            if isinstance(data.eos, str):
-                yield (
-                    f'data.eos = "{data.eos}" must be an id: data.tokenizer = "{BYTES}" has no '
-                    "named tokens"
-                )
+        elif data.tokenizer == BYTES:  # others are files, which are read later
+            try:
+                named_eos = data.eos if isinstance(data.eos, str) else None
+                make_encoder(BYTES, named_eos, vocab_size)
+            except UserError as error:
+                yield str(error)
 
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         exact = data.mode == "exact"

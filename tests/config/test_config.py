@@ -612,11 +612,12 @@ def test_wrong_overrides(minimal):
         ),
         (
             {"model__vocab_size": "256"},
-            'model.vocab_size = 256 is less than 257, the ids of data.tokenizer = "bytes"',
+            'data.tokenizer = "bytes" has 257 token ids, more than model.vocab_size = 256',
         ),
         (
             {"data__eos": "</s>"},
-            'data.eos = "</s>" must be an id: data.tokenizer = "bytes" has no named tokens',
+            'data.eos = "</s>" must be an id from 0 to 256: data.tokenizer = "bytes" has no named '
+            "tokens",
         ),
         ({"data__eos": "300"}, "data.eos = 300 is outside the vocabulary: model.vocab_size = 300"),
         (

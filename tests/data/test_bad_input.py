@@ -246,7 +246,7 @@ def test_id_outside_the_vocabulary_in_a_file_that_is_validated_per_batch(tmp_pat
 
 def test_tokenizer_larger_than_the_model(tmp_path, text):
     assert error_of(**text, vocab_size=256) == (
-        'model.vocab_size = 256 is less than 257, the ids of data.tokenizer = "bytes"'
+        'data.tokenizer = "bytes" has 257 token ids, more than model.vocab_size = 256'
     )
     name = save_tokenizer(tmp_path / "tokenizer.json", ["?", "a", "</s>"])
     assert error_of(**text, tokenizer=name, vocab_size=2) == (

@@ -6,6 +6,7 @@ little-endian. Files are untrusted: every size is checked before use.
 """
 
 import bz2
+import functools
 import gzip
 import hashlib
 import json
@@ -49,7 +50,7 @@ class Shard:
     size: int
     hashes: dict[str, str]
     packed: Path | None
-    compression: str | None
+    compression: str
 
     def column(self, name: str, field: str) -> int:
         if name not in self.names:
@@ -87,7 +88,6 @@ def _shard(index: Path, entry: dict[str, Any]) -> Shard:
     sizes, raw, packed = entry["column_sizes"], entry["raw_data"], entry.get("zip_data")
     if not len(names) == len(encodings) == len(sizes):
         raise ValueError("columns have different numbers of names, encodings and sizes")
-    compression = entry.get("compression")
     return Shard(
         path=inside(index.parent, str(raw["basename"]), index),
         names=tuple(map(str, names)),
@@ -97,7 +97,7 @@ def _shard(index: Path, entry: dict[str, Any]) -> Shard:
         size=_number(raw["bytes"], _LARGEST_SHARD),
         hashes={str(kind): str(value) for kind, value in (raw.get("hashes") or {}).items()},
         packed=inside(index.parent, str(packed["basename"]), index) if packed else None,
-        compression=None if compression is None else str(compression).partition(":")[0],
+        compression=str(entry.get("compression")).partition(":")[0],
     )
 
 
@@ -131,7 +131,7 @@ def load_shard(shard: Shard) -> np.ndarray:
         raise UserError(f"data.paths: {path} cannot be read ({first_line(error)})") from error
 
 
-def _unpacked(path: Path, compression: str | None, size: int) -> np.ndarray:
+def _unpacked(path: Path, compression: str, size: int) -> np.ndarray:
     """Decompresses at most `size` bytes (guards against decompression bombs)."""
     if compression == "zstd":
         try:
@@ -141,15 +141,10 @@ def _unpacked(path: Path, compression: str | None, size: int) -> np.ndarray:
                 f"{path} is compressed with zstd and needs the package zstandard, which is not "
                 "installed: pip install zstandard, or uv run --extra mds"
             ) from error
-        errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
-
-        def opened(file: Any) -> Any:
-            return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        errors, decompressor = (zstandard.ZstdError,), zstandard.ZstdDecompressor()
+        opened = functools.partial(decompressor.stream_reader, read_across_frames=True)
     elif compression in ("gz", "bz2"):
-        errors = (zlib.error,)
-
-        def opened(file: Any) -> Any:
-            return gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
+        errors, opened = (zlib.error,), gzip.open if compression == "gz" else bz2.BZ2File
     else:
         raise Damaged(f'is compressed with "{compression}"; supported are zstd, gz and bz2')
     try:

@@ -62,7 +62,6 @@ class SyntheticStream:
     Ids follow Zipf's law. Documents have lognormal lengths and end with `eos`, which occurs nowhere
     else; the last document of a sequence is truncated. About every third passage repeats an earlier
     one of its sequence, at any distance, so that models have something to learn.
-
     """
 
     def __init__(self, seq_len: int, vocab_size: int, eos: int, seed: int):
@@ -73,33 +72,26 @@ class SyntheticStream:
         return NUM_SEQUENCES * self._seq_len
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        out = np.empty(positions.shape, np.int32)
+        """Token ids, int32 [n], at positions int64 [n] of one sequence."""
         if not positions.size:
-            return out
-        first, last = (int(x) // self._seq_len for x in (positions.min(), positions.max()))
-        for sequence in range(first, last + 1):
-            inside = slice(None)
-            if first != last:
-                inside = positions // self._seq_len == sequence
-            out[inside] = self._make(sequence, positions[inside] - sequence * self._seq_len)
-        return out
+            return np.zeros(0, np.int32)
+        sequence = int(positions[0]) // self._seq_len
+        within = positions - sequence * self._seq_len
+        rng = self._rng(sequence)
+        document_ends = self._draw_document_ends(rng)
+        starts, contents = self._draw_passages(rng)
+        passage = np.searchsorted(starts, within, side="right") - 1
+        key = hash_uint64(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
+        key = hash_uint64(key + contents.astype(np.uint64) * GOLDEN)
+        offset = (within - starts[passage]).astype(np.uint64)
+        ids = self._ids[hash_uint64(key[passage] + offset * GOLDEN) >> np.uint64(64 - _TABLE_BITS)]
+        ids[np.isin(within, document_ends)] = self._eos
+        return ids
 
     def document_lengths(self, sequence: int) -> np.ndarray:
         """Document lengths of one sequence, int64 [d]; the last document is truncated."""
         ends = self._draw_document_ends(self._rng(sequence)) + 1
         return np.diff(ends, prepend=0, append=self._seq_len)
-
-    def _make(self, sequence: int, places: np.ndarray) -> np.ndarray:
-        rng = self._rng(sequence)
-        document_ends = self._draw_document_ends(rng)
-        starts, contents = self._draw_passages(rng)
-        passage = np.searchsorted(starts, places, side="right") - 1
-        key = hash_uint64(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
-        key = hash_uint64(key + contents.astype(np.uint64) * GOLDEN)
-        offset = (places - starts[passage]).astype(np.uint64)
-        ids = self._ids[hash_uint64(key[passage] + offset * GOLDEN) >> np.uint64(64 - _TABLE_BITS)]
-        ids[np.isin(places, document_ends)] = self._eos
-        return ids
 
     def _rng(self, sequence: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, sequence])
