@@ -4,9 +4,9 @@ from pallas_kernels.gradients import Gradients
 from pallas_kernels.index import (
     BlockMaskIndex,
     BlockSparseIndex,
-    DenseDocumentsIndex,
     DenseIndex,
     Index,
+    TiledIndex,
     TokenChunksIndex,
     VerticalSlashIndex,
 )
@@ -26,7 +26,6 @@ __all__ = [
     "BlockMaskIndex",
     "BlockSparseIndex",
     "Columns",
-    "DenseDocumentsIndex",
     "DenseIndex",
     "DiagonalTiles",
     "Gradients",
@@ -34,6 +33,7 @@ __all__ = [
     "ListedTiles",
     "Plan",
     "SegmentedDiagonals",
+    "TiledIndex",
     "TokenChunksIndex",
     "VerticalSlashIndex",
     "attention",

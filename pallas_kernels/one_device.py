@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import backends, names
 from pallas_kernels.composed import chunk_attention
-from pallas_kernels.index import Index, TokenChunksIndex
+from pallas_kernels.index import Index, TiledIndex, TokenChunksIndex
 from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import gather_columns
@@ -61,6 +61,7 @@ def _with_lse(
         rows = jnp.arange(num_queries // index.block_size, dtype=jnp.int32)
         own = _with_lse(q, k, v, index.own(rows), scale, backend)
         return chunk_attention(q, k, v, index, rows, own, scale=scale, backend=backend)
+    assert isinstance(index, TiledIndex)
     tiles, columns = index.on_one_device(batch, num_queries, num_heads, k.shape[1])
     planned = plan(q, k, tiles, columns, whole=True, backend=backend)
     return _attention(scale_of(scale, q), q, k, v, planned)

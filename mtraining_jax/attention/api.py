@@ -88,7 +88,7 @@ def sparse_attention(
             use dense attention. Blocks without a document get output 0, lse -inf and zero
             gradients.
             Requires a pattern with `supports_documents` (every causal pattern of this package), or
-            a `BlockMaskIndex` or `DenseDocumentsIndex` that is then restricted to
+            a `BlockMaskIndex` or `DenseIndex` with documents that is then restricted to
             the documents.
         return_lse: also return the log-sum-exp of the logits, differentiable.
         return_index: also return the index, for `inspect` or as `pattern` of another call.

@@ -105,15 +105,13 @@ class Inspection:
             ValueError: if an argument is invalid.
             ImportError: if matplotlib is not installed.
         """
-        entries, num_heads = self.density.shape
         if not str(path).endswith(".png"):
             raise ValueError(f"path={str(path)!r} must end in .png")
-        if not 0 <= batch < entries:
-            raise ValueError(f"batch={batch} must be in 0 .. {entries - 1}")
-        if not heads or not all(0 <= head < num_heads for head in heads):
-            raise ValueError(f"heads={list(heads)} must be one or more of 0 .. {num_heads - 1}")
+        if not heads:
+            raise ValueError("heads is empty; pass one or more heads")
         panels = []
         for head in heads:
+            self._check_head(batch, head)
             title = f"head {head}: density {self.density[batch, head]:.1%}"
             if self.recall is not None:
                 title += f"\nrecall {self.recall[batch, head]:.1%}"
@@ -183,7 +181,7 @@ def inspect(
             raise ValueError(f"seq_len={seq_len} but q has {q.shape[1]} tokens; omit seq_len")
         seq_len = q.shape[1]
     if seq_len is None:
-        seq_len = index.told_length()
+        seq_len = index.known_seq_len()
     if seq_len is None:
         raise ValueError("seq_len is needed: this index does not store the sequence length")
     if seq_len < 1 or seq_len % index.block_size:

@@ -142,7 +142,7 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
         return Selection(pattern.within_documents(*context.documents.spans(), context.block_ids))
     except NotImplementedError as error:
         raise UserError(
-            f"pattern: {error}; use a BlockMaskIndex, a DenseDocumentsIndex or a pattern"
+            f"pattern: {error}; use a BlockMaskIndex, a DenseIndex with documents or a pattern"
         ) from error
 
 

@@ -8,7 +8,7 @@ from jax import Array
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
-from pallas_kernels.index import DenseDocumentsIndex, DenseIndex
+from pallas_kernels.index import DenseIndex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,4 +22,4 @@ class Dense(Pattern, DenseOptions):
             return Selection(DenseIndex(self.block_size, context.causal))
         shape = q.shape[0], q.shape[2], context.num_blocks
         first, end = (jnp.broadcast_to(x[:, None], shape) for x in context.documents.spans())
-        return Selection(DenseDocumentsIndex(first, end, self.block_size))
+        return Selection(DenseIndex(self.block_size, first=first, end=end))

@@ -7,8 +7,7 @@ kernel time depends on the counts.
 from pallas_kernels.index.block_mask import BlockMaskIndex
 from pallas_kernels.index.block_sparse import BlockSparseIndex
 from pallas_kernels.index.dense import DenseIndex
-from pallas_kernels.index.dense_documents import DenseDocumentsIndex
-from pallas_kernels.index.protocol import Index, Rows
+from pallas_kernels.index.protocol import Index, Rows, TiledIndex
 from pallas_kernels.index.shards import Segment, ShardTiles
 from pallas_kernels.index.token_chunks import TokenChunksIndex
 from pallas_kernels.index.vertical_slash import VerticalSlashIndex
@@ -16,12 +15,12 @@ from pallas_kernels.index.vertical_slash import VerticalSlashIndex
 __all__ = [
     "BlockMaskIndex",
     "BlockSparseIndex",
-    "DenseDocumentsIndex",
     "DenseIndex",
     "Index",
     "Rows",
     "Segment",
     "ShardTiles",
+    "TiledIndex",
     "TokenChunksIndex",
     "VerticalSlashIndex",
 ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import Array
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.entries import marked
 from pallas_kernels.index.mask_shards import MaskShards, tiles_of
-from pallas_kernels.index.protocol import Index, Rows
+from pallas_kernels.index.protocol import Rows, TiledIndex, check_seq_len
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.tiles import Columns, ListedTiles, padded_columns
 from pallas_kernels.tiles.protocol import check_shape
@@ -19,7 +19,7 @@ from pallas_kernels.tiles.protocol import check_shape
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BlockMaskIndex(Index):
+class BlockMaskIndex(TiledIndex):
     """Key blocks of each query block as bits, compact enough to be saved for the backward pass.
 
     A pair (q, k) is computed iff k <= q and either the bit of key block k//g is set in the row of
@@ -49,9 +49,7 @@ class BlockMaskIndex(Index):
     by_rows: ClassVar[bool] = True
 
     @classmethod
-    def from_block_mask(
-        cls, mask: Array, block_size: int, rows: Array | None = None
-    ) -> "BlockMaskIndex":
+    def from_block_mask(cls, mask: Array, block_size: int, rows: Array | None = None) -> Self:
         """Builds the index from bool [B, Hq, rows, NB]; drops blocks above the diagonal.
 
         `rows`, int32 [rows], is the global block number of each row; None for 0, 1, ...
@@ -62,7 +60,7 @@ class BlockMaskIndex(Index):
         seen = jnp.arange(num_blocks, dtype=jnp.int32) <= rows[:, None]
         return cls(sets.pack(mask & seen), num_blocks, block_size)
 
-    def with_columns(self, tokens: Array, rows: Array | None = None) -> "BlockMaskIndex":
+    def with_columns(self, tokens: Array, rows: Array | None = None) -> Self:
         """Returns a copy with these columns, which every later row sees, instead of its own.
 
         Args:
@@ -70,7 +68,7 @@ class BlockMaskIndex(Index):
                 those outside of the sequence are padding.
             rows: int32 [rows], global block number of each row; None for 0, 1, ...
         """
-        seq_len = self.told_length()
+        seq_len = self.known_seq_len()
         tokens = jnp.where((tokens >= 0) & (tokens < seq_len), tokens, seq_len)
         every = marked(tokens, jnp.full(tokens.shape[:-1], tokens.shape[-1]), seq_len)
         every = every.reshape(*tokens.shape[:-1], self.num_blocks, self.block_size)
@@ -79,7 +77,7 @@ class BlockMaskIndex(Index):
             self, column_marks=sets.pack(own), max_columns=tokens.shape[-1], column_start=None
         )
 
-    def columns_from(self, start: Array) -> "BlockMaskIndex":
+    def columns_from(self, start: Array) -> Self:
         """Returns a copy without columns before each row's `start`, int32 [B, Hq, rows]."""
         if self.column_marks is None:
             return self
@@ -88,9 +86,7 @@ class BlockMaskIndex(Index):
             start = jnp.maximum(start, self.column_start)
         return dataclasses.replace(self, column_start=start)
 
-    def within_documents(
-        self, first: Array, end: Array, rows: Array | None = None
-    ) -> "BlockMaskIndex":
+    def within_documents(self, first: Array, end: Array, rows: Array | None = None) -> Self:
         del end  # no bit is set above the diagonal, so none in a later document
         rows = jnp.arange(self.num_blocks, dtype=jnp.int32) if rows is None else rows
         first = first[:, None, rows]
@@ -188,7 +184,7 @@ class BlockMaskIndex(Index):
             return blocks
         return blocks | {"columns": sets.count(self.column_marks).sum(-1, dtype=jnp.int32)}
 
-    def told_length(self) -> int:
+    def known_seq_len(self) -> int:
         return self.num_blocks * self.block_size
 
     def _check(self, batch: int, num_heads: int, rows: int, num_blocks: int) -> None:
@@ -206,8 +202,7 @@ class BlockMaskIndex(Index):
 
     def _tiles(self, seq_len: int, rows: Rows | None) -> tuple[Array, Array]:
         """Counts set blocks, and those of them that are a row's own: int32 [B, Hq] each."""
-        if seq_len != self.told_length():
-            raise ValueError(f"seq_len={seq_len}, but the index has {self.told_length()} tokens")
+        check_seq_len(self, seq_len)
         tiles = sets.count(self.bits).sum(-1, dtype=jnp.int32)
         cut = self._own_listed(rows).sum(-1, dtype=jnp.int32)
         return (tiles, cut) if rows is None else (rows.total(tiles), rows.total(cut))

@@ -1,6 +1,7 @@
 """Lists of key blocks per query block."""
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,14 @@ from jax import Array
 from pallas_kernels.index import bits
 from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.mask_shards import MaskShards
-from pallas_kernels.index.protocol import Index, Rows
+from pallas_kernels.index.protocol import Rows, TiledIndex, check_seq_len
 from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 from pallas_kernels.tiles.protocol import at_least_one, check_shape
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BlockSparseIndex(Index):
+class BlockSparseIndex(TiledIndex):
     """Lists of key blocks per query block and their transpose, for patterns of any shape.
 
     A pair (q, k) is computed iff `k//g` is listed for `q//g` and (`k <= q` or not `causal`).
@@ -40,9 +41,7 @@ class BlockSparseIndex(Index):
     causal: bool = jax.tree.static(default=True)
 
     @classmethod
-    def from_block_mask(
-        cls, mask: Array, block_size: int, causal: bool = True
-    ) -> "BlockSparseIndex":
+    def from_block_mask(cls, mask: Array, block_size: int, causal: bool = True) -> Self:
         """Builds the lists from bool [B, Hq, Sq/g, Sk/g]; drops blocks above a causal diagonal."""
         if causal:
             rows = jnp.arange(mask.shape[-2])[:, None]
@@ -103,13 +102,11 @@ class BlockSparseIndex(Index):
     def budgets(self) -> dict[str, Array]:
         return {"blocks": self.key_count.sum(-1, dtype=jnp.int32)}
 
-    def told_length(self) -> int:
+    def known_seq_len(self) -> int:
         return self.key_count.shape[-1] * self.block_size
 
     def _tiles(self, seq_len: int) -> Array:
-        of_lists = self.told_length()
-        if seq_len != of_lists:
-            raise ValueError(f"seq_len={seq_len}, but the index has lists for {of_lists} queries")
+        check_seq_len(self, seq_len)
         return self.key_count.sum(-1, dtype=jnp.int32)
 
 

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from jax import Array
 
@@ -20,20 +20,18 @@ class Rows(NamedTuple):
 class Index(abc.ABC):
     """The (query, key) pairs that attention computes, in global token positions.
 
-    An index is a frozen dataclass, registered as a pytree. Other code uses only these methods.
+    An index is a frozen dataclass, registered as a pytree.
 
     Attributes:
         block_size: g, tokens per block (static).
         causal: whether pairs with k > q are excluded, even if listed (static).
         by_rows: whether axis 2 of all arrays are rows, one per query block, of which each rank
             holds those of its own blocks, in its order. Other indices are replicated.
-        composed: whether attention is composed from several calls (`pallas_kernels.composed`).
     """
 
     block_size: int
     causal: bool
     by_rows: ClassVar[bool] = False
-    composed: ClassVar[bool] = False
 
     @abc.abstractmethod
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
@@ -47,13 +45,6 @@ class Index(abc.ABC):
             float [B, Hq], or [1, 1] if all heads have the same pairs (fp64 under x64). Rounded,
             since it may exceed 2^31, but not accumulated in floating point.
         """
-
-    def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
-        """Returns the computed pairs per row of blocks, int32 [B, Hq, rows], or None if unknown.
-
-        `rows` are the requested rows, for a `by_rows` index the local ones; None for all.
-        """
-        return None
 
     @abc.abstractmethod
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
@@ -75,6 +66,40 @@ class Index(abc.ABC):
             bool, broadcasts to [B, Hq, R, C, g]; undefined for pairs with k > q.
         """
 
+    def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
+        """Returns the computed pairs per row of blocks, int32 [B, Hq, rows], or None if unknown.
+
+        `rows` are the requested rows, for a `by_rows` index the local ones; None for all.
+        """
+        return None
+
+    def within_documents(self, first: Array, end: Array, rows: Array | None = None) -> Self:
+        """Restricts the index to pairs within documents; returns an index of the same type.
+
+        Args:
+            first: int32 [B, NB], first block of each block's document; NB if it has none.
+            end: int32 [B, NB], one past the last block of the document; 0 if it has none.
+            rows: as in `shards`.
+
+        Raises:
+            NotImplementedError: if this type of index cannot represent the result.
+        """
+        raise NotImplementedError(
+            f"a {type(self).__name__} cannot be restricted to pairs within documents"
+        )
+
+    def budgets(self) -> dict[str, Array]:
+        """Number of entries per kind: int32 [B, Hq] each."""
+        return {}
+
+    def known_seq_len(self) -> int | None:
+        """Returns S if the index stores it, else None; its arrays must not be traced."""
+        return None
+
+
+class TiledIndex(Index):
+    """An index that kernels compute as tiles and columns, on one device or on shards."""
+
     @abc.abstractmethod
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
@@ -95,7 +120,8 @@ class Index(abc.ABC):
             batch, num_heads: B and Hq.
             stride: stride of all query and key segments.
             num_blocks: S / g.
-            rows: int32 [n], global block numbers of the queries, in local order; None for all.
+            rows: int32 [n], global block number of each local row of a `by_rows` index; None if it
+                holds all.
         """
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
@@ -120,31 +146,15 @@ class Index(abc.ABC):
         """
         return None
 
-    def within_documents(self, first: Array, end: Array, rows: Array | None = None) -> "Index":
-        """Restricts the index to pairs within documents; returns an index of the same type.
-
-        Args:
-            first: int32 [B, NB], first block of each block's document; NB if it has none.
-            end: int32 [B, NB], one past the last block of the document; 0 if it has none.
-            rows: as in `shards`.
-
-        Raises:
-            NotImplementedError: if this type of index cannot represent the result.
-        """
-        raise NotImplementedError(
-            f"a {type(self).__name__} cannot be restricted to pairs within documents"
-        )
-
-    def budgets(self) -> dict[str, Array]:
-        """Number of entries per kind: int32 [B, Hq] each."""
-        return {}
-
-    def told_length(self) -> int | None:
-        """Returns S if the index stores it, else None; its arrays must not be traced."""
-        return None
-
 
 def check_whole_blocks(seq_len: int, block_size: int) -> None:
     """Raises ValueError unless the block size divides the length."""
     if seq_len % block_size:
         raise ValueError(f"seq_len={seq_len} is not a multiple of block_size={block_size}")
+
+
+def check_seq_len(index: Index, seq_len: int) -> None:
+    """Raises ValueError unless the index is for sequences of this length."""
+    known = index.known_seq_len()
+    if seq_len != known:
+        raise ValueError(f"seq_len={seq_len}, but the index has {known} tokens")

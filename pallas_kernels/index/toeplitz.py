@@ -7,6 +7,7 @@ shard pair.
 """
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ class ToeplitzShards(ShardTiles):
     @classmethod
     def every(
         cls, batch: int, num_heads: int, stride: int, num_blocks: int, block_size: int
-    ) -> "ToeplitzShards":
+    ) -> Self:
         diagonals = np.arange(num_blocks, dtype=np.int32).reshape(-1, stride).T.reshape(-1)
         bounds = np.arange(stride + 1, dtype=np.int32) * (num_blocks // stride)
         shape = batch, num_heads
@@ -44,7 +45,7 @@ class ToeplitzShards(ShardTiles):
     @classmethod
     def listed(
         cls, diagonals: Array, count: Array, stride: int, num_blocks: int, block_size: int
-    ) -> "ToeplitzShards":
+    ) -> Self:
         """Builds it from diagonals int32 [B, Hq, M], M >= 1, of which the first `count` ascend."""
         if stride == 1:
             bounds = jnp.stack([jnp.zeros_like(count), count], axis=-1)
@@ -88,3 +89,37 @@ class ToeplitzShards(ShardTiles):
         """Returns beginning and end of the diagonals of some residues: int32 [B, Hq, n] each."""
         start = jnp.take(self.bounds, residues, axis=-1, mode="clip")
         return start, jnp.take(self.bounds, residues + 1, axis=-1, mode="clip")
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentShards(ShardTiles):
+    """All block diagonals, each block restricted to its document."""
+
+    every: ToeplitzShards  # all diagonals of the sequence
+    first: Array  # int32 [B, 1, NB], as in `DenseIndex`
+    end: Array
+
+    def pair(self, query: Segment, key: Segment) -> DiagonalTiles:
+        first = self._first_keys(query, key.first_block)
+        end = self._end_queries(query.first_block, key.blocks())
+        tiles = self.every.pair(query, key)
+        return dataclasses.replace(tiles, first_keys=first, end_queries=end)
+
+    def gathered(self, query: Segment, keys: Array, skip_own: bool) -> SegmentedDiagonals:
+        tiles = self.every.gathered(query, keys, skip_own)
+        starts = keys[tiles.segment][:, None]
+        steps = self.every.stride * jnp.arange(query.num_blocks, dtype=jnp.int32)
+        first = self._first_keys(query, starts)
+        end = self._end_queries(query.first_block, starts + steps)
+        return dataclasses.replace(tiles, first_keys=first, end_queries=end)
+
+    def _first_keys(self, query: Segment, start: int | Array) -> Array:
+        """Returns the first keys that rows see, as positions among those starting at `start`."""
+        first = self.first[..., query.blocks()]
+        if jnp.ndim(start):
+            first = first[:, :, None]
+        return -((start - first) // self.every.stride)
+
+    def _end_queries(self, start: int | Array, blocks: Array) -> Array:
+        """Returns one past the last rows that see key blocks, as positions from `start` on."""
+        return -((start - self.end[..., blocks]) // self.every.stride)

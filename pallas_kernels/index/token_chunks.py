@@ -1,7 +1,7 @@
 """Key chunks for each single query, which block lists cannot express."""
 
 import dataclasses
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax import Array
 
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.block_mask import BlockMaskIndex
-from pallas_kernels.index.protocol import Index, Rows
+from pallas_kernels.index.protocol import Index, Rows, check_seq_len
 from pallas_kernels.tiles.protocol import check_shape
 
 
@@ -45,7 +45,6 @@ class TokenChunksIndex(Index):
 
     causal = True
     by_rows: ClassVar[bool] = True
-    composed: ClassVar[bool] = True
 
     @property
     def num_chunks(self) -> int:
@@ -70,7 +69,7 @@ class TokenChunksIndex(Index):
         return BlockMaskIndex(bits, self.num_blocks, self.block_size)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        self._check_length(seq_len)
+        check_seq_len(self, seq_len)
         size, to_float = self.block_size, jnp.result_type(float)
         past = self._past_counts(rows).sum(-1, dtype=jnp.int32)
         past = past if rows is None else rows.total(past)
@@ -86,7 +85,7 @@ class TokenChunksIndex(Index):
         return past * (self.chunk_blocks * size) + own
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        self._check_length(seq_len)
+        check_seq_len(self, seq_len)
         tiles = (-(-self._past_counts(rows) // self.block_size)).sum(-1, dtype=jnp.int32)
         tiles = tiles if rows is None else rows.total(tiles)
         whole, cut = self._own_tiles(rows)
@@ -107,23 +106,10 @@ class TokenChunksIndex(Index):
         )
         return ((key_blocks >= first) & (bit & 1).astype(bool))[..., None]
 
-    def on_one_device(
-        self, batch: int, num_queries: int, num_heads: int, num_keys: int
-    ) -> NoReturn:
-        raise ValueError(
-            "a TokenChunksIndex cannot be expressed as tiles; use pallas_kernels.attention or "
-            "sparse_attention instead of plan, forward and backward"
-        )
-
-    def shards(
-        self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
-    ) -> NoReturn:
-        self.on_one_device(batch, 0, num_heads, 0)
-
     def budgets(self) -> dict[str, Array]:
         return {"chunks": sets.count(self.chosen).sum((-2, -1), dtype=jnp.int32)}
 
-    def told_length(self) -> int:
+    def known_seq_len(self) -> int:
         return self.num_blocks * self.block_size
 
     def check(self, batch: int, num_heads: int, rows: int) -> None:
@@ -131,10 +117,6 @@ class TokenChunksIndex(Index):
         check_shape("index.chosen", self.chosen, (batch, num_heads, rows, self.block_size, words))
         if self.first is not None:
             check_shape("index.first", self.first, (batch, num_heads, rows))
-
-    def _check_length(self, seq_len: int) -> None:
-        if seq_len != self.told_length():
-            raise ValueError(f"seq_len={seq_len}, but the index has {self.told_length()} tokens")
 
     def _numbers(self, rows: Rows | None) -> Array:
         return jnp.arange(self.chosen.shape[2], dtype=jnp.int32) if rows is None else rows.blocks

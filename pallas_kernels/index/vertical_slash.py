@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.index.entries import contains, live, marked
-from pallas_kernels.index.protocol import Index, Rows, check_whole_blocks
+from pallas_kernels.index.protocol import Rows, TiledIndex, check_whole_blocks
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import Columns, DiagonalTiles, padded_columns
@@ -18,7 +18,7 @@ from pallas_kernels.tiles.protocol import at_least_one, check_shape
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class VerticalSlashIndex(Index):
+class VerticalSlashIndex(TiledIndex):
     """Block diagonals and key columns, per batch entry and query head.
 
     With g = `block_size` and global token positions q, k, a pair is computed iff `k <= q` and
@@ -124,7 +124,7 @@ class VerticalSlashIndex(Index):
     def budgets(self) -> dict[str, Array]:
         return {"columns": self.vertical_count, "diagonals": self.slash_count}
 
-    def told_length(self) -> int | None:
+    def known_seq_len(self) -> int | None:
         """Reads S from the padding of a selected index: S, or NB in the list of diagonals."""
         told = set()
         for entries, count, unit in (

@@ -15,13 +15,13 @@ from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
 from pallas_kernels.mosaic_gpu.common import ROWS, TILE, BackwardOperands, GatheredColumns
 from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
-from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig
+from pallas_kernels.mosaic_gpu.fused_backward.kernel import fused_kernel
+from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
 from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
-from pallas_kernels.mosaic_gpu.kernels.fused import fused_kernel
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig
+from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.dkdv import DkdvConfig
 from pallas_kernels.mosaic_gpu.kernels.dq import DqConfig
 from pallas_kernels.mosaic_gpu.kernels.forward import ForwardConfig

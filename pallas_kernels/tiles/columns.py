@@ -5,6 +5,7 @@ visibility is computed once per layer, while keys and values are fetched in each
 """
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ class Columns:
         num_blocks: int,
         block_size: int,
         apart: bool = False,
-    ) -> "Columns":
+    ) -> Self:
         """Builds the columns in addition to the tiles of one shard of queries.
 
         Args:

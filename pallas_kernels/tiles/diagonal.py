@@ -6,7 +6,7 @@ one short list per head describes it.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class DiagonalTiles(Tiles):
         num_key_blocks: int,
         block_size: int,
         causal: bool,
-    ) -> "DiagonalTiles":
+    ) -> Self:
         """Builds all tiles (non-causal), or all tiles on and below the diagonal (causal)."""
         first = 0 if causal else 1 - num_key_blocks
         offsets = jnp.arange(first, num_query_blocks, dtype=jnp.int32)

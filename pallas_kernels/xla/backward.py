@@ -1,6 +1,6 @@
 """The backward pass of the XLA backend."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -52,12 +52,12 @@ class _Rows(NamedTuple):
     lse: Array
     delta: Array
 
-    def slice(self, first: Array, size: int) -> "_Rows":
-        return _Rows(*(slice_from(x, first, size, axis=2) for x in self))
+    def slice(self, first: Array, size: int) -> Self:
+        return self._make(slice_from(x, first, size, axis=2) for x in self)
 
-    def take(self, blocks: Array) -> "_Rows":
+    def take(self, blocks: Array) -> Self:
         heads = self.q.shape[1]
-        return _Rows(*(take_blocks(x, blocks, heads) for x in self))
+        return self._make(take_blocks(x, blocks, heads) for x in self)
 
 
 def _backward_rows(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class Walk:
     block_size: int = jax.tree.static()
 
     @classmethod
-    def of_rows(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
+    def of_rows(cls, tiles: Tiles, num_rows: int, num_columns: int) -> Self:
         first, last = tiles.row_ranges(num_rows, num_columns)
         if first.ndim == 3:
             first, last = first[:, :, None], last[:, :, None]
@@ -43,7 +43,7 @@ class Walk:
         )
 
     @classmethod
-    def of_columns(cls, tiles: Tiles, num_rows: int, num_columns: int) -> "Walk":
+    def of_columns(cls, tiles: Tiles, num_rows: int, num_columns: int) -> Self:
         first, last = tiles.column_ranges(num_rows, num_columns)
         return cls(
             tiles.column_entries,

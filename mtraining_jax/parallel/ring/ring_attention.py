@@ -15,7 +15,7 @@ from mtraining_jax.parallel.ring.schedule import ring_backward, ring_forward
 from mtraining_jax.parallel.ring.steps import plan_ring
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import names
-from pallas_kernels.index import Index
+from pallas_kernels.index import TiledIndex
 from pallas_kernels.ops import delta_of
 
 
@@ -23,7 +23,7 @@ def ring_attention(
     q: Array,
     k: Array,
     v: Array,
-    index: Index,
+    index: TiledIndex,
     *,
     layout: Layout,
     axis_names: tuple[str, ...] = ("node", "device"),
@@ -72,7 +72,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
+def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: TiledIndex) -> None:
     """Raises ValueError for mismatched arrays or index."""
     layout = topology.layout
     local_tokens = layout.seq_len // layout.num_ranks

@@ -5,23 +5,16 @@ Independent of the package's helpers, so that their mistakes show.
 
 import numpy as np
 
-from pallas_kernels import (
-    BlockMaskIndex,
-    BlockSparseIndex,
-    DenseDocumentsIndex,
-    DenseIndex,
-    DiagonalTiles,
-    Index,
-)
+from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, DiagonalTiles, Index
 from pallas_kernels.tiles import NO_DIAGONAL
 
 
 def index_mask(index: Index, seq_len: int) -> np.ndarray:
     """Bool [B, Hq, S, S] (query, key), or [1, 1, S, S]: the pairs an index computes."""
-    if isinstance(index, DenseIndex):
+    if isinstance(index, DenseIndex) and index.first is None:
         everything = np.ones((1, 1, seq_len, seq_len), bool)
         return np.tril(everything) if index.causal else everything
-    if isinstance(index, DenseDocumentsIndex):
+    if isinstance(index, DenseIndex):
         first, end = (np.asarray(x) for x in (index.first, index.end))
         blocks = np.zeros((*first.shape, first.shape[-1]), bool)
         for b, h, i in np.ndindex(*first.shape):

@@ -16,7 +16,7 @@ from pallas_kernels import (
     BlockMaskIndex,
     BlockSparseIndex,
     Columns,
-    DenseDocumentsIndex,
+    DenseIndex,
     DiagonalTiles,
     VerticalSlashIndex,
 )
@@ -232,7 +232,7 @@ def _bits_and_columns(mask, tokens, start, block_size) -> BlockMaskIndex:
     return index.with_columns(tokens).columns_from(start)
 
 
-def dense_documents(size: Size, lengths: list[list[int]]) -> DenseDocumentsIndex:
+def dense_documents(size: Size, lengths: list[list[int]]) -> DenseIndex:
     """Consecutive documents of the given lengths in blocks, for each batch entry, then padding.
 
     A negative length is padding.
@@ -245,7 +245,7 @@ def dense_documents(size: Size, lengths: list[list[int]]) -> DenseDocumentsIndex
             at = slice(start, start := start + abs(length))
             if length > 0:
                 first[b, :, at], end[b, :, at] = at.start, at.stop
-    return DenseDocumentsIndex(jnp.asarray(first), jnp.asarray(end), size.block_size)
+    return DenseIndex(size.block_size, first=jnp.asarray(first), end=jnp.asarray(end))
 
 
 def diagonal_tiles(

@@ -7,8 +7,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.fused_walk import FusedWalk
-from pallas_kernels.mosaic_gpu.turn_counters import await_turn, end_turn
+from pallas_kernels.mosaic_gpu.fused_backward.turn_counters import await_turn, end_turn
+from pallas_kernels.mosaic_gpu.fused_backward.walk import FusedWalk
 
 # Warps that alternate in adding dq, each with its own shared memory: while one waits until its sums
 # are visible to all and passes the turn on, the other adds.

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import COLUMN_LAYOUT, LOG2E, ROWS, await_last, product
-from pallas_kernels.mosaic_gpu.fused_sums import ADDING_WARPS
+from pallas_kernels.mosaic_gpu.fused_backward.sums import ADDING_WARPS
 from pallas_kernels.mosaic_gpu.interpreter import product_plus
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 

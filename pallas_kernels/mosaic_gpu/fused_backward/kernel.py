@@ -24,9 +24,9 @@ from pallas_kernels.mosaic_gpu.common import (
     launch,
     tiled,
 )
-from pallas_kernels.mosaic_gpu.fused_steps import FusedConfig, FusedSteps
-from pallas_kernels.mosaic_gpu.fused_sums import ADDING_WARPS, add_keys, add_queries
-from pallas_kernels.mosaic_gpu.fused_walk import FusedWalk
+from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig, FusedSteps
+from pallas_kernels.mosaic_gpu.fused_backward.sums import ADDING_WARPS, add_keys, add_queries
+from pallas_kernels.mosaic_gpu.fused_backward.walk import FusedWalk
 from pallas_kernels.mosaic_gpu.interpreter import key_scratch
 from pallas_kernels.mosaic_gpu.query_stream import QueryStream, key_barriers, key_memory
 from pallas_kernels.work.fused_work import FusedWork
