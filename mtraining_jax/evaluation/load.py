@@ -108,7 +108,11 @@ def load(
         # The saved sizes are complete, and the folder of the initial weights may no longer exist.
         table["model"] |= {"init_from": None, "override": []}
         table["parallel"]["cpu_devices"] = None
-        trained_sparse = _is_sparse_to_the_end(table["sparsity"])
+        # Older checkpoints lack these fields.
+        sparsity = {"kind": "dense", "dense_cooldown_steps": 0, "dense_interval": 0}
+        sparsity |= table["sparsity"]
+        dense_steps = sparsity["dense_cooldown_steps"] or sparsity["dense_interval"]
+        trained_sparse = sparsity["kind"] != "dense" and not dense_steps
     table["parallel"] |= _devices(table["parallel"])
     config = config_of_model(table, source, overrides)
     parallel = config.parallel
@@ -136,12 +140,6 @@ def load(
         state = _read_run(checkpoints, step, spec, shardings)
     state = in_compute_dtype(state, spec)
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
-
-
-def _is_sparse_to_the_end(sparsity: Mapping[str, Any]) -> bool:
-    # Older checkpoints lack these fields.
-    dense_steps = sparsity.get("dense_cooldown_steps", 0) or sparsity.get("dense_interval", 0)
-    return sparsity.get("kind", "dense") != "dense" and not dense_steps
 
 
 def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:

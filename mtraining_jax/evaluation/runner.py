@@ -88,7 +88,7 @@ def evaluate(
         _Question(task, length, number, [Key(label, x, task.name, length, number) for x in models])
         for task in plan.tasks
         for length in plan.lengths
-        for number in range(_num_samples(plan, task, length, tokenizer))
+        for number in range(min(plan.samples, task.count(tokenizer, length)))
     ]
     keys = [key for question in questions for key in question.keys]
     watch.start(len(keys), sum(key in results for key in keys))
@@ -112,11 +112,6 @@ def evaluate(
                 line["seconds"] = round(time.perf_counter() - begin, 4)
                 results.add(line)
                 watch.add(line)
-
-
-def _num_samples(plan: Plan, task: Task, length: int, tokenizer: Tokenizer | None) -> int:
-    available = task.count(tokenizer, length)
-    return plan.samples if available is None else min(plan.samples, available)
 
 
 def _to_ask(questions: Sequence[_Question], results: Results) -> list[_Question]:

@@ -21,7 +21,7 @@ from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
+from mtraining_jax.patterns.options.base import PatternOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +79,6 @@ class Network:
     def sequence_layout(self, seq_len: int) -> Layout:
         sizes = tuple(self.mesh.shape[axis] for axis in SEQUENCE_AXES)
         return layout_for_ring(self.layout, seq_len, sizes, self.settings.block_size, self.ring)
-
-    def pattern(self, seq_len: int, settings: PatternOptions) -> Pattern:
-        return settings.pattern(ModelSizes(self.spec.num_layers, self.spec.num_heads, seq_len))
 
     def rope_length(self, tokens: int) -> int:
         """Returns a length equivalent to `tokens` for RoPE; see `RopeScaling.length_like`."""

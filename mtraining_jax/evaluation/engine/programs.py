@@ -22,6 +22,7 @@ from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.options.base import ModelSizes
 
 
 class Programs:
@@ -35,7 +36,6 @@ class Programs:
         self._compiled: dict[Hashable, Any] = {}
         # Decoding is dense with every pattern, and takes longest to compile.
         self._steps: dict[Hashable, Any] = {} if like is None else like._steps
-        self._layouts: dict[int, tuple[Layout, Array]] = {}
         self._patterns: dict[tuple[int, bool], Pattern] = {}
 
     def score(
@@ -46,7 +46,7 @@ class Programs:
         A sparse pattern estimates from the first `valid_len` tokens.
         """
         layout, inputs = self.inputs(ids, valid_len, of_prompt=False)
-        arguments = self.place(labels, layout, IGNORE_LABEL), *inputs
+        arguments = self._place(labels, layout, IGNORE_LABEL), *inputs
         scores, density = self._program(make_score, layout, len(ids), arguments)(*arguments)
         order = layout.inverse()[: len(ids)]
         return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
@@ -72,7 +72,7 @@ class Programs:
         network, state = self._network, self._state
         cache = make_cache(network, prompt, prompt_len, new_tokens)
         length, room = network.rope_length(prompt_len + new_tokens), cache.keys[0].shape[2]
-        layout, _ = self._deal(network.padded_length(prompt_len))
+        layout = network.sequence_layout(network.padded_length(prompt_len))
         how = _sampling(options)
         key = layout, length, room, options.kind
         if key not in self._steps:
@@ -86,34 +86,27 @@ class Programs:
     ) -> tuple[Layout, tuple[Any, ...]]:
         """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""
         padded = self._network.padded_length(len(ids))
-        layout, positions = self._deal(padded)
-        tokens = self.place(ids, layout, 0)
-        inputs = AttentionInputs(self.pattern(padded, of_prompt), valid_len=jnp.int32(valid_len))
+        layout = self._network.sequence_layout(padded)
+        tokens, positions = self._place(ids, layout, 0), self._place(np.arange(padded), layout, 0)
+        inputs = AttentionInputs(self._pattern(padded, of_prompt), valid_len=jnp.int32(valid_len))
         return layout, (self._state, tokens, positions, inputs)
 
-    def pattern(self, padded: int, of_prompt: bool = False) -> Pattern:
-        own = self._network.settings
+    def _pattern(self, padded: int, of_prompt: bool) -> Pattern:
+        own, spec = self._network.settings, self._network.spec
         settings = own.for_prompts() if of_prompt else own
         key = padded, settings is own  # with most patterns prompts share the arrays
         if key not in self._patterns:
-            self._patterns[key] = self._network.pattern(padded, settings)
+            sizes = ModelSizes(spec.num_layers, spec.num_heads, padded)
+            self._patterns[key] = settings.pattern(sizes)
         return self._patterns[key]
 
-    def place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
+    def _place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
         """Pads int32 [n] to [1, S] on the mesh, in layout order."""
         padded = np.full(layout.seq_len, fill, np.int32)
         padded[: len(ids)] = ids
         ordered = padded[layout.permutation()][None]
         sharding = NamedSharding(self._network.mesh, TOKENS)
         return jax.make_array_from_callback(ordered.shape, sharding, lambda index: ordered[index])
-
-    def _deal(self, padded: int) -> tuple[Layout, Array]:
-        """Returns the layout of a padded length, and positions [1, S]."""
-        if padded not in self._layouts:
-            layout = self._network.sequence_layout(padded)
-            positions = self.place(np.arange(padded, dtype=np.int32), layout, 0)
-            self._layouts[padded] = layout, positions
-        return self._layouts[padded]
 
     def _program(
         self, make: Callable[..., Any], layout: Layout, length: int, arguments: tuple[Any, ...]

@@ -158,7 +158,7 @@ def _losses(lines: Lines, length: int) -> TextTable:
         if both := sorted(sparse.keys() & dense.keys()):
             differences = np.array([np.subtract(sparse[n], dense[n]) for n in both])
             means = map(Mean.of, differences.T)
-            columns[f"{model}, sparse - dense"] = [_signed(mean) for mean in means]
+            columns[f"{model}, sparse - dense"] = [_shown(mean, "+.3f") for mean in means]
     buckets = len(next(iter(columns.values()))) - 1
     first = [*(f"from {name}" for name in bucket_names(buckets)), "last 64"]
     count = counted(max(map(len, documents.values())), "document")
@@ -180,28 +180,25 @@ def settings_text(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"- {label}: {about['name']}" + (f" ({facts})" if facts else "")
     for name, value in settings.items():
         if name == "tasks":
-            value = ", ".join(_task_text(task, options) for task, options in value.items())
+            tasks = []
+            for task, options in value.items():
+                given = " ".join(f"{option}={x}" for option, x in options.items() if x)
+                tasks.append(f"{task} ({given})" if given else task)
+            value = ", ".join(tasks)
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
         if name != "models":
-            yield f"- {name}: {_plain(value)}"
-
-
-def _task_text(task: str, options: Mapping[str, Any]) -> str:
-    given = " ".join(f"{name}={_plain(value)}" for name, value in options.items() if value)
-    return f"{task} ({given})" if given else task
-
-
-def _plain(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+            yield f"- {name}: {value}"
 
 
 def _percent(mean: Mean | None, signed: bool = False) -> str:
     """`95.0 ± 2.2 (100)`."""
     if mean is None:
         return _EMPTY
-    value = f"{100 * mean.value:+.1f}" if signed else f"{100 * mean.value:.1f}"
-    error = f" ± {100 * mean.error:.1f}" if mean.error > 0 else ""
-    return f"{value}{error} ({mean.count})"
+    percent = Mean(100 * mean.value, 100 * mean.error, mean.count)
+    return f"{_shown(percent, '+.1f' if signed else '.1f')} ({mean.count})"
 
 
-def _signed(mean: Mean) -> str:
-    return f"{mean.value:+.3f}" + (f" ± {mean.error:.3f}" if mean.error > 0 else "")
+def _shown(mean: Mean, form: str) -> str:
+    error = f" ± {mean.error:{form.removeprefix('+')}}" if mean.error > 0 else ""
+    return f"{mean.value:{form}}{error}"

@@ -5,6 +5,7 @@ user-defined and named as `package.module:Name`. Imports no JAX.
 """
 
 import hashlib
+import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -113,9 +114,9 @@ class Task:
                 what = attribute_docs(type(self))[option].rstrip(".")
                 raise UserError(f'task "{self.name}" needs --task.{option}=VALUE: {what}')
 
-    def count(self, tokenizer: Tokenizer | None, length: int) -> int | None:
-        """Returns the number of different samples of a length; None if unlimited."""
-        return None
+    def count(self, tokenizer: Tokenizer | None, length: int) -> int:
+        """Returns the number of different samples of a length."""
+        return sys.maxsize
 
     def sample(
         self, length: int, number: int, seed: int, tokenizer: Tokenizer | None

@@ -112,9 +112,5 @@ def _texts(kind: str, stream: Stream, count: int) -> list[str]:
         return pairs_of_words(stream, words("adjectives"), words("nouns"), count)
     if kind == "numbers":
         return [str(x) for x in 1_000_000 + stream.below_each(np.full(count, 9_000_000))]
-    return [_uuid(high, low) for high, low in stream.bits(2 * count).reshape(count, 2).tolist()]
-
-
-def _uuid(high: int, low: int) -> str:
-    """Builds a version 4 UUID from two 64-bit numbers."""
-    return str(uuid.UUID(int=high << 64 | low, version=4))
+    bits = stream.bits(2 * count).reshape(count, 2).tolist()
+    return [str(uuid.UUID(int=high << 64 | low, version=4)) for high, low in bits]
