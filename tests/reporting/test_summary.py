@@ -1,6 +1,7 @@
 """Output at the end of a run."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -33,5 +34,5 @@ def test_training_continues_without_starting_from_scratch(config, monkeypatch):
 
 def test_no_larger_model_is_suggested_with_init_from(config):
     assert "--model.num_layers=4" in "\n".join(already_complete(config, 3))
-    loaded = changed(config, model={"init_from": "somewhere"})
+    loaded = replace(config, model=replace(config.model, init_from="somewhere"))
     assert "num_layers" not in "\n".join(already_complete(loaded, 3))

@@ -1,5 +1,6 @@
 """The trained model as a Hugging Face checkpoint, and a run that starts from one."""
 
+import dataclasses
 import json
 import shutil
 
@@ -105,7 +106,8 @@ def test_the_tokenizer_of_training_is_exported_whatever_its_name(plain_config, t
     own = changed(plain_config, data={"tokenizer": str(path)})
     plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
     assert _tokenizer_files(own) == {"tokenizer.json": path, "tokenizer_config.json": plain}
-    assert _tokenizer_files(changed(own, model={"init_from": str(start)})) == {
+    model = dataclasses.replace(own.model, init_from=str(start))
+    assert _tokenizer_files(dataclasses.replace(own, model=model)) == {
         "tokenizer.json": path,
         "tokenizer_config.json": plain,
         "generation_config.json": start / "generation_config.json",
