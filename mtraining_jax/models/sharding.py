@@ -16,19 +16,10 @@ from mtraining_jax.models.parameters import LAYERS, Parameter, ParamTable
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 
-# Mesh axes that fully sharded data parallelism (FSDP) shards a logical axis over; None replicates
-# it. The first divisible axis of a parameter is sharded, because leading axes gather without a
-# transpose. Vectors are too small to be worth a gather.
-FSDP_AXES: dict[str, tuple[str, ...] | None] = {
-    "layers": None,
-    "vector": None,
-    "vocab": SEQUENCE_AXES,
-    "heads": SEQUENCE_AXES,
-    "kv_heads": SEQUENCE_AXES,
-    "mlp": SEQUENCE_AXES,
-    "embed": SEQUENCE_AXES,
-}
-
+# Logical axes that fully sharded data parallelism (FSDP) shards over the ranks of a sequence. The
+# first divisible one of a parameter is sharded, because leading axes gather without a transpose.
+# Vectors are too small to be worth a gather.
+FSDP_AXES = ("vocab", "heads", "kv_heads", "mlp", "embed")
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +28,10 @@ def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpe
     """Shards the first axis of a parameter that the devices divide, or replicates it."""
     if not fsdp:
         return PartitionSpec()
+    ranks = math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
     for axis, (logical, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
-        mesh_axes = FSDP_AXES[logical]
-        if mesh_axes is None:
-            continue
-        parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
-        if size % parts == 0:
-            return PartitionSpec(*[None] * axis, mesh_axes)
+        if logical in FSDP_AXES and size % ranks == 0:
+            return PartitionSpec(*[None] * axis, SEQUENCE_AXES)
     return PartitionSpec()
 
 
@@ -72,7 +60,7 @@ def replicated_matrices(table: ParamTable, mesh: Mesh) -> tuple[str, ...]:
     return tuple(
         name
         for name, parameter in table.items()
-        if any(FSDP_AXES[axis] for axis in parameter.axes)
+        if "vector" not in parameter.axes
         and parameter_spec(parameter, mesh, True) == PartitionSpec()
     )
 

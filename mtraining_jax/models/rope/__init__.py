@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import RopeScaling
+from mtraining_jax.models.rope.kind import RopeScaling, Scaled
 from mtraining_jax.models.rope.linear import LinearScaling
 from mtraining_jax.models.rope.llama3 import Llama3Scaling
 from mtraining_jax.models.rope.longrope import LongRopeScaling
@@ -34,7 +34,7 @@ __all__ = [
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, *, context: int, length: int
-) -> tuple[np.ndarray, float]:
+) -> Scaled:
     """Returns frequencies float64 [D/2] in radians per token, and the factor on cos and sin.
 
     Some scalings depend on `context`, that of the model, and on `length`, that of the sequence.
@@ -42,7 +42,7 @@ def rope_frequencies(
     plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return plain, 1.0
-    return scaling.stretch(plain, theta=theta, context=context, length=length)
+    return scaling.stretch(plain, theta, context, length)
 
 
 def make_scaling(values: Any) -> RopeScaling | None:

@@ -13,6 +13,8 @@ from mtraining_jax.utils.limits import Ge
 FloatList = Annotated[
     tuple[float, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 ]
+# Frequencies, float64 [D/2] in radians per token, and the factor on cosines and sines.
+Scaled = tuple[np.ndarray, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +35,11 @@ class RopeScaling:
 
     def problems(self, head_dim: int | None = None) -> Iterator[str]:
         """Yields messages, which begin with the field; `head_dim` if the model is known."""
-        del head_dim
         if self.factor < 1:
             yield f"factor = {self.factor} must be at least 1"
 
-    def stretch(
-        self, plain: np.ndarray, *, theta: float, context: int, length: int
-    ) -> tuple[np.ndarray, float]:
-        """Scales the frequencies `plain`, float64 [D/2] of base `theta`; see `rope_frequencies`."""
+    def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
+        """Scales the frequencies `plain` of base `theta`; see `rope_frequencies`."""
         raise NotImplementedError
 
     @property
@@ -70,12 +69,10 @@ class RopeScaling:
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
         """Reads `rope_parameters` of a config.json, or `rope_scaling` of older files."""
-        del context
         return cls.from_fields(rope)
 
     def to_hf(self, context: int) -> dict[str, Any]:
         """Returns every field that is set: the inverse of `from_hf`."""
-        del context
         fields: dict[str, Any] = {"rope_type": self.type}
         for name, value in dataclasses.asdict(self).items():
             if value is not None:

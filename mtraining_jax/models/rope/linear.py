@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import RopeScaling
+from mtraining_jax.models.rope.kind import RopeScaling, Scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +14,5 @@ class LinearScaling(RopeScaling):
 
     type: ClassVar[str] = "linear"
 
-    def stretch(
-        self, plain: np.ndarray, *, theta: float, context: int, length: int
-    ) -> tuple[np.ndarray, float]:
-        del theta, context, length
+    def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
         return plain / self.factor, 1.0

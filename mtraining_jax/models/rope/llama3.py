@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import RopeScaling, original_problems
+from mtraining_jax.models.rope.kind import RopeScaling, Scaled, original_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,7 @@ class Llama3Scaling(RopeScaling):
                 f"high_freq_factor = {self.high_freq_factor}"
             )
 
-    def stretch(
-        self, plain: np.ndarray, *, theta: float, context: int, length: int
-    ) -> tuple[np.ndarray, float]:
-        del theta, context, length
+    def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
         rotations = self.original_max_position_embeddings * plain / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor
         kept = np.clip((rotations - self.low_freq_factor) / width, 0.0, 1.0)

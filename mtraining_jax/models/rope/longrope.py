@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import FloatList, RopeScaling, original_problems
+from mtraining_jax.models.rope.kind import FloatList, RopeScaling, Scaled, original_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,7 @@ class LongRopeScaling(RopeScaling):
                     f" {head_dim // 2} pairs of dimensions"
                 )
 
-    def stretch(
-        self, plain: np.ndarray, *, theta: float, context: int, length: int
-    ) -> tuple[np.ndarray, float]:
-        del theta, context
+    def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
         original = self.original_max_position_embeddings
         assert original is not None  # see `problems`
         divisors = self.long_factor if length > original else self.short_factor

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import RopeScaling, original_problems
+from mtraining_jax.models.rope.kind import RopeScaling, Scaled, original_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,8 @@ class YarnScaling(RopeScaling):
         if self.beta_fast < self.beta_slow:
             yield f"beta_fast = {self.beta_fast} must not be less than beta_slow = {self.beta_slow}"
 
-    def stretch(
-        self, plain: np.ndarray, *, theta: float, context: int, length: int
-    ) -> tuple[np.ndarray, float]:
+    def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
         """The ramp follows section 3.2."""
-        del length
         dim = 2 * len(plain)
         original = self.original_max_position_embeddings or context
 
