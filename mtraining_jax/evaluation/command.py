@@ -13,7 +13,7 @@ from rich.console import Console
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.request import Request
-from mtraining_jax.evaluation.results import Results, check_settings
+from mtraining_jax.evaluation.results import Results
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values
@@ -34,13 +34,13 @@ def run(request: Request, console: Console, command: str) -> None:
     names = {label: path.resolve().name for label, path in request.models.items()}
     if len(set(names.values())) < len(names):
         names = {x: "/".join(path.resolve().parts[-2:]) for x, path in request.models.items()}
-    settings = _settings(request, plan, names)
-    check_settings(request.output, settings)  # before minutes of loading
+    # Checked before minutes of loading.
+    results = Results(request.output, _settings(request, plan, names))
     for label, path in request.models.items():
         check_lengths(plan.lengths, _max_positions(path), names[label])
     engines = _load(request, "model", console)
     check(plan, next(iter(engines.values())), names["model"])
-    with Results(request.output, settings) as results, Watch(console) as watch:
+    with results, Watch(console) as watch:
         results.note(_facts(command))
         try:
             for label in request.models:
@@ -83,10 +83,7 @@ def _settings(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[st
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    """Returns the step of a run's newest checkpoint.
-
-    For a Hugging Face checkpoint, a hash of config.json and the size of its weights in bytes.
-    """
+    """Returns the step of a run, or a hash and the size of a Hugging Face checkpoint."""
     step = newest_step(folder / CHECKPOINTS_NAME)
     if step is not None:
         return {"step": step}

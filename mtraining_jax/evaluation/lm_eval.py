@@ -19,7 +19,6 @@ from mtraining_jax.utils.errors import UserError
 
 try:
     from lm_eval import utils as harness_utils  # pyright: ignore[reportAttributeAccessIssue]
-    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
@@ -170,4 +169,6 @@ def generate_options(settings: dict[str, Any]) -> GenerateOptions:
 
 
 if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
     cli_evaluate()

@@ -39,22 +39,14 @@ _TOKENIZER_FILE = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A loaded model.
-
-    Attributes:
-        state: parameters on the mesh: matrices in the compute dtype, vectors fp32.
-        stop_ids: ids that end a text.
-        source: name for messages: the folder, and the step of a run.
-        trained_sparse: whether a run trained with sparse attention, without dense cooldown or
-            periodic dense steps.
-    """
+    """A loaded model, and where it comes from."""
 
     network: Network
-    state: nnx.State
+    state: nnx.State  # parameters on the mesh: matrices in the compute dtype, vectors fp32
     tokenizer: Tokenizer | None
-    stop_ids: frozenset[int]
-    source: str
-    trained_sparse: bool = False
+    stop_ids: frozenset[int]  # end a text
+    source: str  # the folder, and the step of a run
+    trained_sparse: bool = False  # without dense cooldown or periodic dense steps
 
     def note_on_dense_use(self) -> str | None:
         if not self.trained_sparse:
@@ -103,7 +95,7 @@ def load(
         table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
     else:
         source = f"{folder}, step {step}"
-        saved = with_current_names(read_record(checkpoints, step)["config"])
+        saved = with_current_names(read_record(checkpoints, step)["config"], source)
         table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
         # The saved sizes are complete, and the folder of the initial weights may no longer exist.
         table["model"] |= {"init_from": None, "override": []}

@@ -6,23 +6,15 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measurement of one setting: its density, and its mean loss over all labels in nats.
+    """The measurement of one setting; losses are means in nats."""
 
-    Attributes:
-        text: the setting as the user wrote it.
-        rise: `loss` minus the loss with dense attention.
-        error: standard error of `rise` over sequences; None with a single one.
-        copies: the rise over far copies only; None if the text has none.
-        step_seconds: predicted time of a training step; None if unknown.
-    """
-
-    text: str
+    text: str  # the setting as the user wrote it
     density: float
     loss: float
-    rise: float
-    error: float | None
-    copies: float | None
-    step_seconds: float | None = None
+    rise: float  # loss minus the loss with dense attention
+    error: float | None  # standard error of the rise over sequences; None with a single one
+    copies: float | None  # the rise over far copies only; None if the text has none
+    step_seconds: float | None = None  # predicted for training; None if unknown
 
 
 def proposed(measured: Sequence[Measured], most_rise: float, most_copies: float) -> Measured | None:

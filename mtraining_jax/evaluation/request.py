@@ -5,27 +5,19 @@ from typing import NamedTuple
 
 
 class Request(NamedTuple):
-    """The parsed arguments; see `evaluate.py --help`.
+    """The parsed arguments; see `evaluate.py --help`."""
 
-    Attributes:
-        models: folders by their label in the results.
-        tasks: task names, not validated.
-        attentions: "dense", "sparse" or both, in this order.
-        options: options of tasks, as text.
-        overrides: dotted fields of the sections sparsity and parallel, as text.
-    """
-
-    models: dict[str, Path]
-    tasks: list[str]
+    models: dict[str, Path]  # by their label in the results
+    tasks: list[str]  # not validated
     lengths: list[int]
-    attentions: tuple[str, ...]
+    attentions: tuple[str, ...]  # "dense", "sparse" or both, in this order
     samples: int
     seed: int
     generate: bool
     sparse_answers: bool
     output: Path
-    options: dict[str, str]
-    overrides: list[tuple[str, str]]
+    options: dict[str, str]  # of tasks
+    overrides: list[tuple[str, str]]  # dotted fields of the sections sparsity and parallel
     dtype: str | None
     tokenizer: str | None
     cpu_devices: int | None

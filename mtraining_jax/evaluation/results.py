@@ -36,24 +36,16 @@ class Results:
     """A folder of results, open for new lines in a `with` block.
 
     Its settings must agree with those of earlier lines wherever both have a value. UserError if
-    they do not, a line is damaged, or the folder is not writable; nothing is written then.
+    they do not, or a line is damaged.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
-        self.settings = check_settings(self.folder, settings)
         self._lines = {_key_of(line): line for line in read_lines(self.folder)}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / SAMPLES_NAME
-            _cut_torn_line(path)
-            self._file = path.open("a", encoding="utf-8")
-            if self.settings != read_settings(self.folder):
-                new = self.folder / f"{SETTINGS_NAME}.new"
-                new.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
-                new.replace(self.folder / SETTINGS_NAME)
-        except OSError as error:
-            raise UserError(f"{self.folder}: results are not writable: {error.strerror}") from None
+        # Settings without any line are ignored.
+        before = read_settings(self.folder) if self._lines else {}
+        now = json.loads(json.dumps(settings))  # turns tuples into lists
+        self.settings = _joined(before, now, "", self.folder)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._lines
@@ -78,18 +70,21 @@ class Results:
         return list(self._lines.values())
 
     def __enter__(self) -> Self:
+        path = self.folder / SAMPLES_NAME
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(path)
+            self._file = path.open("a", encoding="utf-8")
+            if self.settings != read_settings(self.folder):
+                new = self.folder / f"{SETTINGS_NAME}.new"
+                new.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+                new.replace(self.folder / SETTINGS_NAME)
+        except OSError as error:
+            raise UserError(f"{self.folder}: results are not writable: {error.strerror}") from None
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def check_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins settings with those of existing lines; raises UserError if `Results` would."""
-    # Settings without any line are ignored.
-    before = read_settings(folder) if any(True for _ in read_lines(folder)) else {}
-    now = json.loads(json.dumps(settings))  # turns tuples into lists
-    return _joined(before, now, "", folder)
 
 
 def _joined(before: Any, now: Any, name: str, folder: Path) -> Any:

@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -22,8 +21,6 @@ from tests.evaluation.fake_model import FakeModel
 @dataclass(frozen=True, kw_only=True)
 class Sevens(Task):
     """A document that repeats one byte; there are three."""
-
-    kind: ClassVar[str] = "loss"
 
     def count(self, tokenizer, length):
         return 3

@@ -16,8 +16,7 @@ REPORT_NAME = "results.md"
 def write_report(folder: Path, console: Console) -> list[Path]:
     """Prints the tables of a folder, writes results.md and the pictures into it, returns the files.
 
-    Raises:
-        UserError: if the folder has no results, or a damaged line.
+    UserError if the folder has no results, or a damaged line.
     """
     settings = read_settings(folder)
     names = {label: about["name"] for label, about in settings.get("models", {}).items()}

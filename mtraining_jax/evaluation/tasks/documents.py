@@ -29,7 +29,6 @@ class LongDocuments(Task):
         text_field: Text field of a JSON line.
     """
 
-    kind: ClassVar[str] = "loss"
     needs: ClassVar[tuple[str, ...]] = ("documents",)
 
     documents: str | None = None

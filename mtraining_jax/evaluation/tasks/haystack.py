@@ -79,11 +79,7 @@ class GeneratedHaystack(Haystack):
 
 @functools.lru_cache(maxsize=8)
 def essays(path: str | None) -> Haystack:
-    """Returns the sentences of a file, a folder of .txt files or a glob; None generates them.
-
-    Raises:
-        UserError: if there is no such file, or no text in it.
-    """
+    """Returns the sentences of a file, a folder of .txt files or a glob; None generates them."""
     if path is None:
         return GeneratedHaystack()
     files = find_files([path], [".txt"], field="essays")

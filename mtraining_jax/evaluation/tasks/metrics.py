@@ -15,19 +15,13 @@ _ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATI
 
 
 def fraction_found(answer: str, references: Sequence[object]) -> float:
-    """Returns the fraction of the references that occur in the answer, ignoring case.
-
-    RULER's `string_match_all`, for all its tasks except question answering.
-    """
+    """Fraction of references in an answer, ignoring case: RULER's `string_match_all`."""
     answer = _cleaned(answer)
     return sum(str(each).lower() in answer for each in references) / len(references)
 
 
 def any_found(answer: str, references: Sequence[object]) -> float:
-    """Returns 1 if any reference occurs in the answer, ignoring case.
-
-    RULER's `string_match_part`, for question answering.
-    """
+    """1 if any reference occurs in an answer, ignoring case: RULER's `string_match_part`."""
     answer = _cleaned(answer)
     return float(any(str(each).lower() in answer for each in references))
 

@@ -87,13 +87,10 @@ class Task:
 
     Attributes:
         name: the name that the user gave; several names may share a class.
-        kind: "answer" if `sample` returns a `Sample`; "loss" if it returns a `Document`, which has
-            no score.
         needs: required options, e.g. a file; their default is None.
         needs_tokenizer: whether prompts are text.
     """
 
-    kind: ClassVar[str] = "answer"
     needs: ClassVar[tuple[str, ...]] = ()
     needs_tokenizer: ClassVar[bool] = True
 
@@ -121,11 +118,7 @@ class Task:
     def sample(
         self, length: int, number: int, seed: int, tokenizer: Tokenizer | None
     ) -> Sample | Document:
-        """Makes one sample; `tokenizer` is None if `needs_tokenizer` is false.
-
-        Raises:
-            UserError: if no sample fits the length, or a file of the task is malformed.
-        """
+        """Makes one sample; UserError if none fits the length, or a file is malformed."""
         raise NotImplementedError(f"{type(self).__name__}.sample")
 
     def score(self, sample: Sample, answer_text: str) -> float:
