@@ -161,7 +161,7 @@ class Builder:
             return
         selector = f"{prefix}.{table.plugin.selector}"
         if (origin := self._origins.get(name, 1)) > 0:
-            is_default = any(_plain(field.default) == value for field in kinds.values())
+            is_default = any(_plain(field.default) == _plain(value) for field in kinds.values())
             if self._stored or is_default or origin > self._origins.get(selector, origin):
                 return
         known = joined([toml_value(kind) for kind in kinds])

@@ -8,7 +8,7 @@ from typing import Any
 from mtraining_jax.config.build import Builder, Layer, merged
 from mtraining_jax.config.files import read_chain
 from mtraining_jax.config.held_out import with_data_of_training
-from mtraining_jax.config.renamed import current_name, with_current_names
+from mtraining_jax.config.renamed import RENAMED, notify, with_current_names
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.tables import all_fields
 from mtraining_jax.config.validate import validate
@@ -44,7 +44,7 @@ def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
     Raises:
         UserError: one line per problem.
     """
-    config = _load([(source, with_current_names(table))])
+    config = _load([(source, with_current_names(table, source))])
     validate(config)
     return config
 
@@ -62,7 +62,7 @@ def config_of_model(table: Mapping[str, Any], source: str, overrides: Overrides 
     Raises:
         UserError: one line per problem.
     """
-    return _load([(source, with_current_names(table))], overrides, stored=True)
+    return _load([(source, with_current_names(table, source))], overrides, stored=True)
 
 
 def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Field]:
@@ -75,11 +75,13 @@ def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Fie
 
 
 def _file_layers(name_or_path: str | Path) -> list[Layer]:
-    return [(str(path), with_current_names(table)) for path, table in read_chain(name_or_path)]
+    chain = read_chain(name_or_path)
+    return [(str(path), with_current_names(table, str(path))) for path, table in chain]
 
 
 def _load(layers: Sequence[Layer], overrides: Overrides = (), stored: bool = False) -> Config:
-    overrides = [(current_name(name), text) for name, text in overrides]
+    notify(_COMMAND_LINE, *(name for name, _ in overrides if name in RENAMED))
+    overrides = [(RENAMED.get(name, name), text) for name, text in overrides]
     for _, values in layers:
         all_fields(values)  # loads their plug-ins, so that options of those are known
     fields = _selected_fields(layers, overrides)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import DENSE_STEPS
 
@@ -11,7 +12,8 @@ def notes(config: Config, names: Iterable[str]) -> list[str]:
 
     The names are those of the command line, where such a field is most likely a mistake.
     """
-    reasons = [(name, next(_reasons(config, name), None)) for name in dict.fromkeys(names)]
+    names = dict.fromkeys(RENAMED.get(name, name) for name in names)
+    reasons = [(name, next(_reasons(config, name), None)) for name in names]
     unused = [f"{name} has no effect: {reason}" for name, reason in reasons if reason is not None]
     sparse = config.sparsity.pattern.sparse and not config.dense_steps.count()
     if not (config.checkpoint.export_hf and sparse):

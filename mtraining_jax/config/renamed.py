@@ -35,21 +35,10 @@ RENAMED = {
 }
 
 
-def current_name(name: str) -> str:
-    """The name of a field today; prints a notice if it was renamed."""
-    if name in RENAMED:
-        _notify(name)
-    return RENAMED.get(name, name)
-
-
-@functools.cache  # once per field
-def _notify(name: str) -> None:
-    logging.getLogger(__name__).warning("note: %s is now %s", name, RENAMED[name])
-
-
-def with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
+def with_current_names(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A copy with current names. A field given by both names keeps both, which is an error."""
     found = copy.deepcopy(dict(table))
+    renamed = []
     for old, new in RENAMED.items():
         (section, name), (new_section, new_name) = old.rsplit(".", 1), new.rsplit(".", 1)
         values = _at(found, section)
@@ -58,8 +47,17 @@ def with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
         target = values if section == new_section else found.setdefault(new_section, {})
         if isinstance(target, dict) and new_name not in target:
             target[new_name] = values.pop(name)
-            _notify(old)
+            renamed.append(old)
+    notify(source, *renamed)
     return found
+
+
+@functools.cache  # once per source
+def notify(source: str, *names: str) -> None:
+    """Prints a notice that fields were renamed."""
+    if names:
+        text = ", ".join(f"{name} is now {RENAMED[name]}" for name in names)
+        logging.getLogger(__name__).warning("note: %s: %s", source, text)
 
 
 def _at(table: dict[str, Any], dotted: str) -> dict[str, Any] | None:

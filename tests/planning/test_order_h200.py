@@ -13,6 +13,7 @@ from mtraining_jax.config import load_config
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.planning.compiled import lower_step, missing_plugin
 from mtraining_jax.planning.hardware import H200
+from mtraining_jax.utils.fields import fields_of
 
 pytestmark = pytest.mark.skipif(missing_plugin() is not None, reason=str(missing_plugin()))
 
@@ -20,7 +21,6 @@ SIZES = {
     "data.seq_len": 32768, "model.num_layers": 2, "model.hidden_size": 256, "model.num_heads": 4,
     "model.num_kv_heads": 2, "model.head_dim": 64, "model.intermediate_size": 256,
     "model.vocab_size": 512, "parallel.devices_per_node": 1, "parallel.fsdp": False,
-    "sparsity.min_sparse_tokens": 0,
 }  # fmt: skip
 OPTIONS = {
     "vertical_slash": [{}, {"preset": "joint"}],
@@ -41,6 +41,8 @@ def test_no_scatter_adds_floats_in_arbitrary_order(kind, options, tmp_path):
     budgets = tmp_path / "budgets.json"
     budgets.write_text(json.dumps([[["vertical_and_slash", 100, 500, 1.0]] * 4] * 2))
     fields = SIZES | {"sparsity.kind": kind}
+    if "min_sparse_tokens" in fields_of(PATTERNS.get(kind)):
+        options = options | {"min_sparse_tokens": 0}
     fields |= {f"sparsity.{name}": value for name, value in options.items()}
     if kind in ("fixed", "minference"):
         fields["sparsity.budget_file"] = budgets
