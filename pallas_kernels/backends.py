@@ -84,11 +84,7 @@ def _unsupported(name: str, q: Shaped, block_size: int | None) -> str | None:
 
 
 def estimate_kernels(name: str | None, q: Shaped, block_size: int) -> Estimate | None:
-    """Returns the kernels that select by probe queries q [B, Hq, u, D]; None for XLA.
-
-    Raises:
-        ValueError: as in `resolve`, or a backend requested by name does not support the queries.
-    """
+    """Returns the kernels that select by probe queries q [B, Hq, u, D], or None; as `resolve`."""
     kernels = resolve(name, q, block_size).estimate
     reason = None if kernels is None else kernels.unsupported(q)
     return kernels if reason is None else _leave_to_xla(name, reason, _ESTIMATE_COST)
@@ -97,15 +93,7 @@ def estimate_kernels(name: str | None, q: Shaped, block_size: int) -> Estimate |
 def block_score_kernels(
     name: str | None, q: Shaped, block_size: int, rows: Shaped, keys: Shaped
 ) -> BlockScores | None:
-    """Returns the kernels that score key blocks for rows of queries; None for XLA.
-
-    Args:
-        name, q, block_size: as in `resolve`.
-        rows, keys: `q` and `k` of `BlockScores.block_masses`.
-
-    Raises:
-        ValueError: as in `resolve`, or a backend requested by name does not support the rows.
-    """
+    """Returns the kernels for `rows` and `keys` of `BlockScores.block_masses`, or None for XLA."""
     kernels = resolve(name, q, block_size).block_scores
     reason = None if kernels is None else kernels.unsupported(rows, keys)
     return kernels if reason is None else _leave_to_xla(name, reason, _BLOCK_SCORES_COST)

@@ -1,8 +1,8 @@
 """Attention of single queries to chunks of keys, composed from calls over other indices.
 
 Queries are sorted by the chunk that they see, so each tile sees a single whole chunk. The partial
-results of a query are combined by their softmax weights, as in MoBA (arXiv 2502.13189): exact
-except for rounding each to the dtype of q.
+results of a query are combined by their softmax weights: exact except for rounding each to the
+dtype of q. Source: MoBA (arXiv 2502.13189).
 """
 
 import functools
@@ -45,18 +45,13 @@ def chunk_attention(
 ) -> Pair:
     """Attention of queries to their own chunk and to past ones; differentiable.
 
-    Source: MoBA (arXiv 2502.13189).
-
     Args:
         q: [B, n, Hq, D], some queries.
         k, v: [B, S, Hk, D], all keys and values, in sequence order.
         index: chunks that each of these queries sees.
         rows: int32 [n/g], global number of each block of queries.
         own: differentiable out and lse of attention to the own chunk.
-        scale, backend: as in `pallas_kernels.attention`.
-
-    Returns:
-        out [B, n, Hq, D] in the dtype of q; lse fp32 [B, Hq, n].
+        scale, backend: as in `pallas_kernels.attention`, like the results.
     """
     index.check(q.shape[0], q.shape[2], rows.shape[0])
     if index.most == 1:

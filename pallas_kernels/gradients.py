@@ -9,18 +9,12 @@ from pallas_kernels.tiles import Columns, scatter_columns
 
 
 class Gradients(NamedTuple):
-    """Gradients of one kernel call; None for inputs that the call did not have.
+    """Gradients of one kernel call; None for inputs that the call did not have."""
 
-    Attributes:
-        dq: [B, nq, Hq, D], fp32 by default.
-        dk, dv: [B, nk, Hk, D], summed over the query heads of a group; fp32 by default.
-        dk_columns, dv_columns: fp32 [B, Mv, Hq, D]; None if included in dk and dv.
-    """
-
-    dq: Array
-    dk: Array | None
+    dq: Array  # [B, nq, Hq, D], fp32 by default
+    dk: Array | None  # [B, nk, Hk, D], summed over the query heads of a group; fp32 by default
     dv: Array | None
-    dk_columns: Array | None
+    dk_columns: Array | None  # fp32 [B, Mv, Hq, D]; None if included in dk
     dv_columns: Array | None
 
 

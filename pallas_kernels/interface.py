@@ -47,25 +47,15 @@ class BackwardCall(NamedTuple):
 
 
 class ProbeCall(NamedTuple):
-    """Probe queries, the last ones of a sequence, and the key blocks that they score.
+    """Probe queries, the last ones of a sequence, and the key blocks that they score."""
 
-    Attributes:
-        q: [B, Hq, u, D]; with `queries`, any number of query sets.
-        k: [B, n, Hk, D], local keys; n a multiple of 128, Hq a multiple of Hk.
-        block_ids: int32 [n/128], global number of each local block of 128 keys.
-        num_blocks: NB, blocks of the whole sequence.
-        scale: scale of the logits.
-        valid_len: int32 scalar or [B], one past the last query's position; None is NB * 128.
-        queries: int32 [B], the query set that scores the keys of a batch entry; None for its own.
-    """
-
-    q: Array
-    k: Array
-    block_ids: Array
-    num_blocks: int
-    scale: float
-    valid_len: Array | None = None
-    queries: Array | None = None
+    q: Array  # [B, Hq, u, D]; with `queries`, any number of query sets
+    k: Array  # [B, n, Hk, D], local keys; n a multiple of 128, Hq a multiple of Hk
+    block_ids: Array  # int32 [n/128], global number of each local block of 128 keys
+    num_blocks: int  # NB, blocks of the whole sequence
+    scale: float  # of the logits
+    valid_len: Array | None = None  # int32 scalar or [B], end of the queries; None is NB * 128
+    queries: Array | None = None  # int32 [B], the query set that scores a batch entry's keys
 
 
 class Estimate(abc.ABC):

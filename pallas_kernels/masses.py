@@ -164,9 +164,9 @@ class BlockScores(abc.ABC):
 def parts_at_once(count: int, items: int, programs: int, room: float) -> int:
     """Returns how many parts of a causal sequence to score per step, in the least total time.
 
-    Items are assigned round-robin, longest first: a step with slightly more `items` per part than
-    concurrent `programs` takes nearly twice as long as one with slightly fewer. Part i of `count`
-    sees i + 1 parts. `room` parts fit in memory; up to twice as many are used if clearly faster.
+    Items are assigned round-robin, longest first: a step with slightly more than `programs` items
+    takes nearly twice as long as one with fewer. Part i of `count` sees i + 1 parts. `room` parts
+    fit in memory; up to twice as many are used if clearly faster.
     """
 
     def seconds(size: int) -> int:
@@ -186,10 +186,7 @@ def parts_at_once(count: int, items: int, programs: int, room: float) -> int:
 def _masses(
     scores: Array, peak: Array, places: Array, starts: Array | None, columns: int, num_rows: int
 ) -> tuple[Array, Array]:
-    """Computes the mean over the rows of a block of their softmax over key blocks.
-
-    Returns fp32 [B, H, R / r, NB], and the base-2 logarithms of the rows' sums, fp32 [B, H, R].
-    """
+    """Returns masses, fp32 [B, H, R / r, NB], and log2 of the rows' sums, fp32 [B, H, R]."""
     num_blocks = scores.shape[2]
     block_starts = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] * columns
     seen = block_starts <= places[:, None, None]

@@ -1,7 +1,4 @@
-"""Bit sets of block numbers: bit b % 32 of word b // 32 says whether b is in the set.
-
-There is no sort and no scatter, so that XLA fuses the functions.
-"""
+"""Bit sets of block numbers: bit b % 32 of word b // 32 says whether b is in the set."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -70,11 +67,7 @@ def transpose(words: Array, size: int) -> Array:
 
 
 def listed(words: Array, size: int) -> tuple[Array, Array]:
-    """Lists each set uint32 [..., w] in ascending order.
-
-    Slot j finds its word by binary search in the counts before each word, and its bit by bisecting
-    the word. Returns int32 [..., size], padded arbitrarily, and counts int32 [...].
-    """
+    """Lists each set in ascending order: int32 [..., size], padded, and counts int32 [...]."""
     width = words.shape[-1]
     # Flat arrays: a gather with a single index is fused with its consumers.
     before, flat = count_before(words).reshape(-1), words.reshape(-1)

@@ -24,25 +24,19 @@ class BlockMaskIndex(TiledIndex):
 
     A pair (q, k) is computed iff k <= q and either the bit of key block k//g is set in the row of
     q//g, or key k is a column in a block from the row's `column_start` on. It is a union: a pair
-    that is in both counts once. No bit above the diagonal is set. Rows have no capacity limit.
-    Lists for kernels are built from the bits on demand, and take 32 times the memory each.
-
-    Attributes:
-        bits: uint32 [B, Hq, rows, ceil(NB/32)]; bit b % 32 of word b // 32 is key block b of the
-            whole sequence. Bits from NB on are 0. In a ring each rank holds its own rows.
-        num_blocks: NB, blocks of the whole sequence (static).
-        block_size: g (static).
-        column_marks: uint32 [B, Hq, rows, ceil(g/32)], bits of the columns in each row's own block.
-        max_columns: maximum number of columns of a head (static).
-        column_start: int32 [B, Hq, rows], first block with columns that a row sees, such as the
-            first of its document; at most the row itself if its block has columns. None for 0.
+    that is in both counts once. No bit above the diagonal is set. Rows have no capacity limit. In a
+    ring each rank holds its own rows. Lists for kernels, built on demand, take 32 times the memory.
     """
 
+    # uint32 [B, Hq, rows, ceil(NB/32)]; bit b % 32 of word b // 32 is key block b; from NB on 0.
     bits: Array
-    num_blocks: int = jax.tree.static()
-    block_size: int = jax.tree.static()
+    num_blocks: int = jax.tree.static()  # NB, blocks of the whole sequence
+    block_size: int = jax.tree.static()  # g
+    # uint32 [B, Hq, rows, ceil(g/32)], bits of the columns in each row's own block.
     column_marks: Array | None = None
-    max_columns: int = jax.tree.static(default=0)
+    max_columns: int = jax.tree.static(default=0)  # of a head
+    # int32 [B, Hq, rows], first block with columns that a row sees, such as the first of its
+    # document; at most the row itself if its block has columns. None for 0.
     column_start: Array | None = None
 
     causal = True
@@ -210,8 +204,8 @@ class BlockMaskIndex(TiledIndex):
     def _beside_blocks(self, rows: Rows | None, by_row: bool = False) -> tuple[Array, Array, Array]:
         """Counts what columns add to the set blocks, int32 [B, Hq] or, `by_row`, [B, Hq, rows].
 
-        Returns pairs of a column and a later row of blocks that sees it without listing its block;
-        token pairs of columns in own blocks that are not set; columns in such blocks.
+        Returns (column, later row of blocks that sees it without its block) pairs; token pairs of
+        columns in own blocks that are not set; columns in such blocks.
         """
         numbers, marks = self._numbers(rows), self._marked()
         of_row = marks.sum(-1, dtype=jnp.int32)

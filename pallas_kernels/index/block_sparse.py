@@ -23,22 +23,14 @@ class BlockSparseIndex(TiledIndex):
     A pair (q, k) is computed iff `k//g` is listed for `q//g` and (`k <= q` or not `causal`).
     Lists ascend without duplicates. With `causal`, no listed block is entirely above the diagonal.
     Entries from a count on are arbitrary padding.
-
-    Attributes:
-        key_blocks: int32 [B, Hq, Sq/g, max_row], key blocks of each query block.
-        key_count: int32 [B, Hq, Sq/g].
-        query_blocks: int32 [B, Hq, Sk/g, max_col], query blocks of each key block (the transpose).
-        query_count: int32 [B, Hq, Sk/g].
-        block_size: g (static).
-        causal: whether the element mask `k <= q` applies (static).
     """
 
-    key_blocks: Array
-    key_count: Array
-    query_blocks: Array
-    query_count: Array
-    block_size: int = jax.tree.static()
-    causal: bool = jax.tree.static(default=True)
+    key_blocks: Array  # int32 [B, Hq, Sq/g, max_row], key blocks of each query block
+    key_count: Array  # int32 [B, Hq, Sq/g]
+    query_blocks: Array  # int32 [B, Hq, Sk/g, max_col], query blocks of each key block
+    query_count: Array  # int32 [B, Hq, Sk/g]
+    block_size: int = jax.tree.static()  # g
+    causal: bool = jax.tree.static(default=True)  # whether the element mask `k <= q` applies
 
     @classmethod
     def from_block_mask(cls, mask: Array, block_size: int, causal: bool = True) -> Self:

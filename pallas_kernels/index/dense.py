@@ -20,21 +20,13 @@ class DenseIndex(TiledIndex):
     """All causal pairs, or all pairs; with documents, all causal pairs of each. It has no lists.
 
     Documents consist of whole blocks, one after another, optionally with padding in between and at
-    the end. A pair (q, k) is computed iff k <= q and both are in one document.
-
-    Attributes:
-        block_size: g (static).
-        causal: whether pairs with k > q are excluded (static).
-        first: int32 [B, Hq, NB], first block of each block's document; NB for a block without one,
-            which computes nothing. Equal for all heads; has their axis to be sharded. None: all
-            blocks are in one document.
-        end: int32 [B, Hq, NB], one past the last block of the document; 0 without a document.
+    the end. `first` and `end` are equal for all heads; they have their axis to be sharded.
     """
 
-    block_size: int = jax.tree.static()
+    block_size: int = jax.tree.static()  # g
     causal: bool = jax.tree.static(default=True)
-    first: Array | None = None
-    end: Array | None = None
+    first: Array | None = None  # int32 [B, Hq, NB], first block of each block's document, or NB
+    end: Array | None = None  # int32 [B, Hq, NB], one past the last block of the document, or 0
 
     def within_documents(self, first: Array, end: Array, rows: Array | None = None) -> Self:
         if self.first is None or self.end is None:

@@ -23,9 +23,7 @@ def marked(entries: Array, count: Array, size: int) -> Array:
 def contains(entries: Array, count: Array, values: Array) -> Array:
     """Whether each value is among the valid entries: bool [..., n].
 
-    Args:
-        entries, count: int32 [..., M] and [...]; the first `count` entries ascend.
-        values: int32 [n], or [..., n] with leading dimensions that broadcast with those of count.
+    The first `count` [...] entries int32 [..., M] ascend; `values` are int32 [n] or [..., n].
     """
     if entries.shape[-1] == 0:
         return jnp.zeros((*count.shape, values.shape[-1]), bool)

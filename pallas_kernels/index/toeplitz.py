@@ -1,9 +1,8 @@
 """Block diagonals of shards.
 
-With stride s, query block i of a segment with first block a is global block a + s*i, and key block
-j of a segment with first block c is c + s*j. Block diagonal d occurs in the pair iff d = a - c
-modulo s, at local offset i - j = (d - (a - c)) / s. Sorting once by residue is enough for every
-shard pair.
+With stride s, query block i of a segment is global block a + s*i, key block j is c + s*j. Block
+diagonal d occurs iff d = a - c modulo s, at local offset i - j = (d - (a - c)) / s. Sorting once by
+residue is enough for every shard pair.
 """
 
 import dataclasses

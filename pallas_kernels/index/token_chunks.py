@@ -16,31 +16,23 @@ from pallas_kernels.tiles.protocol import check_shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenChunksIndex(Index):
-    """Key chunks of each query, as bits.
+    """Key chunks of each query, as bits, which tiles cannot express: adjacent queries differ.
 
     A pair (q, k) is computed iff k <= q and query q selects the chunk of key k. Every query selects
-    its own chunk, and no later one. Tiles cannot express this, since adjacent queries differ.
-
-    In packed sequences, chunks start at document boundaries, and queries select chunks of their own
-    document. A chunk has number `first block // chunk_blocks`. Complete chunks of a document have
-    unique numbers, since each begins at least `chunk_blocks` blocks after the previous one.
-
-    Attributes:
-        chosen: uint32 [B, Hq, rows, g, ceil(NC/32)]; bit c of the words of query i of a row of
-            blocks says whether it sees chunk c. NC = ceil(NB / `chunk_blocks`).
-        num_blocks: NB, blocks of the whole sequence (static).
-        chunk_blocks: blocks per chunk (static).
-        most: maximum number of chunks per query, including its own (static).
-        block_size: g (static).
-        first: int32 [B, Hq, rows], first block of each row's document, or NB if it has none. Equal
-            for all heads; has their axis to be sharded. None: no documents.
+    its own chunk, and no later one. In packed sequences, chunks start at document boundaries, and
+    queries select chunks of their own document. A chunk has number `first block // chunk_blocks`.
+    Complete chunks of a document have unique numbers.
     """
 
+    # uint32 [B, Hq, rows, g, ceil(NC/32)]; bit c of the words of query i of a row of blocks is
+    # whether it sees chunk c. NC = ceil(NB / `chunk_blocks`).
     chosen: Array
-    num_blocks: int = jax.tree.static()
-    chunk_blocks: int = jax.tree.static()
-    most: int = jax.tree.static()
-    block_size: int = jax.tree.static()
+    num_blocks: int = jax.tree.static()  # NB, blocks of the whole sequence
+    chunk_blocks: int = jax.tree.static()  # blocks per chunk
+    most: int = jax.tree.static()  # maximum number of chunks per query, including its own
+    block_size: int = jax.tree.static()  # g
+    # int32 [B, Hq, rows], first block of each row's document, or NB if it has none. Equal for all
+    # heads; has their axis to be sharded. None: no documents.
     first: Array | None = None
 
     causal = True
@@ -152,9 +144,8 @@ def chunks_of(first: Array | None, blocks: Array, chunk_blocks: int) -> Array:
 def chunk_starts(first: Array | None, rows: Array, num_blocks: int, chunk_blocks: int) -> Array:
     """Returns the first block of each chunk that is complete before a row of its document.
 
-    `first`, int32 [..., n], is the first block of each row's document, NB for none; `rows`, int32
-    [n], are global block numbers. Returns int32 [..., NC], or [1, 1, NC] without documents; NB for
-    a chunk that precedes no row.
+    `first`, int32 [..., n], is the first block of each row's document, NB for none. Returns int32
+    [..., NC], or [1, 1, NC] without documents; NB for a chunk that precedes no row.
     """
     numbers = jnp.arange(-(-num_blocks // chunk_blocks), dtype=jnp.int32)
     if first is None:

@@ -23,23 +23,14 @@ class VerticalSlashIndex(TiledIndex):
 
     With g = `block_size` and global token positions q, k, a pair is computed iff `k <= q` and
     (`q//g - k//g` is one of the slash blocks, or `k` is one of the vertical tokens). It is a
-    union: a pair that is in both counts once.
-
-    Attributes:
-        slash_blocks: int32 [B, Hq, max_slash_blocks], block-diagonal distances, ascending;
-            entries from the count on are padding (any value >= S/g).
-        slash_count: int32 [B, Hq].
-        vertical_tokens: int32 [B, Hq, max_verticals], global key positions, ascending; entries
-            from the count on are padding (S or more).
-        vertical_count: int32 [B, Hq].
-        block_size: g, tokens per block (static).
+    union: a pair that is in both counts once. Lists ascend; entries from the count on are padding.
     """
 
-    slash_blocks: Array
-    slash_count: Array
-    vertical_tokens: Array
-    vertical_count: Array
-    block_size: int = jax.tree.static()
+    slash_blocks: Array  # int32 [B, Hq, max_slash_blocks], distances; padding is S/g or more
+    slash_count: Array  # int32 [B, Hq]
+    vertical_tokens: Array  # int32 [B, Hq, max_verticals], key positions; padding is S or more
+    vertical_count: Array  # int32 [B, Hq]
+    block_size: int = jax.tree.static()  # g, tokens per block
 
     causal = True
 
@@ -142,9 +133,9 @@ class VerticalSlashIndex(TiledIndex):
     def _counts(self, seq_len: int) -> tuple[Array, Array, Array, Array]:
         """Returns the counts that all measures are built from, as integers that cannot overflow.
 
-        In order: int32 [B, Hq], 1 if the main block diagonal is active; int32 [B, Hq], blocks on
-        the other active diagonals; int32 [B, Hq, Mv], for each column, query blocks below its own
-        that no active diagonal computes; int32 [B, Hq, Mv], rows of its own block that it adds.
+        int32 [B, Hq]: 1 if the main diagonal is active; blocks on the other ones. int32 [B, Hq,
+        Mv], per column: later query blocks that no diagonal computes; rows of its own block that it
+        adds.
         """
         size = self.block_size
         check_whole_blocks(seq_len, size)

@@ -183,8 +183,8 @@ class MosaicGpu(Backend):
     def _thread_blocks(self, beside_transfers: bool) -> int:
         """Returns the thread blocks of persistent kernels: one per multiprocessor.
 
-        A concurrent collective keeps some multiprocessors from starting theirs. With more blocks
-        the hardware starts each where there is room, instead of finishing a fixed share late.
+        If a concurrent collective occupies some, the hardware starts more of them where there is
+        room.
         """
         parts = _PARTS_BESIDE_TRANSFERS if beside_transfers else 1
         return device.multiprocessors(self.interpret) * parts

@@ -82,8 +82,8 @@ def launch(
 ) -> Callable[..., Any]:
     """Builds a kernel over thread blocks (axis "block") of compute and copy warpgroups ("wg").
 
-    An optimization barrier keeps XLA (pass "dynamic-slice-fusion", jaxlib 0.11.2) from running a
-    second copy of the kernel if a `lax.scan` stacks its results.
+    The barrier keeps XLA (pass "dynamic-slice-fusion", jaxlib 0.11.2) from running a second copy of
+    the kernel if a `lax.scan` stacks its results.
     """
     run = plgpu.kernel(
         kernel,

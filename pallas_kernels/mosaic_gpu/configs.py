@@ -10,11 +10,7 @@ from pallas_kernels.mosaic_gpu.kernels.forward import ForwardConfig
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """One configuration per kernel.
-
-    With `fused`, a single kernel computes all gradients of dense attention, and on one device those
-    of sparse attention with at most `fused_sparse_bytes` of dq in fp32.
-    """
+    """One configuration per kernel; `MosaicGpu` says when the fused backward kernel is used."""
 
     forward: ForwardConfig
     dq: DqConfig

@@ -9,10 +9,7 @@ _INTERPRETED_MULTIPROCESSORS = 2
 
 
 def no_hopper_gpu() -> str | None:
-    """Why the Hopper kernels cannot run here, or None if they can.
-
-    A device of `jax.sharding.use_abstract_mesh` is the target, even without a GPU.
-    """
+    """Why the target, a described or the local device, is no Hopper GPU; None if it is."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         capability = getattr(abstract, "compute_capability", None)

@@ -1,7 +1,6 @@
 """Kernel operations that differ in Pallas' GPU interpreter.
 
-The interpreter supports only products with operands in shared memory, no accumulators that start
-from a value or persist across products, and no asynchrony. The rest of a kernel is the same code.
+It supports no accumulators that start from a value or persist across products, and no asynchrony.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -110,10 +109,7 @@ class _Value:
 def with_accumulators(
     body: Callable[..., Any], *shapes: tuple[int, int], interpreted: bool, staging: Any = None
 ) -> Any:
-    """Calls `body` with accumulators of some shapes, which it must not carry through loops.
-
-    In the interpreter, `staging` is shared memory for operands that are values.
-    """
+    """Calls `body` with accumulators; `staging` is shared memory for the interpreter."""
     if interpreted:
         return body(*(_Value(shape, staging) for shape in shapes))
     accumulators = (plgpu.ACC(shape, jnp.float32) for shape in shapes)

@@ -32,11 +32,7 @@ def stream_memory(stages: int, head_dim: int, dtype: Any, has_columns: bool) -> 
 
 
 class Producer:
-    """The copy side: streams the keys and values of items through shared memory.
-
-    With `lag`, values are loaded one step after keys, the order in which the forward kernel uses
-    them. Each completion of a barrier is awaited, the last ones by `drain`.
-    """
+    """Streams keys and values of items; with `lag`, values come one step after keys."""
 
     def __init__(
         self, walk: QueryWalk, smem: dict[str, Any], bars: dict[str, Any], stages: int, lag: bool

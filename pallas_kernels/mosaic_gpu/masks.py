@@ -1,8 +1,7 @@
-"""Tile masks, shared by all kernels.
+"""Tile masks of logits, [queries, keys] in kernels that own queries, else [keys, queries].
 
-Logits are in registers, [queries, keys] in kernels that own queries and [keys, queries] in kernels
-that own keys. Pairs are excluded by causality, on the masked diagonal or by the positions of
-columns, or by keep bits of columns, which become an additive mask: 0 or -inf for each key.
+Pairs are excluded by causality, on the masked diagonal or by the positions of columns, or by keep
+bits of columns, which become an additive mask: 0 or -inf for each key.
 """
 
 import dataclasses
@@ -51,10 +50,9 @@ def keep_bias(words: list[Array], index: Array) -> Array:
 class QueryMask:
     """Keeps every logit [queries, keys] of a tile; subclasses mask some.
 
-    `prepare` reads what the mask needs from global memory; calling it before waiting for the
-    products hides the latency. `await_bias` and `bias` give the initial value of the logits'
-    accumulator. `apply` returns logits [64, n] with -inf where excluded; they belong to keys
-    `column`, `column` + 1, ... of the tile (static).
+    `prepare` reads global memory; called before waiting for the products, it hides the latency.
+    `bias` is the initial value of the logits. `apply` masks those of keys `column`, `column` + 1,
+    ...
     """
 
     def prepare(self, s: Array) -> Any:
@@ -133,10 +131,7 @@ class KeyMask:
     bias: Callable[[], Array] | None = None  # returns an additive mask by key
 
     def apply(self, logits: Array) -> tuple[Array, Array | None]:
-        """Returns logits with -inf where the query precedes the key, and the bias to add.
-
-        Added to scaled logits (`add_bias`), the bias is free.
-        """
+        """Returns logits with -inf where the query precedes the key, and a bias to add."""
         if self.keys is not None:
             limit = rows_to_tile(self.keys - self.first_query, logits)
             logits = jnp.where(iota(logits, 1) >= limit, logits, -jnp.inf)

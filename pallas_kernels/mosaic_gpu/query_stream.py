@@ -12,11 +12,7 @@ from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, await_last, tiled
 
 
 class QueryStream:
-    """The copy side: keys and values once, then the queries of each step.
-
-    Each completion of a barrier is awaited, the last ones by `drain`. `rows` are the names of the
-    operands with one number per row, [B, Hq, nq].
-    """
+    """The copy side: keys and values once, then the queries and `rows` [B, Hq, nq] of each step."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""Gathered key columns: which query block sees which of them, and how they are fetched.
-
-The keys and values of columns are not stored in `Columns` but as a pair of arrays [B, Mv, Hq, D]:
-visibility is computed once per layer, while keys and values are fetched in each pass.
-"""
+"""Gathered key columns: which query block sees which of them, and how they are fetched."""
 
 import dataclasses
 from typing import Self
@@ -22,32 +18,20 @@ COLUMN_TILE = 128
 class Columns:
     """Key columns, per batch entry and query head, as seen by one shard of queries.
 
-    Query token t of local block i computes column c iff `keep` bit (i, c) is set and
-    tokens[c] <= position of t.
-
-    Attributes:
-        tokens: int32 [B, Hq, Mv], global positions, ascending; padding is past every query. Mv is
-            a multiple of 128.
-        count: int32 [B, Hq].
-        keep: uint32 [B, Hq, num_query_blocks, Mv // 32]; bit c % 32 of word c // 32. Off if the
-            column is in an active block (which computes it), in a later block than the queries, or
-            in another document.
-        limit: int32 [B, Hq, num_query_blocks], one past the last column with its bit on.
-        query_blocks: int32 [num_query_blocks], ascending global block numbers.
-        block_size: g (static).
-        first: int32 [B, Hq, num_query_blocks], the first column with its bit on; 0 if none is.
-            None if kernels start with the first column.
-        ends: int32 [B, Hq, Mv // 128], for each tile of columns one past the last query block with
-            one of its bits on; 0 if none is. None with `first`.
+    Query token t of local block i computes column c iff `keep` bit (i, c) is set and tokens[c] <=
+    position of t. Bits are off if the column is in an active block (which computes it), in a later
+    block than the queries, or in another document. `first` and `ends` let kernels skip columns of
+    other documents; None if they start with the first column.
     """
 
-    tokens: Array
-    count: Array
-    keep: Array
-    limit: Array
-    query_blocks: Array
-    block_size: int = jax.tree.static()
-    first: Array | None = None
+    tokens: Array  # int32 [B, Hq, Mv], positions, ascending, padding past all; 128 divides Mv
+    count: Array  # int32 [B, Hq]
+    keep: Array  # uint32 [B, Hq, n, Mv // 32]; bit c % 32 of word c // 32 is that of column c
+    limit: Array  # int32 [B, Hq, n], one past the last column with its bit on
+    query_blocks: Array  # int32 [n], ascending global block numbers
+    block_size: int = jax.tree.static()  # g
+    first: Array | None = None  # int32 [B, Hq, n], the first column with its bit on; or 0
+    # int32 [B, Hq, Mv // 128], one past the last query block that sees a tile of columns; or 0.
     ends: Array | None = None
 
     @classmethod
@@ -62,13 +46,9 @@ class Columns:
     ) -> Self:
         """Builds the columns in addition to the tiles of one shard of queries.
 
-        Args:
-            covered: bool [B, Hq, n, Mv], whether a query block computes the block that contains a
-                column, or does not see the column; arbitrary for later blocks.
-            tokens, query_blocks, block_size: as in `Columns`.
-            num_blocks: S / g, blocks of the whole sequence.
-            apart: whether query blocks see separate runs of columns, as in packed documents, so
-                that kernels should skip the others (`first`, `ends`).
+        `covered`, bool [B, Hq, n, Mv], is whether a query block computes the block of a column, or
+        does not see the column; arbitrary for later blocks. `apart`: query blocks see separate runs
+        of columns, as in packed documents.
         """
         seen = tokens[:, :, None] // block_size <= query_blocks[:, None]
         keep = seen & ~covered
@@ -128,15 +108,10 @@ def gather_columns(x: Array, tokens: Array) -> Array:
 
 
 def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
-    """Adds gradients of gathered columns to those of the keys or values they came from.
+    """Adds gradients of gathered columns fp32 [B, Mv, Hq, D] to `target`, fp32 [B, S, Hk, D].
 
     Query heads of a group are added one after another, each with unique positions, so the sum has
-    a fixed order and is bit-identical on every platform.
-
-    Args:
-        target: fp32 [B, S, Hk, D].
-        columns: fp32 [B, Mv, Hq, D].
-        tokens: int [B, Hq, Mv] positions along S, unique per head; those outside are dropped.
+    a fixed order and is bit-identical on every platform. Positions outside of S are dropped.
     """
     num_kv_heads = target.shape[2]
     group = tokens.shape[1] // num_kv_heads

@@ -21,29 +21,19 @@ class DiagonalTiles(Tiles):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
 
     Local query block i computes local key block i - o for every valid offset o for which that
-    block exists and is in the same document.
-
-    Attributes:
-        offsets: int32 [B, Hq, M], M >= 1, ascending within the valid range, arbitrary outside.
-        start: int32 [B, Hq], first valid entry of `offsets`.
-        stop: int32 [B, Hq], one past the last valid entry.
-        diagonal: int32 [], the offset masked per element, or `NO_DIAGONAL`. No valid offset is
-            lower: such tiles would be entirely in the future of their queries.
-        block_size: g (static).
-        dense: whether all tiles allowed by causality and documents are valid (static).
-        first_keys: int32 [B, 1, nq], the first local key block of each query block's document,
-            possibly outside of the shard. None: all are in one document.
-        end_queries: int32 [B, 1, nk], one past the last local query block of each key block's
-            document, equal for all key blocks that a query block sees. None with `first_keys`.
+    block exists and is in the same document. None for the last two fields: all are in one document.
     """
 
-    offsets: Array
-    start: Array
-    stop: Array
-    diagonal: Array
-    block_size: int = jax.tree.static()
+    offsets: Array  # int32 [B, Hq, M], M >= 1, ascending within the valid range
+    start: Array  # int32 [B, Hq], first valid entry
+    stop: Array  # int32 [B, Hq], one past the last
+    diagonal: Array  # int32 [], the masked offset, the lowest valid one, or `NO_DIAGONAL`
+    block_size: int = jax.tree.static()  # g
     dense: bool = jax.tree.static(default=False)
+    # int32 [B, 1, nq], first key block of each query block's document, maybe outside of the shard.
     first_keys: Array | None = None
+    # int32 [B, 1, nk], one past the last query block of each key block's document; equal for all
+    # key blocks that a query block sees.
     end_queries: Array | None = None
 
     listed: ClassVar[bool] = False
@@ -108,30 +98,18 @@ class SegmentedDiagonals(Tiles):
     A run of offsets belongs to one segment: query block i computes key block i - o for every offset
     o of a run for which that block is in the run's segment. Kernels process one segment after
     another, so that adjacent query blocks read adjacent key blocks at any time.
-
-    Attributes:
-        offsets: int32 [B, Hq, M], M >= 1, ascending within each run, arbitrary outside of runs.
-        start, stop: int32 [B, Hq, R], first and one past the last entry of each run in `offsets`.
-        segment: int32 [R], the segment of each run; unique.
-        diagonal: int32 [], the offset masked per element, or `NO_DIAGONAL`. It is the lowest of
-            the first run, and in no other.
-        num_segments: number of segments of equal length (static).
-        block_size: g (static).
-        dense: whether all tiles of these segments allowed by causality are valid (static).
-        first_keys: int32 [B, 1, R, nq], for each run and query block the first key block of its
-            document, relative to the run's segment and possibly outside. None: one document.
-        end_queries: int32 [B, 1, R, nk / num_segments], for each run and key block of its segment
-            one past the last local query block of its document. None with `first_keys`.
     """
 
-    offsets: Array
-    start: Array
-    stop: Array
-    segment: Array
-    diagonal: Array
-    num_segments: int = jax.tree.static()
-    block_size: int = jax.tree.static()
+    offsets: Array  # int32 [B, Hq, M], M >= 1, ascending within each run
+    start: Array  # int32 [B, Hq, R], first entry of each run
+    stop: Array  # int32 [B, Hq, R], one past the last
+    segment: Array  # int32 [R], the segment of each run; unique
+    diagonal: Array  # int32 [], the masked offset, the lowest of the first run, or `NO_DIAGONAL`
+    num_segments: int = jax.tree.static()  # of equal length
+    block_size: int = jax.tree.static()  # g
     dense: bool = jax.tree.static(default=False)
+    # As in `DiagonalTiles`, by run: int32 [B, 1, R, nq], relative to the run's segment; and int32
+    # [B, 1, R, nk / num_segments].
     first_keys: Array | None = None
     end_queries: Array | None = None
 
@@ -206,8 +184,5 @@ def _between(
 
 
 def count_below(entries: Array, bounds: Array) -> Array:
-    """Counts the entries int32 [..., M] below each bound, int32 [n] or [..., n].
-
-    One pass over all pairs: a binary search needs fewer comparisons but many small kernels.
-    """
+    """Counts the entries int32 [..., M] below each bound, int32 [n] or [..., n], in one pass."""
     return jnp.sum(entries[..., None, :] < bounds[..., :, None], axis=-1, dtype=jnp.int32)

@@ -13,25 +13,18 @@ from pallas_kernels.tiles.protocol import Tiles, check_lists, check_shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ListedTiles(Tiles):
-    """A list of key blocks for each query block, and the transpose.
+    """A list of key blocks for each query block, and the transpose; for tiles of any shape.
 
-    Attributes:
-        key_blocks: int32 [B, Hq, nq, M], M >= 1, key blocks of each query block, ascending, except
-            that the masked one, if listed, comes last. Entries from a count on are arbitrary.
-        key_count: int32 [B, Hq, nq].
-        query_blocks: int32 [B, Hq, nk, M'], M' >= 1, query blocks of each key block, ascending.
-            The masked one is the first: by causality no earlier one sees the key block.
-        query_count: int32 [B, Hq, nk].
-        diagonal: int32 [], the masked offset i - j, or `NO_DIAGONAL`.
-        block_size: g (static).
+    Lists ascend, except that the masked key block, if listed, comes last. Entries from a count on
+    are arbitrary. By causality a key block's masked query block is its first.
     """
 
-    key_blocks: Array
-    key_count: Array
-    query_blocks: Array
-    query_count: Array
-    diagonal: Array
-    block_size: int = jax.tree.static()
+    key_blocks: Array  # int32 [B, Hq, nq, M], M >= 1, key blocks of each query block
+    key_count: Array  # int32 [B, Hq, nq]
+    query_blocks: Array  # int32 [B, Hq, nk, M'], M' >= 1, query blocks of each key block
+    query_count: Array  # int32 [B, Hq, nk]
+    diagonal: Array  # int32 [], the masked offset i - j, or `NO_DIAGONAL`
+    block_size: int = jax.tree.static()  # g
 
     listed: ClassVar[bool] = True
     dense: ClassVar[bool] = False

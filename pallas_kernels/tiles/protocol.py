@@ -17,22 +17,17 @@ class Tiles(abc.ABC):
     `diagonal` are on the causal diagonal and masked per element (row >= column); all others are
     computed in full. A masked tile is the first entry of a block's range, or the last in a query
     block's own list (`listed`). Subclasses are frozen dataclasses, registered as pytrees.
-
-    Attributes:
-        diagonal: int32 [], the masked offset, or `NO_DIAGONAL`.
-        block_size: g (static).
-        listed: whether entries are block numbers, int32 [B, Hq, n, M] for n own blocks; otherwise
-            they are offsets, int32 [B, Hq, M], the same for all own blocks (static).
-        dense: whether all tiles allowed by causality and documents are computed (static). Kernels
-            may be selected by it; the lists determine what is computed.
-        num_segments: number of equal segments of the keys, processed one at a time (static).
     """
 
-    diagonal: Array
-    block_size: int
+    diagonal: Array  # int32 [], the masked offset, or `NO_DIAGONAL`
+    block_size: int  # g (static)
+    # Whether entries are block numbers, int32 [B, Hq, n, M] for n own blocks (static). Otherwise
+    # they are offsets, int32 [B, Hq, M], the same for all own blocks.
     listed: bool
+    # Whether all tiles allowed by causality and documents are computed (static). Kernels may be
+    # selected by it; the lists determine what is computed.
     dense: bool
-    num_segments: int
+    num_segments: int  # equal segments of the keys, processed one at a time (static)
 
     @property
     @abc.abstractmethod

@@ -49,11 +49,7 @@ def cannot_run() -> str | None:
 
 @functools.cache
 def unfit_triton() -> str | None:
-    """Why jax-triton cannot use the installed Triton, or None if it can.
-
-    If jax-triton cannot import Triton's NVIDIA backend, it silently replaces it by empty classes
-    on which every kernel fails.
-    """
+    """Why jax-triton, which hides failed imports of Triton, cannot use it; None if it can."""
     try:
         from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
     except ImportError as error:

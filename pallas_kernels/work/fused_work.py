@@ -35,10 +35,7 @@ from pallas_kernels.work.lists import walked_lists
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FusedWork:
-    """Work list of the fused backward kernel, in the order in which its items must start.
-
-    Entry s of the offsets has turn `turns` + sign * `ranks` at a query block, column tile t turn t.
-    """
+    """Items in start order; entry s has turn `turns` + sign * `ranks`, column tile t turn t."""
 
     items: Array  # int32 [n, 8], rows of `KeyItem`
     lists: Array  # int32 [B, Hq, M], offsets: the query block is the key block + offset
@@ -66,10 +63,9 @@ def fused_work(
 ) -> FusedWork:
     """Builds the work list: column tiles first, then key blocks.
 
-    `item_heads` is the maximum number of query heads per item of key blocks (a divisor of the group
-    size is used), None for the whole group. Fewer heads give more and shorter items, and their
-    dk and dv must be added in memory. After `wave` items of a sequence come as many of the next one
-    (0: all); with the number of multiprocessors, items of a wave process the same rows at once.
+    Items have at most `item_heads` query heads (None for the group); more and shorter ones add
+    their dk and dv in memory. After `wave` items of a sequence come as many of the next one (0:
+    all); with the number of multiprocessors, items of a wave process the same rows at once.
     """
     group = heads // kv_heads
     step = max(n for n in range(1, group + 1) if group % n == 0 and n <= (item_heads or group))
@@ -118,8 +114,8 @@ def _turn_short_documents(
 ) -> tuple[Array, Array]:
     """Makes the documents of falling sequences that are shorter than `wave` items rise.
 
-    `end` is equal for all key blocks of a document; `sharing` items have the same keys. Returns the
-    items, and whether rows are processed falling, bool [B, Hq, nq].
+    `sharing` items have the same keys. Returns items, and whether rows are falling, bool [B, Hq,
+    nq].
     """
     batch, num_blocks = end.shape
     places = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -151,10 +147,10 @@ def _turn_short_documents(
 def _ranks(
     tiles: DiagonalTiles | SegmentedDiagonals, num_query_blocks: int, num_key_blocks: int
 ) -> tuple[Array, Array, Array]:
-    """Numbers valid offsets in the order of a rising sequence at a query block, nearest key first.
+    """Numbers valid offsets at a query block, nearest key first: int32 [B, Hq, M].
 
-    Returns int32 [B, Hq, M], the number of each valid offset, and int32 [B, Hq, nq], the first
-    number with an existing key block at a query block, and one past the last.
+    Also returns the first number with an existing key block, and one past the last, int32 [B, Hq,
+    nq].
     """
     first, last = tiles.row_ranges(num_query_blocks, num_key_blocks)
     slots = jnp.arange(tiles.offsets.shape[-1], dtype=jnp.int32)
@@ -185,8 +181,7 @@ def _key_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lists items of key blocks [n, 8] of `step` heads, and marks falling heads [B, Hq].
 
-    Sequences alternate after each wave: pairs of a rising and a falling one with `alternate`, else
-    all of them, rising. Blocks at the same position of several segments are adjacent.
+    Sequences alternate after each wave: rising and falling ones with `alternate`, else all rising.
     """
     wave = wave or num_key_blocks
     sequences = [(b, h) for b in range(batch) for h in range(0, heads, step)]

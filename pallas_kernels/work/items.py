@@ -39,28 +39,19 @@ Values = Any  # scalars in a kernel; arrays, views of them or numbers where list
 
 
 class KeyItem(NamedTuple):
-    """128 keys, for the kernel for dk and dv and for the fused backward kernel.
+    """128 keys, for the kernel for dk and dv and for the fused backward kernel."""
 
-    Attributes:
-        kind: a key block, a tile of gathered columns, or a part of a key block's query blocks.
-        head: query head of columns; key/value head of a block, or in the list of the fused kernel
-            the first of the query heads that the item processes.
-        block: number of the key block or column tile.
-        first_row: for columns, the first query block that may see one; for a part, its number.
-        full_row: for columns, the first query block after all; for a part, the slot of its sums.
-        sign: for blocks in the fused kernel, 1 if query blocks rise and -1 if they fall; for
-            columns with `KeyWork.ends`, one past the last query block.
-        key_turn: in the fused kernel, the turn at which the item adds to its dk and dv.
-    """
-
-    kind: Values
+    kind: Values  # a key block, a tile of gathered columns, or a part of a block's query blocks
     batch: Values
+    # Query head of columns; key/value head of a block, or in the fused kernel the first query head.
     head: Values
-    block: Values
-    first_row: Values
-    full_row: Values
+    block: Values  # number of the key block or column tile
+    first_row: Values  # columns: the first query block that may see one; a part: its number
+    full_row: Values  # columns: the first query block after all; a part: the slot of its sums
+    # In the fused kernel, 1 if query blocks rise and -1 if they fall; for columns with
+    # `KeyWork.ends`, one past the last query block.
     sign: Values
-    key_turn: Values
+    key_turn: Values  # in the fused kernel, the turn at which the item adds to its dk and dv
 
     @property
     def columns(self) -> Array:

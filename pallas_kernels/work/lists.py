@@ -11,8 +11,8 @@ def walked_lists(
 ) -> tuple[Array, Array, bool, Array, Array]:
     """Returns what own blocks [B, Hq, n] of a kernel meet among `others` blocks of the other side.
 
-    In order: the lists, the masked offset [1], whether the lists hold block numbers, and the range
-    first .. last - 1 of entries of each own block, int32 [B, Hq, n] or, by run, [B, Hq, R, n].
+    In order: lists, masked offset [1], whether lists hold block numbers, and the range first ..
+    last - 1 of entries of each own block, int32 [B, Hq, n] or, by run, [B, Hq, R, n].
     """
     if tiles is None:
         zero = jnp.zeros(shape, jnp.int32)

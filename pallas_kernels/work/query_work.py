@@ -89,11 +89,10 @@ def _row_items(
     first_column_tile: Array | None,
     kv_heads: int,
 ) -> Array:
-    """Returns the items [n, 8] in order of work.
+    """Returns the items [n, 8] in order of work; long sequences: one key/value head after another.
 
-    In long sequences all items that read one key/value head come before those that read the next.
-    Heads alternate between rising and falling lengths, so that items on both sides of a change are
-    equally long and the list ends with short ones. Ties go to later blocks.
+    Heads then alternate between rising and falling lengths, so that items on both sides of a change
+    are equally long and the list ends with short ones. Ties go to later blocks.
     """
     batch, heads, blocks = first.shape
 
@@ -115,10 +114,9 @@ def _row_items(
 
 
 def share(block: Array, num_items: int, num_blocks: int) -> tuple[Array, Callable[[Array], Array]]:
-    """Returns how many items one of `num_blocks` thread blocks has, and the index of its nth one.
+    """Returns how many items a thread block has, and the index of its nth one.
 
-    Blocks take turns, in alternating order. For a list in order of work all then get the same
-    amount and advance in step: what they read at the same time is close together.
+    Blocks take turns, in alternating order: all get the same amount of work and advance in step.
     """
     rounds, rest = divmod(num_items, num_blocks)
 

@@ -57,10 +57,7 @@ class Walk:
         )
 
     def fold(self, own: Array, step: Callable, state: Any) -> Any:
-        """Folds step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries.
-
-        `own` are adjacent own blocks int32 [n]; other blocks are clipped to be valid.
-        """
+        """Folds step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries."""
 
         def run(number: Array | int, state: Any) -> Any:
             first, last = (of_rows(entry(x, number, 2), own) for x in (self.first, self.last))

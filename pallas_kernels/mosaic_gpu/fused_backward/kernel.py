@@ -49,10 +49,7 @@ def fused_kernel(
     config: FusedConfig,
     interpret: Any = False,
 ) -> Gradients:
-    """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq += scale dS K.
-
-    Other arguments are as in `forward_kernel`.
-    """
+    """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq = scale dS K."""
     q, k, v, dout, base, delta = operands
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     split = work.heads < group

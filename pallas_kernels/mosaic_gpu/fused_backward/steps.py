@@ -146,7 +146,7 @@ class FusedSteps:
     def _own(self) -> Any:
         """Returns the keys of this warpgroup, and the columns or rows of dq.
 
-        The barrier hides that they never change, or all derived addresses would stay in registers.
+        The barrier hides that they never change, or all addresses would stay in registers.
         """
         return pl.ds(lax.optimization_barrier(self.warpgroup) * ROWS, ROWS)
 

@@ -25,9 +25,9 @@ def add_queries(
 ) -> None:
     """Adds dq of an item's steps, each at its turn; run by warp `number`, for every second step.
 
-    `counters` are int32 [B, Hq, steps of all queries, 1], numbers of completed turns. In Pallas'
-    interpreter the number is None: items run one after another there, so it must already be their
-    turn; otherwise NaN is added.
+    `counters`, int32 [B, Hq, steps of all queries, 1], are numbers of completed turns. Without a
+    number (in the interpreter items run in order) it must already be their turn; otherwise NaN is
+    added.
     """
     batch = walk.it.batch
 
@@ -74,8 +74,8 @@ def add_keys(
 ) -> None:
     """Adds dk and dv [64, D] to those of earlier items, heads with the same keys, at a turn.
 
-    The first turn overwrites them. `counter` is the number of completed turns, None if there is
-    only one. `staging` is unused shared memory, fp32 [64, D].
+    The first turn overwrites them; `counter` is None if it is the only one. `staging` is unused
+    shared memory, fp32 [64, D].
     """
     taken = counter is not None and not interpreted
     if taken:

@@ -8,10 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
-    """Waits until the counter int32 [1] has reached a turn; run by a whole warp or warpgroup.
-
-    Everything that earlier turns wrote before `end_turn` is then visible.
-    """
+    """Waits until the counter int32 [1] has reached a turn; earlier turns' writes are visible."""
     scope = _scope(warp)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))

@@ -15,10 +15,7 @@ from pallas_kernels.mosaic_gpu.common import COMPILER_PARAMS, ROWS
 
 
 def delta_kernel(out: Array, dout: Array, *, interpret: Any = False) -> Array:
-    """Sums out * dout, [B, n, H, D], over D in fp32: [B, H, n]; n a multiple of 64, D of 32.
-
-    Products of bf16 or fp16 numbers are exact.
-    """
+    """Sums out * dout, [B, n, H, D], over D in fp32: [B, H, n]; n a multiple of 64, D of 32."""
     batch, rows, heads, _ = out.shape
 
     def attention_delta(out_ref: Any, dout_ref: Any, delta_ref: Any) -> None:

@@ -62,8 +62,6 @@ def dkdv_kernel(
 ) -> tuple[Any, Any]:
     """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
 
-    `work` and `columns` belong together. Other arguments are as in `forward_kernel`.
-
     Returns fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
     columns [B, Mv, Hq, D] or None; with `one_array` each pair is an array [2, ...].
     """

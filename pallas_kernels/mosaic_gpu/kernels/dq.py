@@ -52,10 +52,7 @@ def dq_kernel(
     num_blocks: int,
     interpret: Any = False,
 ) -> Array:
-    """Runs the kernel: dS = P * (dP - delta), dq [B, nq, Hq, D] = scale * dS K.
-
-    Other arguments are as in `forward_kernel`.
-    """
+    """Runs the kernel: dS = P * (dP - delta), dq [B, nq, Hq, D] = scale * dS K."""
     q, k = operands.q, operands.k
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     dtype = q.dtype
@@ -124,10 +121,7 @@ def dq_kernel(
                     plgpu.barrier_arrive(bars["k_free"].at[lax.rem(step + s, stages)])
 
                 def gradient(part, s, slot, mask, prepared):
-                    """Computes dS of some keys of a tile, in the operand dtype.
-
-                    The accumulator of dP starts from -delta. S is shifted by -lse when scaled.
-                    """
+                    """Computes dS of some keys; dP starts from -delta, S is shifted by -lse."""
                     keys = pl.ds(part * _KEYS, _KEYS)
                     k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]
 

@@ -123,9 +123,9 @@ class HopperEstimate(Estimate):
     ) -> Any:
         """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
 
-        The logits are causal pieces [64, width], fp32; `rows` are values per query of a head; the
-        `outputs`, which are returned, have `size` numbers per tile; each compute warpgroup has its
-        own part of `scratch`, whose first dimension is dropped.
+        The logits are causal pieces [64, width], fp32; `rows` are values per query; the outputs
+        have `size` numbers per tile; each compute warpgroup has its part of `scratch`, without the
+        first dimension.
         """
         q, k, block_ids, queries = call.q, call.k, call.block_ids, call.queries
         _, num_heads, _, head_dim = q.shape

@@ -57,22 +57,10 @@ def forward_kernel(
     num_blocks: int,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """Runs the kernel.
+    """Runs the kernel, with `num_blocks` persistent thread blocks.
 
-    Args:
-        q: [B, nq, Hq, D] bf16 or fp16, D 64 or 128, nq a multiple of 128.
-        k, v: [B, nk, Hk, D].
-        work: from `query_work`.
-        columns: the columns that `work` refers to.
-        init: running output fp32 [B, nq, Hq, D] and lse fp32 [B, Hq, nq] to merge with.
-        scale: scale of the logits.
-        out_dtype: dtype of the output.
-        config: tuning.
-        num_blocks: persistent thread blocks (multiprocessors of the device).
-        interpret: False, or parameters of the Pallas GPU interpreter.
-
-    Returns:
-        out [B, nq, Hq, D] and lse fp32 [B, Hq, nq] (natural logarithm).
+    q is [B, nq, Hq, D], bf16 or fp16, k and v are [B, nk, Hk, D]; `init` is a running output fp32
+    [B, nq, Hq, D] and its lse fp32 [B, Hq, nq]. Returns out and lse, in the same shapes.
     """
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     dtype = q.dtype
@@ -281,8 +269,7 @@ class _Tiles:
     def overlapped(self, segments, it, first_masks, state):
         """Runs all tiles, with QK of tile s and PV of tile s - 1 during the softmax of tile s.
 
-        The first QK and the last PV are outside the loops. `first_masks` are the masks that the
-        first tile may need: as a listed block, and as a tile of columns.
+        `first_masks` are those of the first tile: as a listed block, and as a tile of columns.
         """
         if len(first_masks) == 1:
             state = self.first_step(state, first_masks[0])

@@ -102,9 +102,9 @@ class LongRows:
 class ShortRows(LongRows):
     """Rows no longer than a head dimension stay in shared memory; columns pass through it.
 
-    Products then take no longer than the exponentials. With four compute warpgroups and narrower
-    tiles some compute exponentials while others multiply. All warpgroups' registers may not exceed
-    the initial allocation (640 threads of 96); otherwise no warpgroup ever gets more.
+    Products then take no longer than the exponentials: with four compute warpgroups and narrower
+    tiles some compute exponentials while others multiply. Their registers may not exceed the
+    initial allocation (640 threads of 96); otherwise no warpgroup ever gets more.
     """
 
     name = "short_block_scores"

@@ -18,10 +18,7 @@ class Item(NamedTuple):
 
 
 class RowTiles:
-    """Column tiles to process for each row tile, and where masks are needed.
-
-    `refs` are the kernel's operands, with those of `row_inputs` among them.
-    """
+    """Column tiles to process for each row tile, and where masks are needed; see `row_inputs`."""
 
     def __init__(self, refs: dict[str, Any], width: int, block_columns: int, log2_scale: float):
         self.refs, self.width, self.log2_scale = refs, width, log2_scale
@@ -56,11 +53,7 @@ class RowTiles:
     def score(
         self, it: Item, j: Array, logits: Array, rows: Any, seen: list[Array], peak: Array
     ) -> Array:
-        """Writes the scores of 64 rows and the blocks of column tile j.
-
-        `seen` are those of the rows; `peak`, fp32 [64], is the largest scaled logit so far, which
-        is returned including this tile.
-        """
+        """Writes the scores of 64 rows and of the blocks of column tile j; returns the new peak."""
         size, scores = self.block_columns, self.refs["scores"]
         blocks = self.width // size
         of_blocks = [logits[:, n * size : (n + 1) * size] for n in range(blocks)]
@@ -96,10 +89,7 @@ class RowTiles:
 
 
 def row_inputs(places: Array, starts: Array | None, rows: int, width: int) -> dict[str, Array]:
-    """Returns the operands of `RowTiles` for tiles of some rows and columns.
-
-    `places` and `starts` are those of `BlockScores.scores`. The others are int32 [B or 1, tiles].
-    """
+    """Returns the operands of `RowTiles`, from those of `BlockScores.scores`."""
     of_tiles = places.reshape(places.shape[0], -1, rows)
     # Column tiles seen by any row of a tile end at `tiles`; those before `whole` end where every
     # row sees them.

@@ -22,9 +22,8 @@ def attention_dkdv(
 ):  # fmt: skip
     """dv = P^T dO and dk = scale * dS^T Q of KEYS keys of a block, for all heads of its group.
 
-    Items are those of blocks and of parts of blocks in `KeyWork`. Blocks write to dk and dv, fp32
-    [B, key_length, KV_HEADS, DIM], parts to dk_parts and dv_parts, fp32 [B, parts_length, KV_HEADS,
-    DIM]; PARTS is 0 if there are none. A step has ROWS queries. Others: as in the kernel for dq.
+    Items are those of blocks in `KeyWork`, and of parts of blocks, which write to dk_parts and
+    dv_parts, fp32 [B, parts_length, KV_HEADS, DIM]; PARTS is 0 if there are none.
     """
     program = tl.program_id(0)
     n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
@@ -93,10 +92,7 @@ def attention_dkdv_columns(
     scale, log2_scale, query_length, num_columns,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dv = P^T dO and dk = scale * dS^T Q of KEYS gathered columns of a query head.
-
-    Items are those of columns in `KeyWork`; dk, dv: fp32 [B, num_columns, HEADS, DIM].
-    """
+    """dk and dv, fp32 [B, num_columns, HEADS, DIM], of KEYS gathered columns of a query head."""
     program = tl.program_id(0)
     n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)
     batch, head = field(items, n, 1), field(items, n, 2)

@@ -30,15 +30,11 @@ def estimate_statistics(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Computes peak and normalizer of each query of a tile.
+    """Computes peak and total, fp32 [B, HEADS, n, ROWS], of each query of a tile.
 
-    Args:
-        q: [sets, HEADS, ROWS, DIM], bf16 or fp16.
-        k: [B, n * KEYS, KV_HEADS, DIM], n programs along the second axis of the grid.
-        shifts: int32 [B, n], distance from the first key of a block to the first query.
-        queries: int32 [B], the query set that scores the keys of a batch entry.
-        peak, total: fp32 [B, HEADS, n, ROWS], written: the largest q k of the keys that a query
-            sees, or the lowest finite number; the sum of exp2(log2_scale (q k - peak)).
+    q is [sets, HEADS, ROWS, DIM], k [B, n * KEYS, KV_HEADS, DIM]; `shifts`, int32 [B, n], are
+    distances from the first key of a block to the first query; `queries`, int32 [B], are query
+    sets.
     """
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
     blocks = tl.num_programs(1)

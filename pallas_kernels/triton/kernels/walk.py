@@ -21,9 +21,8 @@ def place_of(
 ):  # fmt: skip
     """Returns which rows a program computes.
 
-    In order: its item's number, batch entry, query head, key/value head, number of the head in the
-    batch, block and the number of blocks; the numbers of the rows in the block; the first row in
-    the sequence.
+    In order: item, batch entry, query head, key/value head, number of the head in the batch, block,
+    number of blocks; numbers of the rows in the block; the first row in the sequence.
     """
     program = tl.program_id(0)
     n, part = program // (BLOCK // ROWS), program % (BLOCK // ROWS)
