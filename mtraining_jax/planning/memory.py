@@ -5,6 +5,7 @@ XLA keeps alive at the peak of the backward pass (see `_layer`); all else is exa
 """
 
 import dataclasses
+from typing import Self
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -44,7 +45,7 @@ class Memory:
     def total(self) -> int:
         return sum(dataclasses.astuple(self))
 
-    def with_total(self, total: int) -> "Memory":
+    def with_total(self, total: int) -> Self:
         """Adjusts the workspace to a given total."""
         rest = self.total - self.workspace
         return dataclasses.replace(self, workspace=max(0, total - rest))

@@ -27,7 +27,7 @@ class FinishedSteps:
     """Waits for each step in a separate thread, and reports it as soon as it is finished.
 
     Dispatching a step may block until the devices have almost finished it, so the training loop
-    itself would report the previous step too late. `load` is None if replicas have equal work.
+    itself would report the previous step too late. `replicas` is None if they have equal work.
     """
 
     def __init__(
@@ -38,10 +38,9 @@ class FinishedSteps:
         display: Display,
         alarms: Alarms,
         watchdog: HangWatchdog,
-        load: ReplicaLoad | None,
-        tuner: Tuner | None,
+        replicas: ReplicaLoad | Tuner | None,
     ) -> None:
-        self._config, self._devices, self._load, self._tuner = config, devices, load, tuner
+        self._config, self._devices, self._replicas = config, devices, replicas
         self._writers, self._display = writers, display
         self._alarms, self._watchdog = alarms, watchdog
         self._thread = ThreadPoolExecutor(1, "finished steps")
@@ -116,9 +115,7 @@ class FinishedSteps:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(metrics)
-        of_replicas = {} if self._load is None else self._load.finish(metrics)
-        if self._tuner is not None:
-            of_replicas |= self._tuner.finish(metrics)
+        of_replicas = {} if self._replicas is None else self._replicas.finish(metrics)
         record = step_record(metrics, seconds, self._config, self._devices) | of_replicas
         if profiled:
             record["profiled"] = True  # tracing slows the step down

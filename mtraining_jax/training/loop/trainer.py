@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -92,10 +92,9 @@ class Trainer:
         self._checkpoints = Checkpoints(folder, keep=keep, async_save=config.checkpoint.async_save)
         self._newest_checkpoint = self._checkpoints.newest
         opened.callback(self._close_checkpoints)
-        self._load = ReplicaLoad(config, loader) if replicas_differ(config) else None
-        self._tuner = None
+        self._replicas = load = ReplicaLoad(config, loader) if replicas_differ(config) else None
         if config.sparsity.tune != "none":
-            self._tuner = Tuner(config, loader, mesh, self._load)
+            self._replicas = Tuner(config, loader, mesh, load)
         self._alarms = Alarms(config)
         check_state_memory(builder.abstract(), self._devices)
         if resume_from is None:
@@ -118,8 +117,7 @@ class Trainer:
             display,
             self._alarms,
             self._watchdog,
-            self._load,
-            self._tuner,
+            self._replicas,
         )
         opened.callback(self._finished.close)
 
@@ -127,8 +125,8 @@ class Trainer:
         with self._watchdog.watch(f"reading the checkpoint of step {step}"):
             self._state, place = read_state(folder, step, self._builder.abstract(), self._config)
         self._batches.go_to(place)
-        if self._tuner is not None:
-            self._tuner.go_to(step, place.get(_TUNING))
+        if isinstance(self._replicas, Tuner):
+            self._replicas.go_to(step, place.get(_TUNING))
         self._alarms.go_to(place.get(_ALARMS))
         self._display.say(f"resuming from the checkpoint of step {step}")
 
@@ -165,14 +163,12 @@ class Trainer:
             raise Stopped(self.with_way_to_resume("stop signal received"))
         return history
 
-    def _next_batch(self) -> dict[str, jax.Array]:
+    def _next_batch(self) -> Mapping[str, jax.Array]:
         with self._watchdog.watch(f"reading the batch of step {self._step + 1}"):
             batch = next(self._batches)
-        if self._load is not None:
-            self._load.begin()
-        return batch if self._tuner is None else self._tuner.add_to(batch)
+        return batch if self._replicas is None else self._replicas.begin(batch)
 
-    def _take_step(self, programs: Programs, batch: dict[str, jax.Array]) -> None:
+    def _take_step(self, programs: Programs, batch: Mapping[str, jax.Array]) -> None:
         """Dispatches the next step; returns when the previous one is reported."""
         if self._profile.begins(self._step):
             with self._finished.paused():
@@ -217,8 +213,8 @@ class Trainer:
         # Saving waits for the devices anyway.
         with self._finished.paused(), self._watchdog.watch(what):
             place = self._batches.state() | {_ALARMS: self._alarms.state()}
-            if self._tuner is not None:
-                place[_TUNING] = self._tuner.state()
+            if isinstance(self._replicas, Tuner):
+                place[_TUNING] = self._replicas.state()
             self._checkpoints.save(self._step, self._state, place, self._config)
 
     def _close_checkpoints(self) -> None:

@@ -1,10 +1,11 @@
 """Predicts, balances and reports the attention work of data-parallel replicas."""
 
 import functools
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
+from jax import Array
 
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import step_flops
@@ -86,11 +87,13 @@ class ReplicaLoad:
         rate = matmul_rate(config.model.hidden_size, config.ranks)
         self._rest_ms = 1e3 * products / (config.devices * rate)
 
-    def begin(self) -> None:
+    def begin(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Takes the batch that the loader returned last; returns that of the step."""
         packs, sequences = self._loader.packs, self._loader.sequences
         assert packs is not None and sequences is not None  # there are documents and a batch
         lengths = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
         self._lengths[self._loader.step] = lengths
+        return batch
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
         """Passes the measurements of a step to the loader, and returns its imbalances.

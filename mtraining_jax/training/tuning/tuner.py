@@ -1,6 +1,6 @@
 """Tunes the mass fraction of each data-parallel replica during a run (`sparsity.tune`)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import jax
@@ -54,8 +54,10 @@ class Tuner:
         self._after = {0: start}  # estimates after each of the last steps
         self._unfinished: dict[int, tuple[list[ReplicaDocuments], TunedFractions]] = {}
 
-    def add_to(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+    def begin(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
         """Adds `mass_fraction`, int32 [B, L], to the batch that the loader returned last."""
+        if self._load is not None:
+            self._load.begin(batch)
         step, documents = self._loader.step, self._documents()
         known = self._after[max(step - DELAY, min(self._after))]
         tuned = self._tuning.tune(documents, known)
@@ -67,19 +69,20 @@ class Tuner:
         )
         return {**batch, "mass_fraction": array}
 
-    def finish(self, metrics: Mapping[str, Any]) -> Record:
+    def finish(self, metrics: MutableMapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
 
         tuned is the name of the fraction, tuned_by_group [M] and tuned_per_layer [L] are means, and
         infeasible is the fraction of replicas that are too slow even at the lower bound. If
-        replicas differ, adds the imbalances _untuned (predicted at the configured fraction),
-        _predicted (at the tuned ones) and without suffix (from measured densities).
+        replicas differ, imbalances are _untuned (predicted at the configured fraction), _predicted
+        (at the tuned ones) and without suffix (from measured densities).
         """
         step = int(metrics["step"])
         documents, tuned = self._unfinished.pop(step)
         measured = np.asarray(metrics["density_by_group"], np.float64)
         before = self._after[max(self._after)]
-        record = {
+        record = {} if self._load is None else self._load.finish(metrics)
+        record |= {
             "tuned": self._kept.name,
             "tuned_by_group": tuned.fractions.mean(1).tolist(),
             "tuned_per_layer": tuned.fractions.mean(0).tolist(),
