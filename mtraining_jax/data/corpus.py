@@ -48,7 +48,7 @@ def packs_of(corpus: Corpus, data: DataSpec, block_size: int) -> Packs:
     if data.mode == "exact":
         starts = np.asarray(corpus.starts, np.int64)
         lengths, ends = np.full(starts.shape, data.seq_len), 1 + np.arange(starts.size)
-        return PackArrays(starts, lengths, ends, block_size, data.seq_len)
+        return PackArrays(starts, lengths, ends, data.seq_len)
     if corpus.pack is None:
         raise UserError(
             f'data.mask_documents = true is not possible with data.source = "{data.source}", which '

@@ -94,24 +94,10 @@ class Loader:
         self.batch_size, self.seq_len = data.batch_size, data.seq_len
         self.num_sequences = len(corpus.starts if self.packs is None else self.packs)
         self._weighted = weighted
-        order = f"shuffled with seed {data.seed}" if data.shuffle else "in order"
-        by = "token ids" if corpus.tokenizer is None else f"tokenizer {corpus.tokenizer.name}"
-        self.description = (
-            f"{data.source}: {corpus.summary} ({by}, vocabulary {self.vocab_size:,});"
-            f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
-            f" {self.batch_size} per batch"
-        )
-        if self.packs is not None:
-            self.description += f"; {self.packs.summary}"
-        self._balance: Balance | None = None
-        if balance is not None:
-            self.description += f"; data.balance = {balance.name}"
-            if self.packs is None:
-                self.description += " has no effect: sequences without documents have equal work"
-            elif balance.replicas == 1:
-                self.description += " has no effect with a single data-parallel replica"
-            else:
-                self._balance = balance
+        self._balance = balance
+        if balance is not None and (self.packs is None or balance.replicas == 1):
+            self._balance = None
+        self.description = self._describe(data, corpus.summary, balance)
         self._densities = None if self._balance is None else self._balance.densities
         self.identity = self._identity(data)
         positions = np.asarray(permutation, np.int64)[self.columns]
@@ -129,6 +115,24 @@ class Loader:
         self.sequences: np.ndarray | None = None
         self.step = 0
         self._start_reading()
+
+    def _describe(self, data: DataSpec, summary: str, balance: Balance | None) -> str:
+        order = f"shuffled with seed {data.seed}" if data.shuffle else "in order"
+        by = "token ids" if self.tokenizer is None else f"tokenizer {self.tokenizer.name}"
+        text = (
+            f"{data.source}: {summary} ({by}, vocabulary {self.vocab_size:,});"
+            f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
+            f" {self.batch_size} per batch"
+        )
+        if self.packs is not None:
+            text += f"; {self.packs.summary}"
+        if balance is not None:
+            text += f"; data.balance = {balance.name}"
+            if self.packs is None:
+                text += " has no effect: sequences without documents have equal work"
+            elif balance.replicas == 1:
+                text += " has no effect with a single data-parallel replica"
+        return text
 
     def _identity(self, data: DataSpec) -> dict[str, Any]:
         """A saved state is only valid if all of these are equal."""

@@ -38,7 +38,6 @@ class PackArrays:
     starts: np.ndarray  # int64 [d]
     lengths: np.ndarray  # int64 [d], tokens, at least 1
     ends: np.ndarray  # int64 [packs], number of documents up to the end of each pack
-    block_size: int
     seq_len: int
     notes: str = ""
 
@@ -87,7 +86,7 @@ def pack_documents(
         notes += f", {skipped:,} with fewer than {_SHORTEST} tokens skipped"
     if longer := int((lengths > data.seq_len).sum()):
         notes += f", {longer:,} longer than a sequence split"
-    return PackArrays(begins, sizes, ends, block_size, data.seq_len, notes)
+    return PackArrays(begins, sizes, ends, data.seq_len, notes)
 
 
 def _nothing(data: DataSpec, lengths: np.ndarray, kept: np.ndarray, block_size: int) -> str:

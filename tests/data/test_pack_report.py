@@ -15,7 +15,7 @@ from mtraining_jax.utils.errors import UserError
 def report():
     # Two sequences of 32 tokens in blocks of 4: documents of 5 and 9 tokens, and one of 32.
     lengths = np.array([5, 9, 32])
-    packs = PackArrays(np.zeros(3, np.int64), lengths, np.array([2, 3]), 4, 32)
+    packs = PackArrays(np.zeros(3, np.int64), lengths, np.array([2, 3]), 32)
     return report_on(packs, 32, 4)
 
 
