@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from mtraining_jax.config import OptimizerConfig
+from mtraining_jax.config.sections import OptimizerConfig
 from mtraining_jax.utils.errors import UserError
 
 Parameters = dict[str, Array]

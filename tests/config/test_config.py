@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 
 from mtraining_jax.config import (
     Config,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
     available_configs,
     config_folder,
     config_from_dict,
@@ -28,6 +25,7 @@ from mtraining_jax.config import (
     renamed,
     validate,
 )
+from mtraining_jax.config.sections import ModelConfig, OptimizerConfig, RunConfig
 from mtraining_jax.config.tables import all_fields
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.selection.scores import estimate

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mtraining_jax.config import DataConfig, config_from_dict
+from mtraining_jax.config import config_from_dict
+from mtraining_jax.config.sections import DataConfig
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.utils.errors import UserError
 

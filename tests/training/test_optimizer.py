@@ -3,7 +3,7 @@ import numpy as np
 import optax
 import pytest
 
-from mtraining_jax.config import OptimizerConfig
+from mtraining_jax.config.sections import OptimizerConfig
 from mtraining_jax.training.optimizer import clip, make_optimizer, make_schedule, trainable_names
 from mtraining_jax.utils.errors import UserError
 

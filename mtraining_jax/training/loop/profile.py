@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from mtraining_jax.config import ProfileConfig
+from mtraining_jax.config.sections import ProfileConfig
 
 
 class ProfileWindow:

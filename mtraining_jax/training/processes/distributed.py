@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from mtraining_jax.config import DistributedConfig
+from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.utils.errors import UserError
 
 # Transports of collectives between processes, as errors name them.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtraining_jax.config import DistributedConfig
+from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes import distributed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +22,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from mtraining_jax.config import DistributedConfig
+from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes import distributed
 
 port, number, timeout, wait = sys.argv[1:]

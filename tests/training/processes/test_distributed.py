@@ -1,6 +1,6 @@
 import pytest
 
-from mtraining_jax.config import DistributedConfig
+from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes import distributed
 from mtraining_jax.utils.errors import UserError
 
