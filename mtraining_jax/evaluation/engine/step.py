@@ -11,8 +11,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.evaluation.engine.cache import Cache
-from mtraining_jax.evaluation.engine.cache_attention import attend_to_cache
+from mtraining_jax.evaluation.engine.cache import Cache, attend_to_cache
 from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.evaluation.engine.passes import token_logits
 from mtraining_jax.evaluation.engine.sampling import next_token
