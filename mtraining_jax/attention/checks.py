@@ -202,11 +202,9 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement) ->
     unit = block_size * placement.ranks
     for name, x in (("q", q), ("k", k)):
         if x.shape[-3] % unit or not x.shape[-3]:
-            reason = f"block_size={block_size}"
-            if placement.ranks > 1:
-                reason = (
-                    f"{reason} x {placement.ranks} devices on sequence_axes={placement.sequence}"
-                )
+            reason, ranks = f"block_size={block_size}", placement.ranks
+            if ranks > 1:
+                reason += f" x {ranks} devices on sequence_axes={placement.sequence}"
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens; expected a multiple of {unit} ({reason}), such "
                 f"as {nearest(x.shape[-3], unit)}"
@@ -215,17 +213,14 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement) ->
         return
     if q.ndim > 4:
         raise ValueError(f"q has shape {q.shape}; with a mesh, at most one batch axis is allowed")
-    batch, devices = (q.shape[0] if q.ndim == 4 else 1), placement.size(placement.batch)
-    if batch % devices:
-        raise ValueError(
-            f"q has batch {batch}; expected a multiple of the {devices} devices on "
-            f"batch_axis={placement.batch}, such as {nearest(batch, devices)}. Or pass "
-            "batch_axis=()"
-        )
-    kv_heads, devices = k.shape[-2], placement.size(placement.heads)
-    if kv_heads % devices:
-        raise ValueError(
-            f"k has {kv_heads} heads; expected a multiple of the {devices} devices on "
-            f"head_axis={placement.heads}, such as {nearest(kv_heads, devices)}. Or pass "
-            "head_axis=()"
-        )
+    batch, kv_heads = (q.shape[0] if q.ndim == 4 else 1), k.shape[-2]
+    for has, size, name, axes in (
+        (f"q has batch {batch}", batch, "batch_axis", placement.batch),
+        (f"k has {kv_heads} heads", kv_heads, "head_axis", placement.heads),
+    ):
+        devices = placement.size(axes)
+        if size % devices:
+            raise ValueError(
+                f"{has}; expected a multiple of the {devices} devices on {name}={axes}, such as "
+                f"{nearest(size, devices)}. Or pass {name}=()"
+            )

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ from mtraining_jax.selection.documents import Documents
 _REASON = "sparse attention never materializes attention weights"
 
 
-def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[..., Array]:
+def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callable[..., Array]:
     """Returns a function for `attention_fn=` of Flax attention modules.
 
     Supports `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
@@ -49,10 +49,11 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
     for name in ("return_lse", "return_index"):
         if options.get(name):
             raise ValueError(f"{name} is not supported by attention_fn: Flax expects one output")
-    allowed = set(inspect.signature(sparse_attention).parameters) - {"q", "k", "v"}
-    if unknown := sorted(set(options) - allowed):
+    never = {"q", "k", "v", "return_lse", "return_index"}
+    allowed = sorted(set(inspect.signature(sparse_attention).parameters) - never)
+    if unknown := sorted(set(options) - {*allowed, "return_lse", "return_index"}):
         raise ValueError(
-            f"attention_fn got an unknown option {unknown[0]!r}; choose from {_listed(allowed)}"
+            f"attention_fn got an unknown option {unknown[0]!r}; choose from {', '.join(allowed)}"
         )
     causal = options.get("causal", True)
     pattern = options.get("pattern", SampledRows())
@@ -105,22 +106,13 @@ def attention_fn(*, assume_causal_mask: bool = False, **options) -> Callable[...
             from_mask = _documents_of_mask(mask, query, causal, block_size)
         common = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(common) for x in (query, key, value))
-        out = sparse_attention(query, key, value, **_with_documents(options, from_mask))
+        if from_mask is not None and options.get("documents") is not None:
+            raise ValueError("mask separates documents, and documents= is set too; pass one")
+        of_mask: dict[str, Any] = {} if from_mask is None else {"documents": from_mask}
+        out = sparse_attention(query, key, value, **options | of_mask)
         return cast(Array, out)  # a tuple only with return_lse or return_index
 
     return attend
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names - {"return_lse", "return_index"}))
-
-
-def _with_documents(options: dict, from_mask: Documents | None) -> dict:
-    if from_mask is None:
-        return options
-    if options.get("documents") is not None:
-        raise ValueError("mask separates documents, and documents= is set too; pass one of them")
-    return options | {"documents": from_mask}
 
 
 def _documents_of_mask(

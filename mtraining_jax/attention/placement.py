@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,11 +97,8 @@ def find_placement(
     head_axis: str | Axes | None,
 ) -> Placement:
     """Resolves the placement from the arguments of `sparse_attention` and the type of q."""
-    given = {
-        "batch_axis": as_axes(batch_axis),
-        "sequence_axes": as_axes(sequence_axes),
-        "head_axis": as_axes(head_axis),
-    }
+    arguments = {"batch_axis": batch_axis, "sequence_axes": sequence_axes, "head_axis": head_axis}
+    given = {name: as_axes(value) for name, value in arguments.items() if value is not None}
     own_mesh, own_axes = _explicit_axes(q)
     named = [f"{name}={axes}" for name, axes in given.items() if axes]
     if mesh is None:
@@ -115,13 +112,13 @@ def find_placement(
     if mesh is None:
         types = jax.typeof(q).sharding.mesh
         return Placement(types=None if types.empty else types)
-    known = own_axes or {
-        "batch_axis": (DATA_AXIS,) if DATA_AXIS in mesh.axis_names else (),
-        "sequence_axes": SEQUENCE_AXES if set(SEQUENCE_AXES) <= set(mesh.axis_names) else None,
-        "head_axis": (),
-    }
-    found = {name: known[name] if value is None else value for name, value in given.items()}
-    axes = {name: value for name, value in found.items() if value is not None}
+    axes = own_axes
+    if axes is None:
+        axes = {"batch_axis": (DATA_AXIS,) if DATA_AXIS in mesh.axis_names else (), "head_axis": ()}
+        if set(SEQUENCE_AXES) <= set(mesh.axis_names):
+            axes["sequence_axes"] = SEQUENCE_AXES
+    axes = axes | given
+    axes = {name: axes[name] for name in arguments if name in axes}
     if "sequence_axes" not in axes:
         raise ValueError(
             f"the mesh has axes {mesh.axis_names}, without the default sequence_axes="
@@ -132,14 +129,8 @@ def find_placement(
     return Placement(mesh, axes["batch_axis"], axes["sequence_axes"], axes["head_axis"])
 
 
-@overload
-def as_axes(value: str | Axes) -> Axes: ...
-@overload
-def as_axes(value: str | Axes | None) -> Axes | None: ...
-def as_axes(value: str | Axes | None) -> Axes | None:
-    """Converts axis names to a tuple; None stays None."""
-    if value is None:
-        return None
+def as_axes(value: str | Axes) -> Axes:
+    """Converts axis names to a tuple."""
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -169,7 +160,7 @@ def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
 def _explicit_axes(q: Array) -> tuple[Mesh | AbstractMesh | None, dict[str, Axes] | None]:
     """Returns mesh and axes of q's sharding type, or None if q is not sharded."""
     sharding = jax.typeof(q).sharding
-    entries = [as_axes(entry) or () for entry in sharding.spec]
+    entries = [() if entry is None else as_axes(entry) for entry in sharding.spec]
     if not any(entries):
         return None, None
     if entries[-1] or any(entries[1:-3]):

@@ -200,8 +200,8 @@ def test_invalid_arguments_raise(arguments, options, sentence):
     [
         ("mask.pdf", {}, "must end in .png"),
         ("mask.png", {"batch": 2}, "batch=2 must be in 0 .. 1"),
-        ("mask.png", {"heads": [4]}, "heads=.4. must be one or more of 0 .. 3"),
-        ("mask.png", {"heads": []}, "heads=.. must be one or more of"),
+        ("mask.png", {"heads": [4]}, "head=4 must be in 0 .. 3"),
+        ("mask.png", {"heads": []}, "heads is empty"),
     ],
 )
 def test_invalid_picture_arguments_raise(tmp_path, path, options, sentence):

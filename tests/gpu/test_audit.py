@@ -31,7 +31,7 @@ def first_step(backend, audited, **changes):
     pattern = build_pattern(config)
     batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
     attention = build_attention(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern), audited=True)
+    step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern), audited)
     _, metrics = step(builder.fresh(), next(batches))
     batches.close()
     return jax.device_get(metrics)

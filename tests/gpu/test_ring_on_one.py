@@ -35,9 +35,9 @@ def test_output_and_gradients_of_eight_ranks_match_one(kind, ring, nodes):
     check(kind, ring, nodes, INDICES)
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [("striped", 1), ("striped", 2), ("zigzag", 1)])
-def test_block_lists_of_eight_ranks_match_one(kind, nodes):
-    check(kind, "gather", nodes, LISTS)
+@pytest.mark.parametrize(("kind", "ring", "nodes"), CASES)
+def test_block_lists_of_eight_ranks_match_one(kind, ring, nodes):
+    check(kind, ring, nodes, LISTS)
 
 
 def check(kind, ring, nodes, indices):

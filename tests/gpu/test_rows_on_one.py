@@ -60,8 +60,18 @@ def test_eight_ranks_select_the_rows_of_one(pattern):
 
 
 @pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize(("kind", "nodes"), [("striped", 1), ("striped", 2), ("zigzag", 1)])
-def test_rows_of_eight_ranks_match_the_lists_of_one(kind, nodes, columns):
+@pytest.mark.parametrize(
+    ("kind", "ring", "nodes"),
+    [
+        ("striped", "gather", 1),
+        ("striped", "gather", 2),
+        ("striped", "gather", 8),
+        ("striped", "flat", 1),
+        ("striped", "hierarchical", 2),
+        ("zigzag", "gather", 1),
+    ],
+)
+def test_rows_of_eight_ranks_match_the_lists_of_one(kind, ring, nodes, columns):
     layout = Layout(kind, SIZE.seq_len, RANKS, SIZE.block_size, nodes)
     axes = {"node": nodes, "device": RANKS // nodes} if nodes > 1 else {"device": RANKS}
     attend = functools.partial(
@@ -69,7 +79,7 @@ def test_rows_of_eight_ranks_match_the_lists_of_one(kind, nodes, columns):
         layout=layout,
         axis_names=tuple(axes),
         axis_sizes=tuple(axes.values()),
-        ring="gather",
+        ring=ring,
         backend=ring_problem.BACKEND,
     )
 
@@ -102,4 +112,4 @@ def test_rows_of_eight_ranks_match_the_lists_of_one(kind, nodes, columns):
         arrays = jax.jit(on_all)(*inputs, sharded)
     found = dict(zip(NAMES, map(collect, arrays), strict=True))
     name = "columns" if columns else "blocks"
-    assert_right(f"rows and {name} of {RANKS} ranks on one, {kind} in {nodes}", found, name)
+    assert_right(f"rows and {name} of {RANKS} ranks on one, {kind} {ring} in {nodes}", found, name)
