@@ -69,7 +69,6 @@ class BlockSparseIndex(TiledIndex):
         return self.tiles(), None
 
     def tiles(self) -> ListedTiles:
-        """Returns the tiles of the whole sequence in order, on one device."""
         # Ascending lists already have the order of `ListedTiles`: no key block of a row follows
         # the masked one.
         return ListedTiles(

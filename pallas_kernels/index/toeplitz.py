@@ -85,7 +85,6 @@ class ToeplitzShards(ShardTiles):
         )
 
     def _runs(self, residues: Array) -> tuple[Array, Array]:
-        """Returns beginning and end of the diagonals of some residues: int32 [B, Hq, n] each."""
         start = jnp.take(self.bounds, residues, axis=-1, mode="clip")
         return start, jnp.take(self.bounds, residues + 1, axis=-1, mode="clip")
 
@@ -113,12 +112,10 @@ class DocumentShards(ShardTiles):
         return dataclasses.replace(tiles, first_keys=first, end_queries=end)
 
     def _first_keys(self, query: Segment, start: int | Array) -> Array:
-        """Returns the first keys that rows see, as positions among those starting at `start`."""
         first = self.first[..., query.blocks()]
         if jnp.ndim(start):
             first = first[:, :, None]
         return -((start - first) // self.every.stride)
 
     def _end_queries(self, start: int | Array, blocks: Array) -> Array:
-        """Returns one past the last rows that see key blocks, as positions from `start` on."""
         return -((start - self.end[..., blocks]) // self.every.stride)

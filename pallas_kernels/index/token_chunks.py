@@ -53,7 +53,6 @@ class TokenChunksIndex(Index):
         return chunk_starts(first, rows, self.num_blocks, self.chunk_blocks)
 
     def own(self, rows: Array) -> BlockMaskIndex:
-        """Returns the causal pairs within each query's own chunk."""
         whole, cut = self._own_tiles_of(rows)
         start = jnp.where(cut > 0, rows - whole, self.num_blocks)
         bits = sets.ranges(start, rows, self.num_blocks)
@@ -128,7 +127,6 @@ class TokenChunksIndex(Index):
         return tiles if rows is None else rows.total(tiles)
 
     def _own_tiles_of(self, numbers: Array) -> tuple[Array, Array]:
-        """Counts the same for single rows, int32 [..., n]; 0 for a row without a document."""
         if self.first is None:
             return numbers % self.chunk_blocks, jnp.ones_like(numbers)
         inside = self.first < self.num_blocks

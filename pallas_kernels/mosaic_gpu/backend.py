@@ -33,8 +33,6 @@ _PARTS_BESIDE_TRANSFERS = 8  # thread blocks per multiprocessor
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HopperWork:
-    """Work lists of the kernels of both passes."""
-
     queries: QueryWork  # of the forward kernel and of the one for dq
     keys: KeyWork | FusedWork  # of the kernel for dk and dv, or of the fused backward kernel
 
@@ -104,7 +102,6 @@ class MosaicGpu(Backend):
         return delta_kernel(out, dout, interpret=self.interpret)[..., :rows]
 
     def _two_kernels(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
-        """One kernel for dk and dv, another for dq."""
         configs, columns = self._configs(call.q), _gathered(call)
         options = dict(scale=call.scale, interpret=self.interpret)
         keys, of_columns = dkdv_kernel(
@@ -137,7 +134,6 @@ class MosaicGpu(Backend):
         return Gradients(dq, dk, dv, *(of_columns or (None, None)))
 
     def _one_kernel(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
-        """The fused kernel, for all gradients."""
         config = self._configs(call.q).fused
         assert config is not None  # the plan has its work
 

@@ -12,8 +12,6 @@ from pallas_kernels.mosaic_gpu.kernels.block_scores import block_scores_kernel, 
 
 @dataclasses.dataclass(frozen=True)
 class HopperBlockScores(BlockScores):
-    """Scores by the kernels in `kernels/block_scores.py`."""
-
     interpret: Any = False  # or parameters of Pallas' GPU interpreter
 
     def tiles(self, length: int) -> ScoreTiles:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -20,7 +21,6 @@ WORD = 32  # columns per word of the keep mask
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value per row of a wgmma tile
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 EDGE = 8  # columns left by a fold: a row is spread over four threads, two columns each
-COLUMN_NAMES = ["kc", "vc", "keep", "tokens", "query_blocks"]  # of `GatheredColumns.operands`
 
 # Barriers are placed by hand: every region of shared memory has one kind of writer, and readers
 # signal when they have finished reading. Row reductions stay within four lanes, so they need no
@@ -38,9 +38,11 @@ class GatheredColumns(NamedTuple):
     seen: Columns
 
     @property
-    def operands(self) -> list[Array]:
-        keep = lax.bitcast_convert_type(self.seen.keep, jnp.int32)
-        return [self.k, self.v, keep, self.seen.tokens, self.seen.query_blocks]
+    def operands(self) -> dict[str, Array]:
+        seen = self.seen
+        keep = lax.bitcast_convert_type(seen.keep, jnp.int32)
+        arrays = {"kc": self.k, "vc": self.v, "keep": keep, "tokens": seen.tokens}
+        return arrays | {"query_blocks": seen.query_blocks}
 
 
 class BackwardOperands(NamedTuple):
@@ -72,23 +74,32 @@ def await_last(barriers: Sequence[Any], steps: Array, slots: int) -> None:
 
 
 def launch(
-    kernel: Callable[..., None],
-    out_type: Any,
-    scratch: list[Any],
+    kernel: Callable[[dict[str, Any]], None],
+    inputs: dict[str, Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    smem: dict[str, Any],
+    bars: dict[str, Any],
     num_blocks: int,
     interpret: Any,
     warpgroups: int = WARPGROUPS,
     memory_warpgroups: int = 1,
-) -> Callable[..., Any]:
-    """Builds a kernel over thread blocks (axis "block") of compute and copy warpgroups ("wg").
+) -> dict[str, Array]:
+    """Runs a kernel over thread blocks (axis "block") of compute and copy warpgroups ("wg").
 
-    The barrier keeps XLA (pass "dynamic-slice-fusion", jaxlib 0.11.2) from running a second copy of
-    the kernel if a `lax.scan` stacks its results.
+    It gets the references of inputs and outputs by name, "smem" and "bars". The barrier keeps XLA
+    (pass "dynamic-slice-fusion", jaxlib 0.11.2) from running a second copy of the kernel if a
+    `lax.scan` stacks its results.
     """
+    names = [*inputs, *outputs, "smem", "bars"]
+
+    def body(*arguments: Any) -> None:
+        kernel(dict(zip(names, arguments, strict=True)))
+
+    body.__name__ = kernel.__name__
     run = plgpu.kernel(
-        kernel,
-        out_type=out_type,
-        scratch_types=scratch,
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=[smem, bars],
         grid=(num_blocks,),
         grid_names=("block",),
         num_threads=warpgroups + memory_warpgroups,
@@ -96,7 +107,8 @@ def launch(
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )
-    return lambda *args: lax.optimization_barrier(run(*args))
+    results = lax.optimization_barrier(run(*inputs.values()))
+    return dict(zip(outputs, results, strict=True))
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
@@ -105,13 +117,10 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
 
 
 def iota(tile: Array, axis: int) -> Array:
-    """Returns row or column numbers of a wgmma tile."""
     return plgpu.broadcasted_iota(jnp.int32, tile.shape, axis, layout=plgpu.Layout.WGMMA)
 
 
 def product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
-    """Computes a b and waits for it."""
-
     def run(ref: Any) -> Array:
         plgpu.wgmma(ref, a, b)
         return ref[...]
@@ -120,17 +129,14 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
 
 
 def rows_to_tile(x: Array, tile: Array) -> Array:
-    """Broadcasts a value per row to every column of a tile."""
     return lax.broadcast_in_dim(x, tile.shape, [0])
 
 
 def columns_to_tile(x: Array, tile: Array) -> Array:
-    """Broadcasts a value per column to every row of a tile."""
     return lax.broadcast_in_dim(x, tile.shape, [1])
 
 
 def load_rows(ref: Any) -> Array:
-    """Loads a value per row from global memory."""
     return plgpu.load(ref, layout=ROW_LAYOUT, optimized=False)
 
 

@@ -42,5 +42,4 @@ CONFIGS = {
 
 
 def configs_for(head_dim: int) -> Configs:
-    """Returns the tuned configuration for a head dim (64 or 128)."""
     return CONFIGS[head_dim]

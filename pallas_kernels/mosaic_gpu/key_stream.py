@@ -24,7 +24,6 @@ def stream_barriers(stages: int, has_columns: bool) -> dict[str, Any]:
 
 
 def stream_memory(stages: int, head_dim: int, dtype: Any, has_columns: bool) -> dict[str, Any]:
-    """Shared memory of the two rings."""
     smem = {name: tiled((stages, TILE, head_dim), dtype) for name in ("k", "v")}
     if has_columns:
         smem["bias"] = plgpu.SMEM((stages, TILE), jnp.float32)
@@ -63,7 +62,6 @@ class Producer:
             self._load("v", step + s, tile("v", number, kv_head))
 
         def load_run(number: Array | int, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            """Loads the blocks of a run that begins at step `begin` of the item."""
             begin, previous = carry
             first, count = walk.run(it, number)
 

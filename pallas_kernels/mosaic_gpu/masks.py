@@ -58,8 +58,7 @@ class QueryMask:
     def prepare(self, s: Array) -> Any:
         del s
 
-    def await_bias(self, bars: dict[str, Any], slot: Array) -> None:
-        """Waits until the bias of a slot can be read."""
+    def await_bias(self, bars: dict[str, Any], slot: Array) -> None: ...
 
     def bias(self, smem: dict[str, Any], slot: Array, column: int, width: int) -> Array | None:
         del smem, slot, column, width
@@ -139,7 +138,6 @@ class KeyMask:
 
 
 def add_bias(logits: Array, bias: Array | None) -> Array:
-    """Adds a per-key mask to scaled logits [keys, queries]."""
     return logits if bias is None else logits + rows_to_tile(bias, logits)
 
 

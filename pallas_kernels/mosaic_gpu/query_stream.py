@@ -72,7 +72,6 @@ def key_memory(
 
 
 def key_barriers(stages: int) -> dict[str, Any]:
-    """Barriers of the keys, and of the steps in flight."""
     return {
         "keys_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=4, num_barriers=stages),

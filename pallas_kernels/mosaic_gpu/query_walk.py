@@ -7,26 +7,18 @@ from typing import Any
 
 from jax import Array, lax
 
-from pallas_kernels.mosaic_gpu.common import COLUMN_NAMES, GatheredColumns
+from pallas_kernels.mosaic_gpu.common import GatheredColumns
 from pallas_kernels.mosaic_gpu.masks import ColumnMask, DiagonalMask, QueryMask
 from pallas_kernels.work.items import QueryItem, read
 from pallas_kernels.work.query_work import QueryWork
 
 
-def operand_names(work: QueryWork, columns: GatheredColumns | None) -> list[str]:
-    """Returns the names of `work_operands`, in order."""
-    names = ["items", "lists", "diagonal"]
-    if work.run_first is not None:
-        names += ["run_first", "run_last"]
-    return names + (COLUMN_NAMES if columns is not None else [])
-
-
-def work_operands(work: QueryWork, columns: GatheredColumns | None) -> list[Array]:
-    """Returns the arrays of the work list as kernel operands."""
-    arrays = [work.items, work.lists, work.diagonal]
-    if work.run_first is not None:
-        arrays += [work.run_first, work.run_last]
-    return arrays + (columns.operands if columns is not None else [])
+def work_operands(work: QueryWork, columns: GatheredColumns | None) -> dict[str, Array]:
+    """Returns the operands that `QueryWalk` reads."""
+    arrays = {"items": work.items, "lists": work.lists, "diagonal": work.diagonal}
+    if work.run_first is not None and work.run_last is not None:
+        arrays |= {"run_first": work.run_first, "run_last": work.run_last}
+    return arrays | (columns.operands if columns is not None else {})
 
 
 class QueryWalk:

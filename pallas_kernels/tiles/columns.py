@@ -67,7 +67,6 @@ class Columns:
         return dataclasses.replace(found, first=first, ends=ends)
 
     def check(self, batch: int, heads: int, num_query_blocks: int) -> None:
-        """Raises ValueError if the shapes do not match a call; the message names the field."""
         capacity = self.tokens.shape[-1]
         if capacity == 0 or capacity % COLUMN_TILE:
             raise ValueError(

@@ -31,13 +31,11 @@ class Tiles(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def row_entries(self) -> Array:
-        """The lists of query blocks."""
+    def row_entries(self) -> Array: ...
 
     @property
     @abc.abstractmethod
-    def column_entries(self) -> Array:
-        """The lists of key blocks."""
+    def column_entries(self) -> Array: ...
 
     @abc.abstractmethod
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
@@ -51,8 +49,7 @@ class Tiles(abc.ABC):
         """Returns the range of `column_entries` of each key block, int32 [B, Hq, key blocks]."""
 
     @abc.abstractmethod
-    def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
-        """Raises ValueError if the shapes do not match a call; the message names the field."""
+    def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None: ...
 
 
 def at_least_one(lists: Array) -> Array:
@@ -61,7 +58,6 @@ def at_least_one(lists: Array) -> Array:
 
 
 def check_shape(name: str, x: Array | None, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless `x` has that shape."""
     if x is None:
         raise ValueError(f"{name} is None; expected shape {shape}")
     if x.shape != shape:

@@ -19,8 +19,6 @@ _PROGRAMS = 216
 
 @dataclasses.dataclass(frozen=True)
 class TritonBlockScores(BlockScores):
-    """Scores by one Triton kernel."""
-
     run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
 
     def tiles(self, length: int) -> ScoreTiles:

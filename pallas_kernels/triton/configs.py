@@ -5,8 +5,6 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Configuration of one kernel."""
-
     rows: int  # queries per tile
     keys: int  # keys per tile
     warps: int  # per thread block

@@ -22,8 +22,6 @@ CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=4, stages=3)
 
 @dataclasses.dataclass(frozen=True)
 class TritonEstimate(Estimate):
-    """Estimates by Triton kernels."""
-
     run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
 
     def unsupported(self, q: Shaped) -> str | None:
@@ -55,7 +53,6 @@ class TritonEstimate(Estimate):
         outputs: tuple[str, ...],
         size: int,
     ) -> dict[str, Array]:
-        """Runs a kernel with one program per key block and key/value head; returns its outputs."""
         q, k, block_ids, queries = of.q, of.k, of.block_ids, of.queries
         batch, num_local = k.shape[0], block_ids.shape[0]
         # The positions of each block's queries.

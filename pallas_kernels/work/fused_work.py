@@ -48,6 +48,12 @@ class FusedWork:
         jax.tree.static()
     )  # query heads that an item of key blocks processes, one after another
 
+    @property
+    def operands(self) -> dict[str, Array]:
+        """The arrays that the kernel reads."""
+        names = "items", "lists", "first", "last", "diagonal", "turns", "ranks"
+        return {name: getattr(self, name) for name in names}
+
 
 def fused_work(
     tiles: DiagonalTiles | SegmentedDiagonals | None,

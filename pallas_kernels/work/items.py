@@ -83,5 +83,4 @@ def read[Item: (QueryItem, KeyItem)](
 
 
 def column_of(kind: type[QueryItem | KeyItem], field: str) -> int:
-    """Returns the column of a list that stores a field."""
     return kind._fields.index(field)

@@ -35,6 +35,12 @@ class KeyWork:
         default=False
     )  # whether items of columns store the query block they end with
 
+    @property
+    def operands(self) -> dict[str, Array]:
+        """The arrays that kernels read."""
+        names = "items", "lists", "first", "last", "diagonal"
+        return {name: getattr(self, name) for name in names}
+
 
 def key_work(
     tiles: Tiles | None,

@@ -24,8 +24,6 @@ LONG = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QueryWork:
-    """Work list of the forward kernel and the one for dq."""
-
     items: Array  # int32 [n, 8], rows of `QueryItem`
     lists: Array  # int32; offsets [B, Hq, M] or key blocks [B, Hq, n, M]
     diagonal: Array  # int32 [1], the offset of the tiles that are masked per element

@@ -23,7 +23,6 @@ from pallas_kernels.xla.walk import Walk, column_tile, fold_columns
 
 
 def backward(call: BackwardCall) -> Gradients:
-    """Computes dq by query blocks, then dk and dv by key blocks."""
     q, k, v, dout, lse, delta, plan, column_kv, scale, dq_dtype, key_dtype, _ = call
     g, walks, columns = plan.block_size, plan.work, plan.columns
     rows = _Rows(
@@ -96,7 +95,6 @@ def _backward_rows(
 def _backward_keys(
     rows: _Rows, k_blocks: Array, v_blocks: Array, walk: Walk, scale: float
 ) -> tuple[Array, Array]:
-    """Computes dk, dv by iterating, for each key block, over the query blocks that see it."""
     batch, heads, _, g, dim = rows.q.shape
     kv_heads, num_columns = k_blocks.shape[1:3]
     chunk = chunk_of(num_columns)
@@ -128,7 +126,6 @@ def _backward_keys(
 def _backward_columns(
     rows: _Rows, columns: Columns, column_kv: tuple[Array, Array], scale: float
 ) -> tuple[Array, Array]:
-    """Computes gradients of gathered columns, [B, Mv, Hq, D], iterating over all query blocks."""
     batch, heads, num_rows, _, dim = rows.q.shape
     chunk = chunk_of(num_rows)
 
@@ -162,7 +159,6 @@ def _backward_columns(
 def _probabilities(
     rows: _Rows, keys: Array, values: Array, mask: Array, scale: float
 ) -> tuple[Array, Array]:
-    """Computes P and dS = scale * P * (dP - delta) of a tile."""
     seen = rows.lse > -jnp.inf
     p = jnp.exp(logits_of(rows.q, keys, scale) - finite(rows.lse)[..., None])
     p = jnp.where(mask & seen[..., None], p, 0.0)

@@ -29,7 +29,6 @@ class _State(NamedTuple):
 
 
 def forward(call: ForwardCall) -> Pair:
-    """Computes output and lse, some query blocks at a time."""
     q, k, v, plan, column_kv, scale, init, out_dtype, _ = call
     g, walk, columns = plan.block_size, plan.work.rows, plan.columns
     q_blocks = to_blocks(q, g)  # [B, Hq, nQ, g, D]

@@ -13,7 +13,6 @@ ROWS_PER_CHUNK = 16  # bounds memory: chunk * g * g floats per head
 
 
 def chunk_of(blocks: int) -> int:
-    """Returns the number of own blocks to process at a time."""
     return math.gcd(blocks, ROWS_PER_CHUNK)
 
 

@@ -103,7 +103,6 @@ class XlaWork:
 
 
 def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
-    """Builds the walks of both passes over some tokens."""
     if tiles is None:
         return XlaWork(None, None)
     num_rows, num_columns = num_queries // tiles.block_size, num_keys // tiles.block_size

@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.mosaic_gpu.common import (
-    COLUMN_NAMES,
     LOG2E,
     ROWS,
     TILE,
@@ -56,18 +55,13 @@ def fused_kernel(
     queries = step_queries(head_dim)
     interpreted = bool(interpret)
     has_columns = columns is not None
-    names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
-    names += ["items", "lists", "first", "last", "diagonal", "turns", "ranks"]
-    names += COLUMN_NAMES if has_columns else []
-    names += ["dk", "dv"] + (["dkc", "dvc"] if has_columns else []) + ["smem", "bars"]
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     dq_ref = jax.new_ref(lax.optimization_barrier(jnp.zeros(q.shape, jnp.float32)))
     counters = jax.new_ref(jnp.zeros((batch, heads, q.shape[1] // queries, 1), jnp.int32))
     key_shape = (batch, kv_heads, k.shape[1] // ROWS, 1) if split else (1, 1, 1, 1)
     key_counters = jax.new_ref(jnp.zeros(key_shape, jnp.int32))
 
-    def attention_backward(*arguments):
-        refs = dict(zip(names, arguments, strict=True))
+    def attention_backward(refs):
         smem, bars = refs["smem"], refs["bars"]
         warpgroup = lax.axis_index("wg")
         # One item per thread block: the hardware starts them in order as others finish.
@@ -166,25 +160,28 @@ def fused_kernel(
         "dq_full": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ADDING_WARPS),
         "dq_free": plgpu.Barrier(num_barriers=ADDING_WARPS),
     }
-    arrays = [q, k, v, dout, base * (scale * LOG2E), -delta]
-    arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
-    arrays += [work.turns, work.ranks]
-    outputs = [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2
+    inputs = dict(q=q, k=k, v=v, dout=dout, shift=base * (scale * LOG2E), minus_delta=-delta)
+    inputs |= work.operands
+    like = jax.ShapeDtypeStruct(k.shape, jnp.float32)
+    outputs = {"dk": like, "dv": like}
     if has_columns:
-        arrays += columns.operands
-        outputs += [jax.ShapeDtypeStruct(columns.k.shape, jnp.float32)] * 2
+        inputs |= columns.operands
+        like = jax.ShapeDtypeStruct(columns.k.shape, jnp.float32)
+        outputs |= {"dkc": like, "dvc": like}
+    # Slices of stacked arrays before or after the kernel (for example in a `lax.scan` over layers)
+    # must stay outside of it: XLA's fusion of a kernel with slices ("dynamic-slice-fusion", jaxlib
+    # 0.11.2) ignores that dq and the counters are written in place, and gives wrong gradients.
+    arrays = lax.optimization_barrier(list(inputs.values()))
     # The interpreter has no warps: loading and storing use one warpgroup each.
-    run = launch(
+    results = launch(
         attention_backward,
+        dict(zip(inputs, arrays, strict=True)),
         outputs,
-        [smem, bars],
+        smem,
+        bars,
         work.items.shape[0],
         interpret,
         memory_warpgroups=2 if interpreted else 1,
     )
-    # Slices of stacked arrays before or after the kernel (for example in a `lax.scan` over layers)
-    # must stay outside of it: XLA's fusion of a kernel with slices ("dynamic-slice-fusion", jaxlib
-    # 0.11.2) ignores that dq and the counters are written in place, and gives wrong gradients.
-    dk, dv, *of_columns = run(*lax.optimization_barrier(arrays))
     dq = lax.optimization_barrier(jax.freeze(dq_ref))
-    return Gradients(dq, dk, dv, *(of_columns or (None, None)))
+    return Gradients(dq, *(results.get(name) for name in ("dk", "dv", "dkc", "dvc")))

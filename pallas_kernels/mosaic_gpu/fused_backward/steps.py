@@ -80,7 +80,6 @@ class FusedSteps:
         await_last([self.bars["dq_free"]], end, ADDING_WARPS)
 
     def _step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
-        """Adds the gradients from the queries of a step, and dq of the previous step."""
         config, smem, slot = self.config, self.smem, lax.rem(step, self.config.stages)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
         pl.when(step > 0)(lambda: self._await_ds(step - 1))
@@ -174,7 +173,6 @@ class FusedSteps:
         plgpu.barrier_wait(self.bars["ds_full"].at[lax.rem(step, 2)])
 
     def _dq_operands(self, slot: Array, own: Any) -> tuple[Any, Any]:
-        """Returns dS of all keys, and K, for the part of dq that this warpgroup computes."""
         ds = self.smem["ds"].at[slot]
         if self.head_dim == 128:  # half of the columns
             return ds.T, self.smem["k"].at[:, own]

@@ -114,8 +114,6 @@ class FusedWalk:
                 after = jnp.where(self.columns, 0, after)
 
             def first_query(n: Array) -> Array:
-                """Returns the position of the first query, relative to `key_positions`."""
-
                 def of_block() -> Array:
                     offset = refs["lists"][it.batch, head, self._entry(first, last, n)]
                     return diagonal_shift(offset, refs["diagonal"][0])

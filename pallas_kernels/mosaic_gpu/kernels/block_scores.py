@@ -41,10 +41,8 @@ def block_scores_kernel(
     inputs = {"q": q, "k": k} | row_inputs(places, starts, kind.tile_rows, kind.width)
     items = batch * num_heads * (num_rows // kind.tile_rows)
     num_blocks = min(num_blocks, items)
-    names = [*inputs, "scores", "peak", "smem", "bars"]
 
-    def kernel(*arguments: Any) -> None:
-        refs = dict(zip(names, arguments, strict=True))
+    def kernel(refs: dict[str, Any]) -> None:
         walk = RowTiles(refs, kind.width, block_columns, scale * LOG2E)
         products = kind(refs, walk, group)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
@@ -83,11 +81,13 @@ def block_scores_kernel(
         pl.when(warpgroup < kind.warpgroups)(compute_warpgroup)
 
     kernel.__name__ = kind.name
-    scratch = [kind.memory(length, q.dtype), kind.barriers()]
     shape = batch, num_heads, k.shape[2] // block_columns, num_rows
-    outputs = [
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        jax.ShapeDtypeStruct((batch, num_heads, num_rows), jnp.float32),
-    ]
-    run = launch(kernel, outputs, scratch, num_blocks, interpret, kind.warpgroups)
-    return run(*inputs.values())
+    outputs = {
+        "scores": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "peak": jax.ShapeDtypeStruct((batch, num_heads, num_rows), jnp.float32),
+    }
+    scratch = kind.memory(length, q.dtype), kind.barriers()
+    results = launch(
+        kernel, inputs, outputs, *scratch, num_blocks, interpret, warpgroups=kind.warpgroups
+    )
+    return results["scores"], results["peak"]

@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
-    COLUMN_NAMES,
     LOG2E,
     ROWS,
     TILE,
@@ -43,8 +42,6 @@ _ROW_OPERANDS = ("base", "minus_delta")
 
 @dataclasses.dataclass(frozen=True)
 class DkdvConfig:
-    """Tuning of the kernel for dk and dv."""
-
     stages: int = 3  # steps of queries in flight
     compute_registers: int = 240
     memory_registers: int = 24
@@ -71,19 +68,26 @@ def dkdv_kernel(
     num_items = work.items.shape[0]
     interpreted = bool(interpret)
     has_columns = columns is not None
-    names = ["q", "k", "v", "dout", *_ROW_OPERANDS]
-    names += ["items", "lists", "first", "last", "diagonal"]
-    names += COLUMN_NAMES if has_columns else []
     heavy = work.heavy
     has_parts = heavy is not None
-    suffixes = [""] + ["c"] * has_columns + ["p"] * has_parts
-    gradients = ("dkv",) if one_array else ("dk", "dv")
-    names += [name + suffix for suffix in suffixes for name in gradients] + ["smem", "bars"]
-
-    def attention_dkdv(*arguments):
-        refs = dict(zip(names, arguments, strict=True))
+    shapes = {"": k.shape}
+    if has_columns:
+        shapes["c"] = columns.k.shape
+    if has_parts:
+        in_parts = heavy.shape[-1] * PARTS * TILE
+        shapes["p"] = k.shape[0], in_parts, *k.shape[2:]
+    outputs = {}
+    for suffix, shape in shapes.items():
         if one_array:
-            for suffix in suffixes:
+            outputs["dkv" + suffix] = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
+        else:
+            outputs |= {
+                name + suffix: jax.ShapeDtypeStruct(shape, jnp.float32) for name in ("dk", "dv")
+            }
+
+    def attention_dkdv(refs):
+        if one_array:
+            for suffix in shapes:
                 pair = refs["dkv" + suffix]
                 refs |= {"dk" + suffix: pair.at[0], "dv" + suffix: pair.at[1]}
         smem, bars = refs["smem"], refs["bars"]
@@ -124,7 +128,7 @@ def dkdv_kernel(
                 refs["dk" + suffix].at[it.batch, rows, it.head][...] = dk * scale
                 refs["dv" + suffix].at[it.batch, rows, it.head][...] = dv
 
-            if len(suffixes) == 1:
+            if len(shapes) == 1:
                 store("", it.block)
             else:
                 pl.when(it.blocks)(lambda: store("", it.block))
@@ -139,27 +143,20 @@ def dkdv_kernel(
     smem = key_memory(stages, _STEP, head_dim, q.dtype, _ROW_OPERANDS)
     if interpreted:
         smem |= key_scratch(_STEP, head_dim, q.dtype)
-    arrays = [q, k, v, dout, base, -delta]
-    arrays += [work.items, work.lists, work.first, work.last, work.diagonal]
-    if has_columns:
-        arrays += columns.operands
+    inputs = dict(q=q, k=k, v=v, dout=dout, base=base, minus_delta=-delta)
+    inputs |= work.operands | (columns.operands if has_columns else {})
+    bars = key_barriers(stages)
+    results = launch(attention_dkdv, inputs, outputs, smem, bars, num_items, interpret)
 
-    def output(shape):
+    def of(suffix):
         if one_array:
-            return jax.ShapeDtypeStruct((2, *shape), jnp.float32)
-        return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
+            return results["dkv" + suffix]
+        return results["dk" + suffix], results["dv" + suffix]
 
-    outputs = [output(k.shape)] + ([output(columns.k.shape)] if has_columns else [])
+    keys = of("")
     if has_parts:
-        in_parts = heavy.shape[-1] * PARTS * TILE
-        outputs.append(output((k.shape[0], in_parts, *k.shape[2:])))
-    flat, structure = jax.tree.flatten(outputs)
-    run = launch(attention_dkdv, flat, [smem, key_barriers(stages)], num_items, interpret)
-    found = dict(zip(suffixes, jax.tree.unflatten(structure, run(*arrays)), strict=True))
-    keys = found[""]
-    if has_parts:
-        keys = jax.tree.map(functools.partial(join_parts, heavy), keys, found["p"])
-    return keys, found.get("c")
+        keys = jax.tree.map(functools.partial(join_parts, heavy), keys, of("p"))
+    return keys, of("c") if has_columns else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic_gpu.common import (
     tiled,
 )
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
-from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, work_operands
+from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
 from pallas_kernels.work.query_work import QueryWork, share
 
 _KEYS = 64  # keys per part: two accumulators of a whole tile would not fit
@@ -34,8 +34,6 @@ _PARTS = TILE // _KEYS
 
 @dataclasses.dataclass(frozen=True)
 class DqConfig:
-    """Tuning of the dq kernel."""
-
     stages: int = 2  # key and value tiles in flight
     compute_registers: int = 240
     memory_registers: int = 24
@@ -62,11 +60,8 @@ def dq_kernel(
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
     log2_scale = scale * LOG2E
-    names = ["q", "k", "v", "dout", "base", "delta", *operand_names(work, columns)]
-    names += ["dq", "smem", "bars"]
 
-    def attention_dq(*arguments):
-        refs = dict(zip(names, arguments, strict=True))
+    def attention_dq(refs):
         smem, bars = refs["smem"], refs["bars"]
         walk = QueryWalk(refs, work, columns is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
@@ -121,7 +116,6 @@ def dq_kernel(
                     plgpu.barrier_arrive(bars["k_free"].at[lax.rem(step + s, stages)])
 
                 def gradient(part, s, slot, mask, prepared):
-                    """Computes dS of some keys; dP starts from -delta, S is shifted by -lse."""
                     keys = pl.ds(part * _KEYS, _KEYS)
                     k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]
 
@@ -152,7 +146,6 @@ def dq_kernel(
                     return pl.run_scoped(body, acc, acc).astype(dtype)
 
                 def tile(s, dq, mask, product):
-                    """Adds the dq of tile s by `product(dq, dS, keys)`."""
                     slot = lax.rem(step + s, stages)
                     prepared = mask.prepare(s)
                     plgpu.barrier_wait(bars["k_full"].at[slot])
@@ -227,6 +220,6 @@ def dq_kernel(
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
         **stream_barriers(stages, columns is not None),
     }
-    output = jax.ShapeDtypeStruct(q.shape, out_dtype)
-    run = launch(attention_dq, output, [smem, bars], num_blocks, interpret)
-    return run(*operands, *work_operands(work, columns))
+    inputs = operands._asdict() | work_operands(work, columns)
+    outputs = {"dq": jax.ShapeDtypeStruct(q.shape, out_dtype)}
+    return launch(attention_dq, inputs, outputs, smem, bars, num_blocks, interpret)["dq"]

@@ -46,8 +46,6 @@ _LINE = plgpu.Layout.WG_STRIDED((TILE,), 1)
 
 @dataclasses.dataclass(frozen=True)
 class HopperEstimate(Estimate):
-    """Estimates by one kernel over all tiles."""
-
     interpret: Any = False  # or parameters of Pallas' GPU interpreter
 
     def unsupported(self, q: Shaped) -> str | None:

@@ -28,14 +28,12 @@ from pallas_kernels.mosaic_gpu.common import (
 )
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
-from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, operand_names, work_operands
+from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
 from pallas_kernels.work.query_work import QueryWork, share
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Tuning of the forward kernel."""
-
     stages: int = 2  # key and value tiles in flight
     query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
     keys_late: bool = False  # wait for the next tile's keys after the softmax, not before QK
@@ -70,13 +68,8 @@ def forward_kernel(
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
     log2_scale = scale * LOG2E
-    names = ["q", "k", "v", *operand_names(work, columns)]
-    if init is not None:
-        names += ["out0", "lse0"]
-    names += ["out", "lse", "smem", "bars"]
 
-    def attention_forward(*arguments):
-        refs = dict(zip(names, arguments, strict=True))
+    def attention_forward(refs):
         smem, bars = refs["smem"], refs["bars"]
         walk = QueryWalk(refs, work, columns is not None)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
@@ -194,13 +187,15 @@ def forward_kernel(
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=query_slots),
         **stream_barriers(stages, columns is not None),
     }
-    outputs = [
-        jax.ShapeDtypeStruct(q.shape, out_dtype),
-        jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
-    ]
-    run = launch(attention_forward, outputs, [smem, bars], num_blocks, interpret)
-    out, lse = run(q, k, v, *work_operands(work, columns), *(init or ()))
-    return out, lse
+    inputs = {"q": q, "k": k, "v": v, **work_operands(work, columns)}
+    if init is not None:
+        inputs |= {"out0": init[0], "lse0": init[1]}
+    outputs = {
+        "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
+        "lse": jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
+    }
+    results = launch(attention_forward, inputs, outputs, smem, bars, num_blocks, interpret)
+    return results["out"], results["lse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +232,6 @@ class _Tiles:
         return weights, new_peak, total * rows_to_tile(decay, total) + fold(jnp.add, weights), decay
 
     def logits(self, s, mask):
-        """Computes masked QK of tile s, and releases its keys."""
         slot = self.slot(s)
         prepared = mask.prepare(s)
         plgpu.barrier_wait(self.bars["k_full"].at[slot])

@@ -10,8 +10,6 @@ from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, fold, iota, rows_to_til
 
 
 class Item(NamedTuple):
-    """A row tile of one head."""
-
     batch: Array
     head: Array
     row_tile: Array

@@ -125,7 +125,6 @@ def attention_dkdv_columns(
 
 @triton.jit
 def _store(dk, dv, state, scale, batch, row, length, head, HEADS: tl.constexpr):
-    """Writes gradients of consecutive keys of a head, starting at `row`."""
     dk_tile, dv_tile = state
     dk_tile *= scale
     KEYS: tl.constexpr = dk_tile.shape[0]
@@ -145,7 +144,6 @@ def _query_block(entries, entry, block, LISTED: tl.constexpr):
 
 @triton.jit
 def _head_of(q, dout, shift, delta, batch, length, head, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Returns where a head's rows begin in each array."""
     q_head = rows_of(q, batch, 0, length, head, HEADS, DIM)
     dout_head = rows_of(dout, batch, 0, length, head, HEADS, DIM)
     at = (batch.to(tl.int64) * HEADS + head) * length

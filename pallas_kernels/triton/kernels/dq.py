@@ -43,7 +43,6 @@ def attention_dq(
 
 @triton.jit
 def _step(state, queries, k_tile, v_tile, positions, limits, log2_scale, MASKED: tl.constexpr):
-    """Adds dS K of some keys."""
     (acc,) = state
     q_tile, dout_tile, row_shift, row_delta = queries
     logits = tl.dot(q_tile, tl.trans(k_tile))

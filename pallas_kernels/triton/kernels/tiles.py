@@ -16,7 +16,6 @@ PAST = tl.constexpr(2147483647)  # a position after every query
 
 @triton.jit
 def field(items, n, column: tl.constexpr):
-    """Returns a field of the n-th item of a list."""
     return tl.load(items + n.to(tl.int64) * ITEM_FIELDS + column)
 
 
