@@ -38,6 +38,7 @@ class Family:
         title: display name.
         defaults: defaults of transformers for fields missing in config.json.
         fixed: fields of config.json that must have these values, or be absent.
+        same_as: fields of config.json that default to the value of another field.
         fused: tensors of a checkpoint layer that stack several parameters.
     """
 
@@ -52,6 +53,7 @@ class Family:
         "rope_theta": 10000.0,
     }
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0}
+    same_as: ClassVar[Mapping[str, str]] = {}
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
@@ -106,11 +108,15 @@ class Family:
             if raw.get(name, needed) != needed:
                 given, needed = json.dumps(raw[name]), json.dumps(needed)
                 raise ValueError(f"{name}={given} is unsupported; it must be {needed}")
+        raw = _with_defaults(raw, {name: raw.get(other) for name, other in self.same_as.items()})
         values: dict[str, Any] = {"family": self.model_type}
         values |= {ours: _integer(raw, theirs) for ours, theirs in SIZES.items()}
-        given = with_defaults(raw, **self.defaults)
+        given = _with_defaults(raw, self.defaults)
         values |= {name: given[name] for name in self.defaults}
-        values["head_dim"] = self.head_dim(raw, values)
+        if given.get("head_dim") is None:
+            values["head_dim"] = values["hidden_size"] // values["num_heads"]
+        else:
+            values["head_dim"] = _integer(given, "head_dim")
         rope = self.rope_parameters(raw)
         if rope.get("rope_theta") is not None:
             values["rope_theta"] = rope["rope_theta"]
@@ -120,12 +126,6 @@ class Family:
             raise ValueError(f"partial_rotary_factor={partial} is unsupported; it must be 1.0")
         values["rope_scaling"] = _scaling(rope, values["max_position_embeddings"])
         return values
-
-    def head_dim(self, raw: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-        """The width of a head, which config.json may omit."""
-        if raw.get("head_dim") is not None:
-            return _integer(raw, "head_dim")
-        return values["hidden_size"] // values["num_heads"]
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The RoPE section of a config.json of transformers 4 or 5."""
@@ -160,9 +160,9 @@ def family_of(name: str) -> Family:
     return FAMILIES.get(name)()
 
 
-def with_defaults(raw: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+def _with_defaults(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `raw` with defaults for fields that are missing or null."""
-    return defaults | {name: value for name, value in raw.items() if value is not None}
+    return dict(defaults) | {name: value for name, value in raw.items() if value is not None}
 
 
 def _scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:

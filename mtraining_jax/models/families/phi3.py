@@ -7,7 +7,7 @@ separate parameters, so that sharded layers and the chunked MLP work unchanged.
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.models.families.family import Family, with_defaults
+from mtraining_jax.models.families.family import Family
 from mtraining_jax.models.rope import LongRopeScaling
 from mtraining_jax.models.spec import ModelSpec
 
@@ -20,6 +20,7 @@ class Phi3(Family):
     title = "Phi-3"
     defaults = {**Family.defaults, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     fixed = {**Family.fixed, "attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    same_as = {"num_key_value_heads": "num_attention_heads"}
     fused = {
         "self_attn.qkv_proj.weight": (
             "self_attn.q_proj.weight",
@@ -31,8 +32,7 @@ class Phi3(Family):
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """A sliding window must not be shorter than the context."""
-        heads = raw.get("num_attention_heads")
-        values = super().read_config(with_defaults(raw, num_key_value_heads=heads))
+        values = super().read_config(raw)
         window, context = raw.get("sliding_window"), values["max_position_embeddings"]
         if window is not None and window < context:
             raise ValueError(
