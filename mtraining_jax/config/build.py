@@ -96,11 +96,9 @@ class Builder:
                 continue
             try:
                 converted[name] = fields[name].converted(value)
-            except ValidationError:
+            except ValidationError as error:
                 field = self._fields.get(dotted, fields[name])
-                self._report(dotted, _not_allowed(dotted, field, value))
-        if table.plugin is not None and table.options is None:
-            self._report_kind(f"{prefix}.{table.plugin.selector}", table)
+                self._report(dotted, _not_allowed(dotted, field, value, error))
         self._report_missing(prefix, fields, values)
         if len(self._problems) > before:
             return None
@@ -122,16 +120,6 @@ class Builder:
             while origin and origin not in self._origins:
                 origin = origin.rpartition(".")[0]
             self._problems.append(f"{self._labels[self._origins.get(origin, 1)]}: {problem}")
-
-    def _report_kind(self, selector: str, table: Table) -> None:
-        field, name = self._fields[selector], table.kind
-        problem = _not_allowed(selector, field, name)
-        if isinstance(name, str) and ":" in name and table.plugin is not None:
-            try:
-                table.plugin.classes.get(name)
-            except UserError as error:
-                problem = f"{selector}: {error}"
-        self._report(selector, problem)
 
     def _report_missing(
         self, prefix: str, fields: Mapping[str, Field], values: Mapping[str, Any]
@@ -155,9 +143,10 @@ class Builder:
         """
         prefix, _, leaf = name.rpartition(".")
         kinds = table.kinds_with(leaf)
-        if table.plugin is None or not kinds:
-            if table.plugin is None or table.options is not None:
-                self._report_unknown(name)
+        if table.plugin is None or (not kinds and table.options is not None):
+            self._report_unknown(name)
+            return
+        if table.options is None:  # the kind is unknown, and so are its options
             return
         selector = f"{prefix}.{table.plugin.selector}"
         if (origin := self._origins.get(name, 1)) > 0:
@@ -192,7 +181,10 @@ def _unknown(name: str, fields: Mapping[str, Field]) -> str:
     return f"{name} is not {what}; the sections are {', '.join(sections)}"
 
 
-def _not_allowed(name: str, field: Field, value: Any) -> str:
+def _not_allowed(name: str, field: Field, value: Any, error: ValidationError) -> str:
+    cause = error.errors()[0].get("ctx", {}).get("error")
+    if isinstance(cause, UserError) and ":" in value:  # a plug-in that cannot be loaded
+        return f"{name}: {cause}"
     most = ""
     if isinstance(value, int) and value > LARGEST_INT and int in field.kinds:
         most = f", at most {LARGEST_INT}" if "less than" not in field.allowed else ""

@@ -1,12 +1,16 @@
 """What selects the kind of a plug-in: `sparsity.kind`, `data.source`, `model.rope_scaling.type`."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.rope import ROPE_KINDS
 from mtraining_jax.patterns.registry import PATTERNS
+from mtraining_jax.utils.fields import Field, joined, toml_value
 from mtraining_jax.utils.plugins import Registry
 
 
@@ -27,6 +31,20 @@ class OptionsOf:
     classes: Registry | Mapping[str, Any]
     default: str
     doc: str
+
+    @functools.cached_property
+    def field(self) -> Field:
+        """The selector."""
+        classes = self.classes
+        names = joined([toml_value(name) for name in classes])
+        words = classes.words if isinstance(classes, Registry) else names
+        annotation = Annotated[str, AfterValidator(self._known)]
+        return Field(self.selector, annotation, self.default, self.doc, words)
+
+    def _known(self, name: str) -> str:
+        if self.classes.get(name) is None:
+            raise ValueError(name)
+        return name
 
     def default_options(self) -> Any:
         """The options of the default class, with their defaults."""

@@ -8,8 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 from mtraining_jax.config.kinds import OptionsOf
 from mtraining_jax.config.schema import Config
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field, fields_of, joined, toml_value
-from mtraining_jax.utils.plugins import Registry
+from mtraining_jax.utils.fields import Field, fields_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +38,8 @@ class Table:
     @property
     def fields(self) -> dict[str, Field]:
         """The selector, the fields of the section and the options of the selected kind."""
-        fields = self.own
-        if self.plugin is not None:
-            selector, classes = self.plugin.selector, self.plugin.classes
-            known = joined([toml_value(name) for name in classes])
-            words = classes.words if isinstance(classes, Registry) else known
-            first = Field(selector, str, self.plugin.default, self.plugin.doc, words)
-            fields = {selector: first} | fields
+        selector = {} if self.plugin is None else {self.plugin.selector: self.plugin.field}
+        fields = selector | self.own
         options = {} if self.options is None else fields_of(self.options)
         return fields | {name: field for name, field in options.items() if name not in fields}
 

@@ -15,7 +15,7 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened, toml_value
 from mtraining_jax.utils.file_limits import is_url
 from mtraining_jax.utils.limits import MAX_BLOCKS, MAX_POSITIONS
-from mtraining_jax.utils.text import counted
+from mtraining_jax.utils.text import counted, nearest_multiples
 
 # Fields that make some steps of a sparse run dense.
 DENSE_STEPS = (
@@ -63,12 +63,6 @@ def _product(config: Config, *names: str) -> str:
     values = [_get(config, name) for name in names]
     numbers = " * ".join(map(str, values))
     return f"{' * '.join(names)} = {numbers} = {functools.reduce(operator.mul, values)}"
-
-
-def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` around `value` as text: `1536 or 2048`."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -191,7 +191,11 @@ def test_errors_locate_invalid_documents(tmp_path):
 
 
 def test_the_command(corpus, tmp_path, capsys):
-    arguments = ["--config=tiny", "--data.source=jsonl", f"--data.paths=['{corpus.source_options.paths[0]}']"]
+    arguments = [
+        "--config=tiny",
+        "--data.source=jsonl",
+        f"--data.paths=['{corpus.source_options.paths[0]}']",
+    ]
     out = tmp_path / "out"
     assert main([f"--out={out}", "--processes=1", *arguments]) == 0
     printed = capsys.readouterr().out

@@ -343,6 +343,8 @@ def test_missing_fields(write):
         ("optimizer.b1", "1.0", "a finite number (at least 0 and less than 1)"),
         ("optimizer.trainable", "[1]", "a list of non-empty strings"),
         ("optimizer.trainable", '[""]', "a list of non-empty strings"),
+        ("sparsity.kind", "3", 'one of "dense", '),
+        ("sparsity.kind", '"x"', 'one of "dense", '),
         ("sparsity.tau", "1.5", "a finite number (greater than 0 and at most 1)"),
         ("parallel.fsdp", "1", "true or false"),
         ("parallel.cpu_devices", "0", "an integer (at least 1) or none"),
@@ -883,6 +885,14 @@ def test_options_of_another_plugin_are_errors(write, minimal):
     assert "did you mean sparsity.top_p?" not in messages(path)[0]
     path = write(f"{MODEL}[model.rope_scaling]\ntype = 'linear'\nfactor = 2.0\nbeta_fast = 3.0")
     assert "is an option of model.rope_scaling.type = " in messages(path)[0]
+
+
+def test_plugins_that_cannot_be_loaded(write):
+    for section, name in (("data", "source"), ("model", "family")):
+        lines = [*MODEL.splitlines(), f"[{section}]"] if section != "model" else MODEL.splitlines()
+        path = write("\n".join([*lines, f"{name} = 'no.where:X'", "unknown_option = 3"]))
+        line = messages(path)[0]
+        assert line.startswith(f'{path}: {section}.{name}: "no.where:X" cannot be loaded as a ')
 
 
 def test_options_of_a_plugin_that_is_selected_no_more_are_ignored(tmp_path, write):
