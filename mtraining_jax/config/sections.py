@@ -51,8 +51,7 @@ class RunConfig:
         seed: Seed of the parameter initialization.
         steps: Total number of optimizer steps.
         log_interval: Print metrics every N steps.
-        step_timeout_seconds: Stop the run if a step takes longer than this; most likely a device or
-            process hangs.
+        step_timeout_seconds: Stop the run if a step takes longer; most likely a device hangs.
         compile_cache_dir: Folder of JAX's persistent compilation cache; never disables it. auto
             uses OUTPUT_DIR/compiled on GPUs and no cache on the CPU.
     """
@@ -100,10 +99,8 @@ class ModelConfig:
         remat: What the backward pass recomputes, from most memory to least. none: nothing; mlp:
             half of the MLP; attention: each layer except its attention; attention_offload: the
             same, with layer inputs offloaded to host memory; full: entire layers.
-        mlp_chunk_size: MLP activations are in memory for at most this many tokens per device at a
-            time.
-        mlp_kept_chunks: With remat = "mlp": number of MLP chunks to keep instead of recomputing;
-            costs memory.
+        mlp_chunk_size: Tokens per device whose MLP activations are in memory at a time.
+        mlp_kept_chunks: With remat = "mlp": MLP chunks that are kept, not recomputed; costs memory.
         initializer_range: Standard deviation of randomly initialized matrices.
     """
 
@@ -142,8 +139,7 @@ class SparsityConfig:
         tune_min: Lower limit of the tuned mass fraction.
         tune_max: Upper limit of the tuned mass fraction.
         dense_warmup_steps: Dense warm-up: compute all pairs in the first N steps of the run.
-        dense_cooldown_steps: Dense cooldown: compute all pairs in the last N steps, counted back
-            from run.steps.
+        dense_cooldown_steps: Dense cooldown: compute all pairs in the last N of run.steps.
         dense_interval: Compute all pairs in every Nth step; 0 disables.
     """
 
@@ -174,19 +170,16 @@ class ParallelConfig:
 
     Attributes:
         replicas: Number of data-parallel replicas; each processes different sequences of the batch.
-        nodes: Number of nodes that a sequence is sharded over (the outer ring).
-        devices_per_node: Number of devices per node that a sequence is sharded over (the inner
-            ring).
-        layout: striped assigns blocks round-robin, best for sparse attention; zigzag two chunks a
-            device.
+        nodes: Number of nodes that a sequence is sharded over (outer ring).
+        devices_per_node: Number of devices per node that a sequence is sharded over (inner ring).
+        layout: striped assigns blocks round-robin, best for sparse attention; zigzag two chunks.
         ring: How keys and values are exchanged; the results are the same. gather: all-gather the
             keys within a node while those of the next node arrive (fastest as far as measured);
             hierarchical: a ring within each node instead, with less memory; flat: one ring over all
             devices.
         backend: Attention kernels. auto selects mosaic_gpu on Hopper GPUs, triton on older ones
             (compute capability 8.x, with the extra ampere), and xla elsewhere.
-        fsdp: Shard parameters and optimizer state over the devices (FSDP) instead of replicating
-            them.
+        fsdp: Shard parameters and optimizer state over the devices instead of replicating them.
         cpu_devices: Number of virtual CPU devices per process. A number forces the CPU even if
             there is a GPU; none uses the devices that JAX finds, GPUs before the CPU.
     """
@@ -208,8 +201,7 @@ class DataConfig:
     Attributes:
         source_options: The source that `source` selects, with its options.
         tokenizer: bytes (ids 0-255 are bytes, 256 ends a document) or the path of a tokenizer.json.
-        eos: Token that ends a document, as id or string; none uses the tokenizer's own (bytes:
-            256).
+        eos: Token that ends a document, as id or string; none: the tokenizer's (bytes: 256).
         seq_len: Sequence length in tokens.
         batch_size: Sequences per optimizer step, over all devices and accumulation steps.
         mode: How documents become sequences. concat joins documents and splits them every seq_len
@@ -280,13 +272,11 @@ class OptimizerConfig:
         clip_norm: Clip the global norm of the gradient to this; 0 disables.
         schedule: Shape of the decay from lr, after warm-up, to final_lr_ratio * lr.
         warmup_steps: Steps of learning rate warm-up from 0 to lr.
-        decay_steps: Step, counted from the start of the run, at which the schedule ends; none uses
-            run.steps.
+        decay_steps: Step of the run at which the schedule ends; none: run.steps.
         final_lr_ratio: Final learning rate as a fraction of lr.
         accumulation_steps: Gradient accumulation: micro-batches per optimizer step, to save memory.
         trainable: Train only parameters with a name that contains one of these; empty trains all.
-        max_skipped_steps: Steps with a non-finite loss or gradient are skipped; stop after more
-            than N in a row.
+        max_skipped_steps: Skip steps with a non-finite loss or gradient; stop after more than N in a row.
     """
 
     lr: PositiveFloat = 2e-5
@@ -363,19 +353,13 @@ class AuditConfig:
 
     Attributes:
         interval: Compare attention with dense attention every N steps, from step 1; 0 disables.
-        num_queries: Queries per audit: a quarter from the last 64, the others from the entire
-            sequence.
-        gradient_interval: Compare all gradients with those of dense attention every N steps; 0
-            disables.
-        gradient_tokens: Truncate sequences to N tokens for that comparison; none: 8192, or all if
-            fewer.
-        masks: Heads, as LAYER.HEAD counted from 0.0; each audit draws their masks into
-            RUN_FOLDER/masks.
-        alarm_recall: Warn if a head's recall stays below this for two audits; 0 disables.
-        alarm_gradient: Warn if the cosine with dense gradients stays below this for two audits; 0
-            disables.
-        alarm_gap: Warn if the recall of the last queries exceeds others by this for two audits; 1
-            disables.
+        num_queries: Queries per audit: a quarter from the last 64, the others from everywhere.
+        gradient_interval: Compare all gradients with dense attention's every N steps; 0 disables.
+        gradient_tokens: Truncate sequences to N tokens for that; none: 8192, or all if fewer.
+        masks: Heads, as LAYER.HEAD from 0.0; audits draw their masks into RUN_FOLDER/masks.
+        alarm_recall: Warn if a head's recall is below this in two audits in a row; 0 disables.
+        alarm_gradient: Warn if the cosine with dense gradients is below this twice; 0 disables.
+        alarm_gap: Warn if the last queries' recall exceeds others' by this twice; 1 disables.
     """
 
     interval: NonNegativeInt = 0
@@ -406,8 +390,7 @@ class DistributedConfig:
     """How the processes of a run on several machines connect.
 
     Attributes:
-        initialize: auto joins the processes that SLURM, Kubernetes or these fields give; never
-            joins none.
+        initialize: auto joins the processes that SLURM, Kubernetes or these fields give; never: none.
         coordinator: HOST:PORT of process 0, if no scheduler provides it.
         num_processes: Number of processes; requires coordinator.
         process_id: Index of this process, from 0; requires coordinator.
