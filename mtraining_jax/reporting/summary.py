@@ -58,28 +58,23 @@ def already_complete(config: Config, step: int) -> list[str]:
 
 
 def _next_steps(config: Config, done: int) -> list[str]:
-    rows = [
-        ("--checkpoint.resume=false", "start from scratch; renames this run's folder to keep it")
-    ]
+    commands = {}
     if config.checkpoint.last_step:
-        rows.insert(0, (f"--run.steps={2 * done}", f"continue training from step {done}"))
+        commands[f"--run.steps={2 * done}"] = f"continue training from step {done}"
+    commands["--checkpoint.resume=false"] = (
+        "start from scratch; renames this run's folder to keep it"
+    )
     if config.parallel.cpu_devices is not None:
-        rows.append(
-            (
-                f"--run.name={config.run.name}_gpu --parallel.cpu_devices=none"
-                " --parallel.nodes=1 --parallel.devices_per_node=1",
-                "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')",
-            )
-        )
+        commands[
+            f"--run.name={config.run.name}_gpu --parallel.cpu_devices=none"
+            " --parallel.nodes=1 --parallel.devices_per_node=1"
+        ] = "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')"
     if config.model.init_from is None:  # otherwise the checkpoint sets the size
-        rows.append(
-            (
-                f"--run.name=larger --model.num_layers={2 * config.model.num_layers}",
-                "a larger model; all fields can be set like this, see --help",
-            )
+        commands[f"--run.name=larger --model.num_layers={2 * config.model.num_layers}"] = (
+            "a larger model; all fields can be set like this, see --help"
         )
+    lines = [f"  {_command(options)}\n      {what}" for options, what in commands.items()]
     others = [name for name in available_configs() if name != config.run.name]
-    lines = [f"  {_command(options)}\n      {what}" for options, what in rows]
     if others:
         lines.append(f"  other configurations: {', '.join(others)}")
     return lines
