@@ -276,7 +276,8 @@ class OptimizerConfig:
         final_lr_ratio: Final learning rate as a fraction of lr.
         accumulation_steps: Gradient accumulation: micro-batches per optimizer step, to save memory.
         trainable: Train only parameters with a name that contains one of these; empty trains all.
-        max_skipped_steps: Skip steps with a non-finite loss or gradient; stop after more than N in a row.
+        max_skipped_steps: Steps with a non-finite loss or gradient are skipped; stop after more
+            than N in a row.
     """
 
     lr: PositiveFloat = 2e-5
@@ -390,7 +391,7 @@ class DistributedConfig:
     """How the processes of a run on several machines connect.
 
     Attributes:
-        initialize: auto joins the processes that SLURM, Kubernetes or these fields give; never: none.
+        initialize: auto joins the processes of SLURM, Kubernetes or these fields; never joins none.
         coordinator: HOST:PORT of process 0, if no scheduler provides it.
         num_processes: Number of processes; requires coordinator.
         process_id: Index of this process, from 0; requires coordinator.
