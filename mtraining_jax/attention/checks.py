@@ -13,13 +13,8 @@ from mtraining_jax.attention.placement import Placement
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.documents import Documents
+from mtraining_jax.utils.text import nearest_multiples
 from pallas_kernels.index import Index
-
-
-def nearest(length: int, unit: int) -> str:
-    """Formats the multiples of `unit` next to a length."""
-    below = length // unit * unit
-    return f"{below} and {below + unit}" if below else f"{unit}"
 
 
 def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
@@ -53,7 +48,7 @@ def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
         heads, kv_heads = q.shape[-2], k.shape[-2]
         raise ValueError(
             f"q has {heads} heads; expected a multiple of the {kv_heads} heads of k, such as "
-            f"{nearest(heads, kv_heads)}"
+            f"{nearest_multiples(heads, kv_heads)}"
         )
     if causal and q.shape[-3] != k.shape[-3]:
         raise ValueError(
@@ -186,8 +181,6 @@ def _check_index(index: Index, q: Array) -> None:
 
 def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(pattern):
-        if leaf is pattern:
-            return
         shape = jnp.shape(leaf)
         if shape[:1] != (num_heads,) or len(path) != 1:
             name = jax.tree_util.keystr(path)
@@ -207,7 +200,7 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement) ->
                 reason += f" x {ranks} devices on sequence_axes={placement.sequence}"
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens; expected a multiple of {unit} ({reason}), such "
-                f"as {nearest(x.shape[-3], unit)}"
+                f"as {nearest_multiples(x.shape[-3], unit)}"
             )
     if placement.mesh is None:
         return
@@ -222,5 +215,5 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement) ->
         if size % devices:
             raise ValueError(
                 f"{has}; expected a multiple of the {devices} devices on {name}={axes}, such as "
-                f"{nearest(size, devices)}. Or pass {name}=()"
+                f"{nearest_multiples(size, devices)}. Or pass {name}=()"
             )

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import nearest_multiples
 from pallas_kernels.index import Segment
 
 KINDS = ("striped", "zigzag", "contiguous")
@@ -62,12 +63,11 @@ class Layout:
             raise UserError(f"num_ranks={self.num_ranks} is not a multiple of nodes={self.nodes}")
         unit = self.num_ranks * self.block_size * (2 if self.kind == "zigzag" else 1)
         if self.seq_len % unit:
-            below = self.seq_len // unit * unit
-            nearest = f"{below} and {below + unit}" if below else f"{unit}"
             factors = f"{self.num_ranks} ranks x block_size {self.block_size}"
             raise UserError(
                 f"seq_len={self.seq_len} must be a multiple of {unit} for the {self.kind} layout "
-                f"({'2 x ' if self.kind == 'zigzag' else ''}{factors}); nearest: {nearest}"
+                f"({'2 x ' if self.kind == 'zigzag' else ''}{factors}); nearest: "
+                f"{nearest_multiples(self.seq_len, unit)}"
             )
 
     @property

@@ -18,6 +18,12 @@ def short_power(number: int) -> str:
     return str(number)
 
 
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` around `value` as text: `1536 or 2048`."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
 def print_text(text: str) -> int:
     """Prints text to stdout, for `--help` and similar options, and returns the exit status, 0.
 

@@ -230,12 +230,12 @@ class Mistaken(mtraining_jax.Pattern):
     ("arrays", "options", "sentence"),
     [
         (shaped((2, 100, 4, 8)), {}, "q has 100 tokens; expected a multiple of 8 .block_size=8., "
-                                     "such as 96 and 104"),
+                                     "such as 96 or 104"),
         (shaped((2, 5, 4, 8)), {}, "q has 5 tokens; .* such as 8"),
         (shaped((2, 64, 4, 8)), {"pattern": mtraining_jax.VerticalSlash()},
          "q has 64 tokens; expected a multiple of 128 .* such as 128"),
         (shaped((64, 8)), {}, r"q has shape \(64, 8\); expected \[batch, tokens, heads, dim\]"),
-        (shaped((2, 64, 3, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k.* 2 and 4"),
+        (shaped((2, 64, 3, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k.* 2 or 4"),
         (shaped(dtype=jnp.int32), {}, "q has dtype int32; it must be bfloat16, float16 or float32"),
         (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
         (shaped(k_dtype=jnp.bfloat16), {}, "k has dtype bfloat16 but q has float32"),
