@@ -109,10 +109,10 @@ def _cells(args: argparse.Namespace, seq_len: int, text: str) -> list[str]:
 
     def probe_queries(q: Array, k: Array) -> tuple[Array, ...]:
         """The scores alone, by kernels of the backend or by XLA."""
+        context = SelectionContext(blocks, num_blocks, backend=args.backend)
         return estimate.softmax_scores(
-            q[:, -pattern.num_probe_queries :].swapaxes(1, 2), k, scale=args.head_dim**-0.5,
-            block_ids=blocks, num_blocks=num_blocks, axis_names=(), backend=args.backend,
-        )  # fmt: skip
+            q[:, -pattern.num_probe_queries :].swapaxes(1, 2), k, context
+        )
 
     index = jax.jit(select)(q, k)
     if isinstance(pattern, RowPattern):

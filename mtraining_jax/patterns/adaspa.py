@@ -59,7 +59,7 @@ class AdaSpa(Pattern):
         if context.causal or context.axis_names:
             raise ValueError(
                 "AdaSpa needs causal=False and a sequence on one device; for causal attention use "
-                "SampledRows, which with probe_queries_per_block=block_size selects by the same masses"
+                "SampledRows(probe_queries_per_block=block_size), which selects by the same masses"
             )
         masses = exact_masses(q, k, context, self.block_size)
         kept = self.kept(masses)

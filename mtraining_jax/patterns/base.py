@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
+from mtraining_jax.utils.fields import fields_of
 from pallas_kernels import names
 from pallas_kernels.index import Index
 
@@ -48,8 +49,7 @@ class Pattern(PatternOptions):
     def from_options(cls, options: PatternOptions, model: ModelSizes) -> "Pattern":
         """Returns the pattern with the values of its options."""
         del model
-        names = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
-        return cls(**{name: getattr(options, name) for name in names})
+        return cls(**{name: getattr(options, name) for name in fields_of(cls)})
 
     def pattern(self, model: ModelSizes) -> "Pattern":
         return self

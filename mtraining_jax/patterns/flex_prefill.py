@@ -65,14 +65,13 @@ class FlexPrefill(Pattern, FlexPrefillOptions):
             listed = jnp.ones((*shape, len(rows), num_blocks), bool)
             index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
             return Selection(index, {"query_aware": jnp.zeros(shape, jnp.float32)})
-        found = flex_steps.last_attention(q, k, context, self.block_size, self.gamma, slots)
-        aware = jnp.zeros(found.tokens.shape[1:], bool)
+        last = flex_steps.last_attention(q, k, context, self.block_size, self.gamma, slots)
+        aware = jnp.zeros(last.tokens.shape[1:], bool)
         if self.js_threshold:
-            distance = flex_steps.distances(q, k, context, found, slots)
-            aware = distance < self.js_threshold
+            aware = flex_steps.distances(q, k, context, last, slots) < self.js_threshold
         most = num_blocks if slots is None else slots.length[:, None]
-        counts = self._counts(found.tokens, aware, most)
-        listed = flex_steps.kept_blocks(found, counts, context, slots)
+        counts = self._counts(last.tokens, aware, most)
+        listed = flex_steps.kept_blocks(last, counts, context, slots)
         if self.js_threshold:
             pooled = flex_steps.pooled_lists(q, k, context, self.gamma, slots)
             of_rows = aware[..., None] if slots is None else Rows(context, slots).spread(aware)
@@ -84,8 +83,8 @@ class FlexPrefill(Pattern, FlexPrefillOptions):
         index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
         index = index.within_documents(*documents.spans(), rows)
         aware = (aware & (slots.tokens > 0)[:, None]).sum(-1, dtype=jnp.int32)
-        share = aware.astype(jnp.float32) / jnp.maximum(slots.count(), 1)[:, None]
-        return Selection(index, {"query_aware": share})
+        fraction = aware.astype(jnp.float32) / jnp.maximum(slots.count(), 1)[:, None]
+        return Selection(index, {"query_aware": fraction})
 
     def _counts(self, tokens: Array, aware: Array, num_blocks: int | Array) -> Array:
         """Returns the number of column blocks and of diagonals to keep per sequence."""

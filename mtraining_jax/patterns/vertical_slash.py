@@ -76,7 +76,8 @@ class VerticalSlash(ProbePattern, VerticalSlashOptions):
         rule = JointRule(**{name: getattr(self, name) for name in names})
         if most_columns is not None:
             rule = dataclasses.replace(rule, max_verticals=most_columns)
-        columns, diagonals = kept_together(*probed.by_distance, probed.spans, rule)
+        of_columns, of_diagonals = probed.by_distance
+        columns, diagonals = kept_together(of_columns, of_diagonals, probed.spans, rule)
         none = probed.spans.total(jnp.zeros(diagonals.shape, jnp.int32))
         return Kept(columns, diagonals, none)
 

@@ -25,20 +25,14 @@ def maximum(x: Array, axis_names: AxisNames) -> Array:
 
 def local_index(block_ids: Array, num_blocks: int) -> Array:
     """Returns the index of each block among `block_ids` (of ids below NB), or -1: int32 [NB]."""
-    places = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
-    return jnp.full(num_blocks, -1, jnp.int32).at[block_ids].set(places, mode="drop")
+    indices = jnp.arange(block_ids.shape[0], dtype=jnp.int32)
+    return jnp.full(num_blocks, -1, jnp.int32).at[block_ids].set(indices, mode="drop")
 
 
 def gather_rows(
     x_BnHD: Array, positions: Array, block_ids: Array, num_blocks: int, axis_names: AxisNames
 ) -> Array:
-    """Gathers rows of a sequence-sharded array at global positions int32 [R], replicated.
-
-    Args:
-        x_BnHD: the local blocks.
-        positions: global token positions.
-        block_ids, num_blocks, axis_names: as in `SelectionContext`.
-    """
+    """Gathers rows of a sequence-sharded array at global positions int32 [R], replicated."""
     block_size = x_BnHD.shape[1] // block_ids.shape[0]
     local = local_index(block_ids, num_blocks)[positions // block_size]
     rows = x_BnHD[:, jnp.maximum(local, 0) * block_size + positions % block_size]
@@ -80,16 +74,12 @@ def to_heads(
     """Redistributes sequence shards so that each rank has whole sequences of some heads.
 
     A single all-to-all. Work on single heads then needs no further communication and is split
-    over the ranks.
-
-    Args:
-        parts: arrays [B, Hq, n/g, w] of 32-bit numbers, of the local blocks.
-        block_ids, num_blocks, axis_names: as in `SelectionContext`.
+    over the ranks. The `parts` are arrays [B, Hq, n/g, w] of 32-bit numbers, of the local blocks.
 
     Returns:
-        (whole, heads): arrays [R, NB, w] with blocks in global order, where R = ceil(B*Hq / ranks)
-        rows b*Hq + h start at r*R on rank r; and int32 [R], the head h of each row. If ranks do not
-        divide B*Hq, the first rows are repeated after the last.
+        Arrays [R, NB, w] with blocks in global order, where R = ceil(B*Hq / ranks) rows b*Hq + h
+        start at r*R on rank r; and int32 [R], the head h of each row. If ranks do not divide B*Hq,
+        the first rows are repeated after the last.
     """
     batch, heads, num_local = parts[0].shape[:3]
     rows = batch * heads

@@ -30,8 +30,8 @@ class SelectionContext:
         documents: documents of each batch entry, or None for one document each. Queries see their
             own document only, and each document gets the same selection as on its own; `valid_len`
             is then None.
-        mass_fraction: int32 [B], optional per-sequence override of the pattern's mass fraction, in the
-            units of its `MassFraction`; may be traced.
+        mass_fraction: int32 [B], optional per-sequence override of the pattern's mass fraction, in
+            the units of its `MassFraction`; may be traced.
     """
 
     block_ids: Array
@@ -45,19 +45,14 @@ class SelectionContext:
     mass_fraction: Array | None = None
 
     def ends(self, blocks: Array, block_size: int) -> Array | None:
-        """Returns where readable tokens end, for the document or sequence of each given block.
+        """Returns where readable tokens end, for the document or sequence of each block int32 [n].
 
-        Args:
-            blocks: int32 [n], global numbers.
-            block_size: tokens per block (g).
-
-        Returns:
-            int32 [B or 1, n], global positions, one past the last token; before the document's
-            first token if nothing is to be read (dense or no document). None if all are valid.
+        int32 [B or 1, n], global positions, one past the last token; before the document's first
+        token if nothing is to be read (dense or no document). None if all are valid.
         """
         if self.documents is not None:
-            own = self.documents.of(blocks)
-            return jnp.where(own.dense, 0, own.ends(block_size))
+            documents = self.documents.of(blocks)
+            return jnp.where(documents.dense, 0, documents.ends(block_size))
         if self.valid_len is None:
             return None
         return jnp.broadcast_to(self.valid_len, (1, blocks.shape[0]))

@@ -74,8 +74,8 @@ def attention_recall(
         index: any causal index; a `by_rows` index has the rows of the local blocks (on one device,
             all rows in order).
         positions: int32 [R], global positions of the rows, replicated.
-        block_ids, axis_names, scale, documents: as in `SelectionContext`. Exact attention stays within the
-            row's document, and padding rows are ignored.
+        block_ids, axis_names, scale, documents: as in `SelectionContext`. Exact attention stays
+            within the row's document, and padding rows are ignored.
 
     Returns:
         fp32 [B, Hq] in [0, 1], mean over the rows, replicated. 1 for dense attention, and for

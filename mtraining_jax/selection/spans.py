@@ -3,10 +3,13 @@
 Columns and diagonals are selected per sequence. A pack holds several, its documents, which one pass
 over its blocks processes together: sums run over the blocks of each sequence, and limits are looked
 up per block. Documents consist of whole blocks, so no block has entries of two.
+
+Arrays of blocks are [..., R, NB] and of entries [..., R, NB, g], with R rows. A result per sequence
+is [..., R] if rows are single sequences, and [..., R, E] if they may hold E. Each sequence numbers
+its own blocks and entries from 0.
 """
 
 import dataclasses
-from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,103 +17,64 @@ from jax import Array, lax
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 
 
-class Spans(Protocol):
-    """Positions of sequences in arrays of blocks [..., NB] and of entries [..., NB, g].
-
-    Leading axes end in R, the rows. A result per sequence is [..., R] if rows are single sequences,
-    and [..., R, E] if they may hold E. Each sequence numbers its own blocks from 0.
-    """
-
-    @property
-    def tokens(self) -> int | Array:
-        """Valid tokens of each sequence: a number or int32 scalar if rows are single sequences."""
-        ...
-
-    @property
-    def blocks(self) -> Array:
-        """The number of each block: int32 [NB] or [R, NB]."""
-        ...
-
-    def entries(self, size: int) -> Array:
-        """Numbers the entries from 0, with g per block: int32 [NB, g] or [R, NB, g]."""
-        ...
-
-    def per_row(self, x: Array) -> Array:
-        """Reshapes per-row numbers [..., R] or [..., 1] to broadcast with `tokens`."""
-        ...
-
-    def spread(self, x: Array) -> Array:
-        """Looks up per-sequence values for each block: broadcasts with [..., R, NB]."""
-        ...
-
-    def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Sums int32 [..., R, NB, g] over the entries of each sequence, all arrays in one pass."""
-        ...
-
-    def total(self, x: Array) -> Array:
-        """Sums int32 [..., R, NB] over the blocks of each sequence."""
-        ...
-
-    def up_to(self, x: Array) -> Array:
-        """Sums int32 [..., R, NB] over the blocks of the same sequence up to and including each."""
-        ...
-
-    def from_previous(self, x: Array) -> Array:
-        """Returns the previous block's entry of [..., R, NB]; 0 or False for the first block."""
-        ...
-
-    def at(self, x: Array, blocks: Array) -> Array:
-        """Returns entries of [R, NB] at block numbers, int32 [NB] or [R, NB], of the sequence."""
-        ...
-
-    def of_first(self, x: Array, counts: Array) -> Array:
-        """Sums the first `counts`, int32 [NB, g] or [R, NB, g], entries of x, int32 [R, NB, g]."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class OneSpan:
-    """`Spans` with one sequence per row."""
+    """One sequence per row.
+
+    Attributes:
+        num_blocks: NB.
+        tokens: valid tokens of each sequence, a number or int32 scalar.
+    """
 
     num_blocks: int
     tokens: int | Array
 
     @property
     def blocks(self) -> Array:
+        """The number of each block: int32 [NB], or [R, NB] if packed."""
         return jnp.arange(self.num_blocks, dtype=jnp.int32)
 
     def entries(self, size: int) -> Array:
-        every = jnp.arange(self.num_blocks * size, dtype=jnp.int32)
-        return every.reshape(self.num_blocks, size)
+        """Numbers the entries from 0, with g per block: int32 [NB, g], or [R, NB, g] if packed."""
+        entries = jnp.arange(self.num_blocks * size, dtype=jnp.int32)
+        return entries.reshape(self.num_blocks, size)
 
     def per_row(self, x: Array) -> Array:
+        """Reshapes per-row numbers [..., R] or [..., 1] to broadcast with `tokens`."""
         return x
 
     def spread(self, x: Array) -> Array:
+        """Looks up per-sequence values for each block: broadcasts with [..., R, NB]."""
         return x[..., None]
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Sums int32 [..., R, NB, g] over the entries of each sequence, all arrays in one pass."""
         return _sums(parts, 2)
 
     def total(self, x: Array) -> Array:
+        """Sums int32 [..., R, NB] over the blocks of each sequence."""
         return x.sum(-1, dtype=jnp.int32)
 
     def up_to(self, x: Array) -> Array:
+        """Sums int32 [..., R, NB] over the blocks of the same sequence up to and including each."""
         return jnp.cumsum(x, axis=-1, dtype=jnp.int32)
 
     def from_previous(self, x: Array) -> Array:
+        """Returns the previous block's entry of [..., R, NB]; 0 or False for the first block."""
         return _shifted(x)[..., :-1]
 
     def at(self, x: Array, blocks: Array) -> Array:
+        """Returns entries of [R, NB] at block numbers, int32 [NB] or [R, NB], of the sequence."""
         return x[:, blocks]
 
     def of_first(self, x: Array, counts: Array) -> Array:
+        """Sums the first `counts`, int32 [NB, g] or [R, NB, g], entries of x, int32 [R, NB, g]."""
         return _running(x)[:, counts.reshape(-1)].reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedSpans:
-    """`Spans` with several sequences of whole blocks per row, at any position.
+    """Several sequences of whole blocks per row, at any position; methods as in `OneSpan`.
 
     Sums are differences of sums over the whole row. These may wrap around, but their differences
     are correct: those of one sequence fit in int32.
@@ -191,10 +155,10 @@ class PackedSpans:
         return x[..., None]
 
     def spread(self, x: Array) -> Array:
-        place = jnp.minimum(self.of_block, self.slots - 1)
-        lead = jnp.broadcast_shapes(x.shape[:-1], place.shape[:-1])
+        slot = jnp.minimum(self.of_block, self.slots - 1)
+        lead = jnp.broadcast_shapes(x.shape[:-1], slot.shape[:-1])
         x = jnp.broadcast_to(x, (*lead, x.shape[-1]))
-        return _take(x, jnp.broadcast_to(place, (*lead, place.shape[-1])))
+        return _take(x, jnp.broadcast_to(slot, (*lead, slot.shape[-1])))
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
         # One running sum for all parts; separate ones would be hundreds of kernels in a search.
@@ -203,8 +167,8 @@ class PackedSpans:
     def total(self, x: Array) -> Array:
         running = _shifted(jnp.cumsum(x, axis=-1, dtype=jnp.int32))
 
-        def at(place: Array) -> Array:
-            return _take(running, jnp.broadcast_to(place, (*x.shape[:-1], place.shape[-1])))
+        def at(blocks: Array) -> Array:
+            return _take(running, jnp.broadcast_to(blocks, (*x.shape[:-1], blocks.shape[-1])))
 
         return at(self.first + self.length) - at(self.first)
 
@@ -221,9 +185,12 @@ class PackedSpans:
 
     def of_first(self, x: Array, counts: Array) -> Array:
         running, base = _running(x), self.start * x.shape[-1]
-        place = jnp.broadcast_to(base[..., None] + counts, x.shape).reshape(x.shape[0], -1)
-        found = _take(running, jnp.clip(place, 0, running.shape[-1] - 1)).reshape(x.shape)
-        return found - _take(running, base)[..., None]
+        ends = jnp.broadcast_to(base[..., None] + counts, x.shape).reshape(x.shape[0], -1)
+        sums = _take(running, jnp.clip(ends, 0, running.shape[-1] - 1)).reshape(x.shape)
+        return sums - _take(running, base)[..., None]
+
+
+Spans = OneSpan | PackedSpans
 
 
 def _sums(parts: tuple[Array, ...], axes: int) -> tuple[Array, ...]:
@@ -248,5 +215,5 @@ def _shifted(x: Array) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])
 
 
-def _take(x: Array, place: Array) -> Array:
-    return jnp.take_along_axis(x, place, axis=-1, mode="clip")
+def _take(x: Array, indices: Array) -> Array:
+    return jnp.take_along_axis(x, indices, axis=-1, mode="clip")

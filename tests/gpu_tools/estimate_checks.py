@@ -9,6 +9,7 @@ import numpy as np
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate
 from pallas_kernels import backends
 from pallas_kernels.interface import ProbeCall
@@ -24,16 +25,10 @@ def _scores(q, k, backend, valid_len=None):
     num_blocks = q.shape[1] // BLOCK
     end = q.shape[1] if valid_len is None else valid_len
     last = jax.lax.dynamic_slice_in_dim(q, end - LAST_Q, LAST_Q, 1).transpose(0, 2, 1, 3)
-    columns, *diagonals = estimate.softmax_scores(
-        last,
-        k,
-        scale=q.shape[3] ** -0.5,
-        block_ids=jnp.arange(num_blocks),
-        num_blocks=num_blocks,
-        axis_names=(),
-        backend=backend,
-        valid_len=valid_len,
+    context = SelectionContext(
+        jnp.arange(num_blocks), num_blocks, backend=backend, valid_len=valid_len
     )
+    columns, *diagonals = estimate.softmax_scores(last, k, context)
     return columns, estimate.join_diagonals(*diagonals)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate, row_scores
 from pallas_kernels import DiagonalTiles, ListedTiles, backends
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
@@ -286,15 +287,8 @@ def _estimate_inputs(rng: np.random.Generator, size: Size) -> Values:
 def _estimate(x: Values, backend: str) -> Values:
     last, k = x["last"], x["k"]
     blocks = k.shape[1] // BLOCK
-    columns, *diagonals = estimate.softmax_scores(
-        last,
-        k,
-        scale=last.shape[3] ** -0.5,
-        block_ids=jnp.arange(blocks),
-        num_blocks=blocks,
-        axis_names=(),
-        backend=backend,
-    )
+    context = SelectionContext(jnp.arange(blocks), blocks, backend=backend)
+    columns, *diagonals = estimate.softmax_scores(last, k, context)
     return {"columns": columns, "diagonals": estimate.join_diagonals(*diagonals)}
 
 

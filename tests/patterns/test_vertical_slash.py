@@ -28,18 +28,15 @@ def select(q, k, pattern, scale=None):
 @functools.partial(jax.jit, static_argnames="pattern")
 def choose_and_score(q, k, pattern):
     """The index, and scores [B, Hq, S] of columns by token and of diagonals by distance."""
-    settings = dict(
-        num_probe_queries=pattern.num_probe_queries, block_size=pattern.block_size, axis_names=()
-    )
-    both = scores(estimate.softmax_scores, q, k, scale=q.shape[3] ** -0.5, **settings)
+    both = scores(estimate.softmax_scores, q, k, pattern.num_probe_queries, pattern.block_size)
     return select(q, k, pattern), both
 
 
-def scores(estimate_scores, q, k, num_probe_queries=16, block_size=16, **settings):
+def scores(estimate_scores, q, k, num_probe_queries=16, block_size=16):
     num_blocks = q.shape[1] // block_size
-    where = dict(block_ids=jnp.arange(num_blocks), num_blocks=num_blocks)
+    context = SelectionContext(jnp.arange(num_blocks), num_blocks)
     last = q[:, -num_probe_queries:].transpose(0, 2, 1, 3)
-    vertical, *diagonals = estimate_scores(last, k, **where, **settings)
+    vertical, *diagonals = estimate_scores(last, k, context)
     both = vertical, estimate.join_diagonals(*diagonals)
     vertical, slash = (x.reshape(*x.shape[:2], -1) for x in both)
     return vertical, jnp.flip(slash, -1)

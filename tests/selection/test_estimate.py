@@ -7,6 +7,7 @@ import pytest
 
 from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate
 from tests.pallas_kernels.mosaic_gpu.hopper import hopper
 from tests.patterns import oracle
@@ -42,10 +43,7 @@ def test_masses_match_dense_attention(shape):
         lambda q, k: estimate.softmax_scores(
             last(q, num_probe_queries),
             k,
-            scale=scale,
-            block_ids=jnp.arange(num_blocks),
-            num_blocks=num_blocks,
-            axis_names=(),
+            SelectionContext(jnp.arange(num_blocks), num_blocks, scale=scale),
         )
     )(q, k)
     slash = estimate.join_diagonals(*diagonals)
@@ -65,8 +63,9 @@ def test_a_far_peak_leaves_no_mass_elsewhere_and_nothing_overflows():
     q, k = make(shape)
     k = k.at[:, 7].set(0).at[:, 7, :, 0].set(1e4)
     q = q.at[..., 0].set(10.0)
-    score = functools.partial(estimate.softmax_scores, scale=1.0, num_blocks=16, axis_names=())
-    vertical, *diagonals = jax.jit(score)(last(q, 32), k, block_ids=jnp.arange(16))
+    context = SelectionContext(jnp.arange(16), 16, scale=1.0)
+    score = functools.partial(estimate.softmax_scores, context=context)
+    vertical, *diagonals = jax.jit(score)(last(q, 32), k)
     slash = estimate.join_diagonals(*diagonals)
     expected = np.zeros(512, np.int32)
     expected[7] = 1 << 30
@@ -80,10 +79,9 @@ def test_logit_sums_skip_masked_pairs():
     shape = SHAPES[0]
     q, k = make(shape)
     num_probe_queries, num_blocks = shape[6], shape[1] // shape[5]
-    score = functools.partial(estimate.logit_scores, num_blocks=num_blocks)
-    vertical, *diagonals = jax.jit(score)(
-        last(q, num_probe_queries), k, block_ids=jnp.arange(num_blocks)
-    )
+    context = SelectionContext(jnp.arange(num_blocks), num_blocks)
+    score = functools.partial(estimate.logit_scores, context=context)
+    vertical, *diagonals = jax.jit(score)(last(q, num_probe_queries), k)
     slash = estimate.join_diagonals(*diagonals)
     logits = oracle.last_logits(q, k, num_probe_queries, 1.0)
     flat = (*vertical.shape[:2], shape[1])

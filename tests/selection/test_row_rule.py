@@ -98,7 +98,7 @@ def test_mass_kept_in_addition_to_blocks_counts_first():
     beside = np.random.default_rng(3).random(scores.shape[:3]).astype(np.float32) * 3
     rule = RowRule(0.8, 1, 2)
     numbers, rows = np.arange(NUM_BLOCKS), jnp.asarray(ROWS, jnp.int32)
-    bits = jax.jit(kept_blocks, static_argnums=2)(scores, rows, rule, beside=beside)
+    bits = jax.jit(kept_blocks, static_argnums=2)(scores, rows, rule, column_mass=beside)
     found = np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
     masses = np.asarray(masses_of(np.concatenate([scores, beside[..., None]], -1))).astype(int)
     for b, h, i in np.ndindex(scores.shape[:3]):

@@ -1,6 +1,6 @@
 """The base of all options of sparse patterns.
 
-Importing options imports no JAX, so that a configuration can be read and checked without it. The pattern
+Options import no JAX, so that a configuration can be read and checked without it. The pattern
 itself, which selects pairs, inherits from its options and is loaded by `PatternOptions.pattern`.
 """
 

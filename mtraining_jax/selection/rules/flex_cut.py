@@ -19,7 +19,53 @@ _GAMMA_BITS = 15
 _LIMB = 16
 
 
-def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows") -> Array:
+class Rows(NamedTuple):
+    """The sequences that rows of blocks belong to: documents, or one (E is 1) without slots."""
+
+    context: SelectionContext
+    slots: PackedSpans | None
+
+    @property
+    def sequences(self) -> int:
+        """E."""
+        return 1 if self.slots is None else self.slots.slots
+
+    def spread(self, x: Array) -> Array:
+        """Looks up [B, Hq, E] for the sequence of each row: broadcasts with [B, Hq, n]."""
+        if self.slots is None:
+            return x
+        slot = jnp.minimum(self._slot, self.sequences - 1)
+        return jax.vmap(lambda values, slot: values[:, slot])(x, slot)
+
+    def local_sums(self, x: Array) -> Array:
+        """Sums integers [B, Hq, n] over the local rows of each sequence: [B, Hq, E]."""
+        if self.slots is None:
+            return x.sum(-1, keepdims=True, dtype=x.dtype)
+        zeros = jnp.zeros((x.shape[1], self.sequences), x.dtype)
+        return jax.vmap(lambda values, slot: zeros.at[:, slot].add(values, mode="drop"))(
+            x, self._slot
+        )
+
+    def before(self, x: Array) -> Array:
+        """Sums int32 [B, Hq, n] over the earlier rows of the same sequence, on all ranks."""
+        ids = self.context.block_ids
+        all_rows = jnp.zeros((*x.shape[:2], self.context.num_blocks), jnp.int32)
+        all_rows = collectives.exact_sum(all_rows.at[..., ids].set(x), self.context.axis_names)
+        running = jnp.cumsum(all_rows, -1, dtype=jnp.int32) - all_rows
+        if self.slots is None:
+            return running[..., ids]
+        first = jnp.minimum(self.slots.first, self.context.num_blocks - 1)
+        begun = jax.vmap(lambda values, first: values[:, first])(running, first)
+        return running[..., ids] - self.spread(begun)
+
+    @property
+    def _slot(self) -> Array:
+        """Slot of each local row: int32 [B, n]; E for a row without one."""
+        assert self.slots is not None
+        return self.slots.of_block[:, self.context.block_ids]
+
+
+def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: Rows) -> Array:
     """Marks the largest entries of each sequence whose sum stays within a fraction of the total.
 
     Args:
@@ -39,83 +85,32 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: "Rows
     def sums(candidates: Array) -> tuple[Array, Array, Array]:
         """Sums the entries that reach candidates uint32 [B, Hq, E]; returns limbs and the mask."""
         reached = mass >= rows.spread(candidates)[..., None]
-        of_rows = jnp.where(reached, mass, 0).sum(-1, dtype=jnp.uint32)
-        limbs = of_rows >> _LIMB, of_rows & ((1 << _LIMB) - 1)
+        row_sums = jnp.where(reached, mass, 0).sum(-1, dtype=jnp.uint32)
+        limbs = row_sums >> _LIMB, row_sums & ((1 << _LIMB) - 1)
         upper, lower = collectives.exact_sum(
             tuple(rows.local_sums(x) for x in limbs), rows.context.axis_names
         )
         return upper + (lower >> _LIMB), lower & ((1 << _LIMB) - 1), reached
-
-    def within(upper: Array, lower: Array) -> Array:
-        return (upper < high) | ((upper == high) & (lower <= low))
 
     # Searches bit by bit for the smallest mass above which all entries are within the target: all
     # entries that reach `too_low` exceed it, or it is 0.
     def narrow(step: Array, too_low: Array) -> Array:
         candidate = too_low + (jnp.uint32(1) << (30 - step).astype(jnp.uint32))
         upper, lower, _ = sums(candidate)
-        return jnp.where(within(upper, lower), too_low, candidate)
+        within = (upper < high) | ((upper == high) & (lower <= low))
+        return jnp.where(within, too_low, candidate)
 
     none = jnp.zeros((*mass.shape[:2], rows.sequences), jnp.uint32)
     cut = lax.fori_loop(0, 31, narrow, none)
     upper, lower, above = sums(cut + 1)
     equal = (mass == rows.spread(cut)[..., None]) & (rows.spread(cut) > 0)[..., None]
     # Number of entries equal to the cut that fit into the rest, by exact division in limbs.
-    missing = _difference(high, low, upper, lower)
+    borrow = (low < lower).astype(jnp.uint32)
+    missing = high - upper - borrow, low + (borrow << _LIMB) - lower
     room = _quotient(*missing, jnp.maximum(cut, 1))
     before = rows.before(equal.sum(-1, dtype=jnp.int32))
     kept = first_of(sets.pack(equal), jnp.maximum(rows.spread(room) - before, 0))
     return above | sets.unpack(kept, mass.shape[-1])
-
-
-class Rows(NamedTuple):
-    """The sequences that rows of blocks belong to: documents, or one (E is 1) without slots."""
-
-    context: SelectionContext
-    slots: PackedSpans | None
-
-    @property
-    def sequences(self) -> int:
-        """E."""
-        return 1 if self.slots is None else self.slots.slots
-
-    def spread(self, x: Array) -> Array:
-        """Looks up [B, Hq, E] for the sequence of each row: broadcasts with [B, Hq, n]."""
-        if self.slots is None:
-            return x
-        held = jnp.minimum(self._slot, self.sequences - 1)
-        return jax.vmap(lambda own, slot: own[:, slot])(x, held)
-
-    def local_sums(self, x: Array) -> Array:
-        """Sums integers [B, Hq, n] over the local rows of each sequence: [B, Hq, E]."""
-        if self.slots is None:
-            return x.sum(-1, keepdims=True, dtype=x.dtype)
-        zeros = jnp.zeros((x.shape[1], self.sequences), x.dtype)
-        return jax.vmap(lambda own, slot: zeros.at[:, slot].add(own, mode="drop"))(x, self._slot)
-
-    def before(self, x: Array) -> Array:
-        """Sums int32 [B, Hq, n] over the earlier rows of the same sequence, on all ranks."""
-        ids = self.context.block_ids
-        everywhere = jnp.zeros((*x.shape[:2], self.context.num_blocks), jnp.int32)
-        everywhere = collectives.exact_sum(everywhere.at[..., ids].set(x), self.context.axis_names)
-        running = jnp.cumsum(everywhere, -1, dtype=jnp.int32) - everywhere
-        if self.slots is None:
-            return running[..., ids]
-        first = jnp.minimum(self.slots.first, self.context.num_blocks - 1)
-        begun = jax.vmap(lambda own, first: own[:, first])(running, first)
-        return running[..., ids] - self.spread(begun)
-
-    @property
-    def _slot(self) -> Array:
-        """Slot of each local row: int32 [B, n]; E for a row without one."""
-        assert self.slots is not None
-        return self.slots.of_block[:, self.context.block_ids]
-
-
-def _difference(high: Array, low: Array, upper: Array, lower: Array) -> tuple[Array, Array]:
-    """Returns max(0, (high, low) - (upper, lower)) in limbs of 16 bits."""
-    borrow = (low < lower).astype(jnp.uint32)
-    return high - upper - borrow, low + (borrow << _LIMB) - lower
 
 
 def _quotient(high: Array, low: Array, by: Array) -> Array:
@@ -126,13 +121,15 @@ def _quotient(high: Array, low: Array, by: Array) -> Array:
     most = jnp.uint32(1 << 30)
 
     def digit(step: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        rest, found = state
-        place = (47 - step).astype(jnp.uint32)
-        bit = jnp.where(place >= _LIMB, high >> (jnp.maximum(place, _LIMB) - _LIMB), low >> place)
+        rest, quotient = state
+        position = (47 - step).astype(jnp.uint32)
+        bit = jnp.where(
+            position >= _LIMB, high >> (jnp.maximum(position, _LIMB) - _LIMB), low >> position
+        )
         rest = (rest << 1) | (bit & 1)
         fits = rest >= by
-        found = jnp.minimum((found << 1) | fits, most)
-        return jnp.where(fits, rest - by, rest), found
+        quotient = jnp.minimum((quotient << 1) | fits, most)
+        return jnp.where(fits, rest - by, rest), quotient
 
     zero = jnp.zeros(jnp.broadcast_shapes(high.shape, by.shape), jnp.uint32)
     return lax.fori_loop(0, 48, digit, (zero, zero))[1].astype(jnp.int32)

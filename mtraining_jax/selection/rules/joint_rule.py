@@ -74,13 +74,10 @@ def kept_together(
     nearest block diagonals with the sinks: otherwise the window is kept instead. Undefined for
     blocks of no sequence.
 
-    Args:
-        columns: int32 [R, NB, g], mass of the columns.
-        diagonals: int32 [R, NB, g], mass at each token distance.
-        spans: the sequences; the probe queries are the last valid tokens.
-        rule: the rule.
+    Inputs are the masses of columns and at each token distance, int32 [R, NB, g]. The probe queries
+    are the last valid tokens.
     """
-    selection = _Choice(columns, diagonals, spans, rule)
+    selection = _PricedSelection(columns, diagonals, spans, rule)
     prices = jnp.asarray(rule.prices())
 
     def narrow(_, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -92,14 +89,14 @@ def kept_together(
     low = jnp.zeros_like(selection.enough)
     high = jnp.full_like(selection.enough, prices.size - 1)
     rounds = (prices.size - 1).bit_length()
-    _, found = lax.fori_loop(0, rounds, narrow, (low, high))
-    kept = selection.at(prices[found])
-    before = selection.at(prices[jnp.maximum(found - 1, 0)])
+    _, best = lax.fori_loop(0, rounds, narrow, (low, high))
+    kept = selection.at(prices[best])
+    before = selection.at(prices[jnp.maximum(best - 1, 0)])
     # A selection that exceeds the density limit is rejected, even if a lower price has enough mass.
     return selection.or_window(selection.where(selection.cost(kept) > selection.most, before, kept))
 
 
-class _Choice:
+class _PricedSelection:
     """Selection at a given price, with its cost (half blocks) and mass, for each sequence."""
 
     def __init__(self, columns: Array, diagonals: Array, spans: Spans, rule: JointRule) -> None:
@@ -109,9 +106,9 @@ class _Choice:
         self._tokens = spans.spread(jnp.asarray(spans.tokens, jnp.int32))
         used = (jnp.asarray(spans.tokens, jnp.int32) + size - 1) // size
         self._used = spans.spread(used)  # blocks with valid tokens
-        self._places = spans.entries(size)
-        seen = self._places < self._tokens[..., None]
-        self._sinks = seen & (self._places < rule.sink_tokens)
+        self._entries = spans.entries(size)
+        seen = self._entries < self._tokens[..., None]
+        self._sinks = seen & (self._entries < rule.sink_tokens)
         self.most = _share(used * used, rule.max_density)
         local = self._width_within(_share(self.most, rule.local_fraction))
         local = spans.spread(jnp.maximum(local, rule.local_blocks))
@@ -133,8 +130,8 @@ class _Choice:
         columns = self._sinks | (self._candidates & (self._excess >= of_column))
         explained = self._mean_over_queries(jnp.where(columns, self._excess, 0))
         mass = self._mass - self._on_blocks(explained)
-        there = self._numbers < self._used
-        return columns, self._nearest | ((mass >= price) & there)
+        exists = self._numbers < self._used
+        return columns, self._nearest | ((mass >= price) & exists)
 
     def ends(self, kept: tuple[Array, Array]) -> Array:
         """Whether the search ends: enough mass, or too many pairs (bool)."""
@@ -215,7 +212,7 @@ class _Choice:
 
         Entry i is the mean over the probe queries' positions p of x at p - i, rounded down.
         """
-        end = self._tokens[..., None] - self._places
+        end = self._tokens[..., None] - self._entries
         start = jnp.maximum(end - self._rule.num_probe_queries, 0)
         end = jnp.maximum(end, 0)
         total = self._spans.of_first(x, end) - self._spans.of_first(x, start)
@@ -227,8 +224,8 @@ class _Choice:
         Distance d g + t is on block diagonal d for g - t of the g queries of a block, and on the
         next one for the others.
         """
-        place = jnp.arange(self._size, dtype=jnp.int32)
-        far = x // self._size * place + x % self._size * place // self._size
+        offset = jnp.arange(self._size, dtype=jnp.int32)
+        far = x // self._size * offset + x % self._size * offset // self._size
         near = (x - far).sum(-1, dtype=jnp.int32)
         return near + self._spans.from_previous(far.sum(-1, dtype=jnp.int32))
 

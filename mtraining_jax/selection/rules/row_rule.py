@@ -36,10 +36,11 @@ class RowRule:
             block of nonzero mass is kept. Or per sequence, int32 [B] in units of 2^-15.
         sink_blocks: number of first blocks of the row's document, which are forced.
         local_blocks: number of nearest blocks, which are forced, including a row's own; at least 1.
-        min_block_mass: minimum block mass, as a fraction of the row's, for blocks that are not forced.
-        dense_prefix_tokens: number of rows at the start of the document with all blocks forced.
-        random_block_prob: probability of keeping a block that was not selected, in [0, 1), by a hash of
-            the head and of the positions of row and block in their document.
+        min_block_mass: minimum block mass, as a fraction of the row's, for blocks that are not
+            forced.
+        dense_prefix_blocks: number of rows at the start of the document with all blocks forced.
+        random_block_prob: probability of keeping a block that was not selected, in [0, 1), by a
+            hash of the head and of the positions of row and block in their document.
         dense_rows: bool [B or 1, n], rows with all blocks forced; None for no others.
     """
 
@@ -47,7 +48,7 @@ class RowRule:
     sink_blocks: int = 1
     local_blocks: int = 1
     min_block_mass: float = 0.0
-    dense_prefix_tokens: int = 0
+    dense_prefix_blocks: int = 0
     random_block_prob: float = 0.0
     dense_rows: Array | None = None
 
@@ -57,9 +58,9 @@ def kept_blocks(
     rows: Array,
     rule: RowRule,
     documents: DocumentBlocks | None = None,
-    beside: Array | None = None,
+    column_mass: Array | None = None,
 ) -> Array:
-    """Selects the key blocks of each row of blocks.
+    """Selects the key blocks of each row of blocks: uint32 bits as in `BlockMaskIndex`.
 
     Args:
         scores: fp32 [B, Hq, n, NB], at least 0; blocks after a row's own and NaNs are ignored.
@@ -67,11 +68,8 @@ def kept_blocks(
         rule: the rule.
         documents: documents of each sequence, or None. Rows keep blocks of their own document only,
             all of them up to their own if it is dense; rows without a document keep none.
-        beside: fp32 [B, Hq, n], at least 0: mass of each row that is kept in addition to its
+        column_mass: fp32 [B, Hq, n], at least 0: mass of each row that is kept in addition to its
             blocks, in the unit of the scores. None for nothing.
-
-    Returns:
-        uint32 [B, Hq, n, ceil(NB/32)], bits as in `BlockMaskIndex`.
     """
     num_blocks = scores.shape[-1]
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -82,18 +80,18 @@ def kept_blocks(
         first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
         causal &= numbers >= first
         sinks = (numbers - first < rule.sink_blocks) | dense
-    if rule.dense_prefix_tokens:
-        sinks |= rows[:, None] - first < rule.dense_prefix_tokens
+    if rule.dense_prefix_blocks:
+        sinks |= rows[:, None] - first < rule.dense_prefix_blocks
     if rule.dense_rows is not None:
         sinks |= rule.dense_rows[:, None, :, None]
     forced = causal & (sinks | local)
     scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
-    if beside is None:
+    if column_mass is None:
         mass = whole_masses(scores, length)
         total = mass.sum(-1, dtype=jnp.int32)
     else:
         many = None if length is None else length + 1
-        mass = whole_masses(jnp.concatenate([scores, beside[..., None]], axis=-1), many)
+        mass = whole_masses(jnp.concatenate([scores, column_mass[..., None]], axis=-1), many)
         total = mass.sum(-1, dtype=jnp.int32)
         mass, kept = mass[..., :-1], mass[..., -1]
     tau = rule.tau
@@ -112,11 +110,11 @@ def kept_blocks(
     equal_kept = -(-(target - above) // each)
     least = max(round(rule.min_block_mass * (1 << _MASS_BITS)), 1)
     equal = first_of(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
-    chosen = forced | (heavier & (free >= least))
+    selected = forced | (heavier & (free >= least))
     if rule.random_block_prob:
-        places = rows[:, None] - first, numbers - first
-        chosen |= causal & _drawn(*places, scores.shape[1], rule.random_block_prob)
-    return sets.pack(chosen) | equal
+        positions = rows[:, None] - first, numbers - first
+        selected |= causal & _drawn(*positions, scores.shape[1], rule.random_block_prob)
+    return sets.pack(selected) | equal
 
 
 def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
@@ -126,9 +124,9 @@ def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
     draw the same blocks.
     """
     salts = hash_uint32(jnp.arange(1, heads + 1, dtype=jnp.uint32))[:, None, None]
-    places = (rows.astype(jnp.uint32) << 16) ^ numbers.astype(jnp.uint32)
+    positions = (rows.astype(jnp.uint32) << 16) ^ numbers.astype(jnp.uint32)
     threshold = np.uint32(min(round(share * 2**32), 2**32 - 1))
-    return hash_uint32(hash_uint32(places) ^ salts) < threshold
+    return hash_uint32(hash_uint32(positions) ^ salts) < threshold
 
 
 def whole_masses(scores: Array, length: Array | None = None) -> Array:

@@ -43,23 +43,17 @@ class Rule:
 
 
 def kept_entries(keys: Array, rule: Rule, spans: Spans | None = None) -> tuple[Array, Array]:
-    """Marks the entries that a rule keeps in each sequence.
+    """Marks the entries that a rule keeps in each sequence, by keys uint32 [..., NB, g].
 
-    Args:
-        keys: uint32 [..., NB, g]; entries are numbered block after block.
-        rule: the rule.
-        spans: the sequences; None if each row is one. Their `tokens` are not used here.
-
-    Returns:
-        (kept, count): bool [..., NB, g], and int32, the number of entries kept of each sequence.
-        Undefined for blocks of no sequence.
+    Entries are numbered block after block. Without `spans` each row is one sequence. Returns bool
+    [..., NB, g], undefined for blocks of no sequence, and the int32 number of entries kept of each.
     """
-    own: Spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
-    threshold, ties_kept = _find_threshold(keys, rule, own)
-    least = own.spread(threshold)[..., None]
+    spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
+    threshold, ties_kept = _find_threshold(keys, rule, spans)
+    least = spans.spread(threshold)[..., None]
     above, tied = keys > least, keys == least
-    kept = above | (tied & (numbered(tied, own) < own.spread(ties_kept)[..., None]))
-    return kept, own.sums((kept.astype(jnp.int32),))[0]
+    kept = above | (tied & (numbered(tied, spans) < spans.spread(ties_kept)[..., None]))
+    return kept, spans.sums((kept.astype(jnp.int32),))[0]
 
 
 def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
@@ -68,23 +62,23 @@ def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
     int32 [..., capacity], padded with `fill`; the capacity must not be exceeded.
     """
     number = numbered(kept, OneSpan(kept.shape[-2], 0))
-    return placed(jnp.where(kept, number, capacity), capacity, fill)
+    return scattered(jnp.where(kept, number, capacity), capacity, fill)
 
 
-def placed(places: Array, capacity: int, fill: int) -> Array:
+def scattered(slots: Array, capacity: int, fill: int) -> Array:
     """Scatters the numbers of entries to their slots, int32 [..., NB, g], in a list.
 
     Slots are unique, and at least `capacity` for entries without one. Returns int32
     [..., capacity], padded with `fill`.
     """
-    numbers = jnp.arange(places.shape[-2] * places.shape[-1], dtype=jnp.int32)
+    numbers = jnp.arange(slots.shape[-2] * slots.shape[-1], dtype=jnp.int32)
 
     @functools.partial(jnp.vectorize, signature="(n,g)->(c)")
     def scatter(where):
         empty = jnp.full(capacity, fill, jnp.int32)
         return empty.at[where.reshape(-1)].set(numbers, mode="drop")
 
-    return scatter(places)
+    return scatter(slots)
 
 
 def float_keys(x: Array) -> Array:
@@ -110,13 +104,13 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
     if isinstance(target, Array):
         target = jnp.broadcast_to(target, lead)[..., None]
 
-    def enough(count, mass):
+    def enough(count: Array, mass: Array) -> Array:
         if rule.mass_target is None:
             return count >= maximum[..., None]
         reached = (mass >= target) & (count >= minimum[..., None])
         return reached | (count >= maximum[..., None])
 
-    def narrow(step, state):
+    def narrow(step: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         # The threshold is in [base, base + 16^(rounds - step)); `count` and `mass` are those of the
         # keys above that range.
         base, count, mass = state
@@ -159,9 +153,9 @@ def _sums_from(keys: Array, masses: Array, candidates: Array, spans: Spans) -> t
     return jnp.stack(sums[::2], axis=-1), jnp.stack(sums[1::2], axis=-1)
 
 
-def _pick(x: Array, place: Array) -> Array:
-    """Takes the entry at index `place` [...] of each row of x [..., n]."""
-    return jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0]
+def _pick(x: Array, index: Array) -> Array:
+    """Takes the entry at an index [...] of each row of x [..., n]."""
+    return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
 
 
 def numbered(marked: Array, spans: Spans) -> Array:

@@ -21,46 +21,39 @@ def best_chunks(
     """Selects each query's own chunk and the best earlier chunks.
 
     With documents, chunks start at document boundaries, and queries select chunks of their own
-    document.
-
-    Args:
-        q, k, context: as in `Pattern.select`.
-        chunk_blocks: blocks per chunk.
-        most: maximum number of chunks per query, including its own; at most the number of chunks.
+    document. A chunk has `chunk_blocks` blocks. At most `most` chunks are selected per query,
+    including its own.
 
     Returns:
         uint32 [B, Hq, n/g, g, ceil(NC/32)], bits as in `TokenChunksIndex`.
     """
     first = context.first_blocks(context.block_ids)
-    own = jnp.atleast_2d(chunks_of(first, context.block_ids, chunk_blocks))
+    own_chunks = jnp.atleast_2d(chunks_of(first, context.block_ids, chunk_blocks))
     if first is not None:
-        own = jnp.where(first < context.num_blocks, own, -1)
+        own_chunks = jnp.where(first < context.num_blocks, own_chunks, -1)
         first = first // chunk_blocks
-    return _chosen(q, chunk_means(k, context, chunk_blocks), context, own, most, first)
+    return _best_of(q, chunk_means(k, context, chunk_blocks), context, own_chunks, most, first)
 
 
 def best_blocks(q: Array, k: Array, context: SelectionContext, most: int) -> Array:
     """Selects each query block's own key block and the best earlier ones, by block means.
 
-    Means ignore padding. With documents, query blocks select blocks of their own document.
-
-    Args:
-        q, k, context: as in `Pattern.select`.
-        most: maximum number of blocks per query block, including its own.
+    Means ignore padding. With documents, query blocks select blocks of their own document. At most
+    `most` blocks are selected per query block, including its own.
 
     Returns:
         uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; undefined for blocks without
         a document.
     """
     ends = context.ends(context.block_ids, q.shape[1] // context.block_ids.shape[0])
-    means = pooling.block_means(q, context.block_ids, ends).astype(q.dtype)
-    rows = means.transpose(0, 2, 1, 3)  # one token per block
+    rows = pooling.block_means(q, context.block_ids, ends).astype(q.dtype)
+    rows = rows.transpose(0, 2, 1, 3)  # one token per block
     first = context.first_blocks(context.block_ids)
-    own = context.block_ids[None]
-    return _chosen(rows, chunk_means(k, context, 1, ends), context, own, most, first)[..., 0, :]
+    means = chunk_means(k, context, 1, ends)
+    return _best_of(rows, means, context, context.block_ids[None], most, first)[..., 0, :]
 
 
-def _chosen(
+def _best_of(
     q: Array,
     means: Array,
     context: SelectionContext,
@@ -90,10 +83,10 @@ def _chosen(
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def step(i: Array) -> Array:
-        own = lax.dynamic_slice_in_dim(blocks, i * at_once, at_once)
+        queries = lax.dynamic_slice_in_dim(blocks, i * at_once, at_once)
         chunk = lax.dynamic_slice_in_dim(own_chunks, i * at_once, at_once, axis=1)
         gate = lax.dot_general(
-            own.transpose(1, 2, 0, 3, 4).reshape(batch, kv_heads, -1, dim),
+            queries.transpose(1, 2, 0, 3, 4).reshape(batch, kv_heads, -1, dim),
             means,
             (((3,), (3,)), ((0, 1), (0, 1))),
             precision=precision,
@@ -104,12 +97,12 @@ def _chosen(
         if first_chunks is not None:
             first = lax.dynamic_slice_in_dim(first_chunks, i * at_once, at_once, axis=1)
             past = past & (numbers >= first[:, None, :, None, None])
-        found = _best(jnp.where(past, gate, -jnp.inf), most - 1, words)
-        return found | sets.single(chunk, words)[:, None, :, None]
+        best = _best(jnp.where(past, gate, -jnp.inf), most - 1, words)
+        return best | sets.single(chunk, words)[:, None, :, None]
 
-    found = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, at_once, g, words]
-    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * at_once, size, words)
-    return found[:, :, :num_local]
+    bits = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, at_once, g, words]
+    bits = jnp.moveaxis(bits, 0, 2).reshape(batch, heads, steps * at_once, size, words)
+    return bits[:, :, :num_local]
 
 
 def chunk_means(
@@ -129,9 +122,9 @@ def chunk_means(
         means = jnp.pad(means, ((0, 0), (0, 0), (0, rest), (0, 0)))
         means = means.reshape(*means.shape[:2], -1, chunk_blocks, means.shape[-1])
     else:
-        every = jnp.arange(context.num_blocks, dtype=jnp.int32)
+        rows = jnp.arange(context.num_blocks, dtype=jnp.int32)
         first = context.documents.first
-        starts = chunk_starts(first, every, context.num_blocks, chunk_blocks)
+        starts = chunk_starts(first, rows, context.num_blocks, chunk_blocks)
         blocks = starts[..., None] + jnp.arange(chunk_blocks, dtype=jnp.int32)  # [B, NC, blocks]
         means = jax.vmap(lambda x, at: x.at[:, at].get(mode="clip"))(means, blocks)
     return (estimate.ordered_sum(means) / chunk_blocks).astype(k.dtype)
@@ -141,11 +134,11 @@ def _best(gate: Array, count: int, words: int) -> Array:
     """Marks the largest entries of fp32 [..., NC] as bits, without -inf; ties go to the first."""
     if count == 0:
         return jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
-    values, places = lax.top_k(gate, count)
-    found = jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
+    values, chunks = lax.top_k(gate, count)
+    bits = jnp.zeros((*gate.shape[:-1], words), jnp.uint32)
     numbers = jnp.arange(words, dtype=jnp.int32)
     for i in range(count):
-        place = jnp.where(values[..., i] > -jnp.inf, places[..., i], -1)[..., None]
-        bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)
-        found |= jnp.where((place >= 0) & (place // 32 == numbers), bit, jnp.uint32(0))
-    return found
+        chunk = jnp.where(values[..., i] > -jnp.inf, chunks[..., i], -1)[..., None]
+        bit = jnp.uint32(1) << (chunk % 32).astype(jnp.uint32)
+        bits |= jnp.where((chunk >= 0) & (chunk // 32 == numbers), bit, jnp.uint32(0))
+    return bits

@@ -14,57 +14,49 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import document_scores, estimate, row_columns
-from mtraining_jax.selection.scores.document_scores import OwnBlocks
 from mtraining_jax.selection.spans import PackedSpans
 
 
 def heaviest_columns(
     q: Array, k: Array, context: SelectionContext, slots: PackedSpans, count: int, rule: RowRule
 ) -> Array:
-    """Selects up to `count` columns of each document, int32 [B, Hq, E, C], as in `row_columns`.
-
-    Args:
-        q, k, context: as in `RowPattern.scores`.
-        slots: the documents.
-        count: C, maximum number of columns of a head in a document.
-        rule: defines the forced blocks, which need no columns.
-    """
+    """Selects C = `count` columns of each document, as in `row_columns`: int32 [B, Hq, E, C]."""
     batch, heads, num_blocks = q.shape[0], q.shape[2], context.num_blocks
     num_slots, seq_len, block_size = slots.slots, k.shape[1], k.shape[1] // num_blocks
-    places = row_columns.spread_places(seq_len, slots.tokens[..., None])  # [B, E, u]
-    positions = slots.first[..., None] * block_size + places
+    within = row_columns.spread_positions(seq_len, slots.tokens[..., None])  # [B, E, u]
+    positions = slots.first[..., None] * block_size + within
     rows_of = document_scores.queries_of(q, jnp.clip(positions, 0, seq_len - 1), context)
-    every = dataclasses.replace(
+    all_blocks = dataclasses.replace(
         context, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
     )
-    blocks = OwnBlocks(k, slots, every)
+    blocks = document_scores.KeyBlocks(k, slots, all_blocks)
     scale = context.scale_for(q.shape[-1])
 
-    def look(
-        body: Callable, k: Array, slot: Array, place: Array, entry: Array
+    def of_block(
+        body: Callable, k: Array, slot: Array, number: Array, entry: Array
     ) -> tuple[Array, ...]:
         """Applies a body of `estimate.map_logits` to one block of keys."""
-        seen_by = jnp.where(slot < num_slots, places[entry, slot] - place * block_size, -1)
+        seen_by = jnp.where(slot < num_slots, within[entry, slot] - number * block_size, -1)
         one = jnp.zeros(1, jnp.int32)
         rows = rows_of(entry, jnp.minimum(slot, num_slots - 1))
-        found = estimate.map_logits(body, rows[None], seen_by, k[None], one, 1)
-        return tuple(x[0, :, 0] for x in found)
+        results = estimate.map_logits(body, rows[None], seen_by, k[None], one, 1)
+        return tuple(x[0, :, 0] for x in results)
 
-    def statistics(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
-        return look(lambda logits, _: row_columns.in_block(logits, scale), k, slot, place, entry)
+    def statistics(k: Array, slot: Array, number: Array, entry: Array) -> tuple[Array, ...]:
+        return of_block(lambda logits, _: estimate.in_block(logits, scale), k, slot, number, entry)
 
     block_peak, block_total = blocks.map(statistics)
     peak, total = document_scores.joined(block_peak, block_total, blocks.slot, num_slots, scale, ())
 
-    def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
-        distance = places[entry, slot] // block_size - place
-        counts = (distance >= rule.local_blocks) & (place >= rule.sink_blocks)
+    def masses(k: Array, slot: Array, number: Array, entry: Array) -> tuple[Array, ...]:
+        distance = within[entry, slot] // block_size - number
+        counts = (distance >= rule.local_blocks) & (number >= rule.sink_blocks)
 
-        def of_keys(logits: Array, _: Array) -> tuple[Array]:
-            own = peak[entry, slot][None], total[entry, slot][None]
-            return (row_columns.of_keys(logits, counts[None], *own, scale),)
+        def body(logits: Array, _: Array) -> tuple[Array]:
+            of_rows = peak[entry, slot][None], total[entry, slot][None]
+            return (row_columns.key_masses(logits, counts[None], *of_rows, scale),)
 
-        return look(of_keys, k, slot, place, entry)
+        return of_block(body, k, slot, number, entry)
 
     mass = blocks.map(masses)[0].swapaxes(1, 2).reshape(batch * heads, num_blocks, block_size)
     spans = slots.repeat(heads)
@@ -74,13 +66,13 @@ def heaviest_columns(
     kept &= (mass > 0) & spans.inside[..., None]
     number = top_p.numbered(kept, spans) + spans.of_block[..., None] * count
     number = jnp.where(kept, number, num_slots * count)
-    tokens = top_p.placed(number, num_slots * count, seq_len)
+    tokens = top_p.scattered(number, num_slots * count, seq_len)
     return tokens.reshape(batch, heads, num_slots, count)
 
 
 def masses_without(
     rows: Array,
-    places: Array,
+    positions: Array,
     k: Array,
     tokens: Array,
     slots: PackedSpans,
@@ -88,21 +80,21 @@ def masses_without(
     *,
     like: Array,
 ) -> tuple[Array, Array]:
-    """Variant of `row_columns.masses_without` with columns [B, Hq, E, C] for each document."""
+    """Splits masses like `row_columns.masses_without`, with columns [B, Hq, E, C] by document."""
     batch, heads, num_slots, count = tokens.shape
     slot = slots.of_block[:, context.block_ids]  # [B, n]
     held = jnp.minimum(slot, num_slots - 1)
     entries = jnp.arange(batch)[:, None]
-    own = tokens.swapaxes(1, 2)[entries, held]  # [B, n, Hq, C]
-    own = jnp.where((slot < num_slots)[..., None, None], own, k.shape[1])
-    own = own.swapaxes(1, 2)
+    columns = tokens.swapaxes(1, 2)[entries, held]  # [B, n, Hq, C]
+    columns = jnp.where((slot < num_slots)[..., None, None], columns, k.shape[1])
+    columns = columns.swapaxes(1, 2)
 
     def logits(rows: Array, start: Array, size: int) -> Array:
         """Computes logits of some local blocks: [B, Hq, size, r, D] to [B, Hq, size, r, C].
 
         Gathers keys for these blocks only: most slots may be empty.
         """
-        of_rows = lax.dynamic_slice_in_dim(places_in_keys, start, size, axis=2)
+        of_rows = lax.dynamic_slice_in_dim(rows_in_keys, start, size, axis=2)
         keys = flat.at[of_rows].get(mode="promise_in_bounds")  # [B, Hq, size, C, D]
         precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
         return lax.dot_general(
@@ -117,14 +109,14 @@ def masses_without(
     padding = steps * size - slot.shape[1]
     # A single flat index lets XLA fuse the gather. Padding may read any key: it is masked.
     flat, (_, length, kv_heads, _) = k.reshape(-1, k.shape[-1]), k.shape
-    at = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None] * length + own % length
+    at = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None] * length + columns % length
     kv_head = jnp.arange(heads, dtype=jnp.int32)[:, None, None] // (heads // kv_heads)
-    places_in_keys = jnp.pad(at * kv_heads + kv_head, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    rows_in_keys = jnp.pad(at * kv_heads + kv_head, ((0, 0), (0, 0), (0, padding), (0, 0)))
     return row_columns.left_over(
         rows,
-        places,
+        positions,
         k,
-        own,
+        columns,
         logits,
         context,
         like=like,

@@ -35,9 +35,9 @@ def last_queries(q: Array, slots: PackedSpans, context: SelectionContext, count:
 def queries_at(q: Array, positions: Array, context: SelectionContext) -> Array:
     """Gathers queries at positions int32 [B, E, u]: [B, E, Hq, u, D], replicated."""
 
-    def gather(x: Array, own: Array) -> Array:
+    def gather(x: Array, positions: Array) -> Array:
         where = context.block_ids, context.num_blocks, context.axis_names
-        return collectives.gather_rows(x[None], own.reshape(-1), *where)[0]
+        return collectives.gather_rows(x[None], positions.reshape(-1), *where)[0]
 
     rows = jax.vmap(gather)(q, positions)
     return rows.reshape(*positions.shape, *q.shape[2:]).transpose(0, 1, 3, 2, 4)
@@ -52,47 +52,77 @@ def queries_of(
     would need at least as much memory as q.
     """
     if context.axis_names:
-        every = queries_at(q, positions, context)
-        return lambda entry, slot: every[entry, slot]
+        queries = queries_at(q, positions, context)
+        return lambda entry, slot: queries[entry, slot]
     block_size = q.shape[1] // context.block_ids.shape[0]
     local = collectives.local_index(context.block_ids, context.num_blocks)[positions // block_size]
-    places = local * block_size + positions % block_size
-    return lambda entry, slot: q[entry, places[entry, slot]].swapaxes(0, 1)
+    tokens = local * block_size + positions % block_size
+    return lambda entry, slot: q[entry, tokens[entry, slot]].swapaxes(0, 1)
+
+
+class KeyBlocks:
+    """The local key blocks, each to be processed with queries of its own document.
+
+    Attributes:
+        slot: int32 [B, n], slot of each block's document; E for none.
+        number: int32 [B, n], number of each block in its document.
+    """
+
+    def __init__(self, k: Array, slots: PackedSpans, context: SelectionContext) -> None:
+        self._chunk = min(max(context.num_blocks // 16, 1), 64)
+        self._k = k.reshape(k.shape[0], context.block_ids.shape[0], -1, *k.shape[2:])
+        self._slots = slots
+        self.slot = slots.of_block[:, context.block_ids]
+        first = jnp.take_along_axis(slots.first, self.held, axis=1)
+        self.number = context.block_ids - first
+
+    @property
+    def held(self) -> Array:
+        """The slot of each block, or the last one for none: int32 [B, n]."""
+        return jnp.minimum(self.slot, self._slots.slots - 1)
+
+    def end(self, slot: Array, number: Array, entry: Array) -> Array:
+        """Returns the end of a block's document relative to the block; 0 without a document."""
+        num_slots, block_size = self._slots.slots, self._k.shape[2]
+        end = self._slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - number * block_size
+        return jnp.where(slot < num_slots, end, 0)
+
+    def map(self, of_block: Callable[..., tuple[Array, ...]]) -> tuple[Array, ...]:
+        """Maps a function over single blocks; returns [B, n, Hq, ...].
+
+        Its arguments are keys [g, Hk, D], slot, block number in the document, and batch entry; it
+        returns arrays [Hq, ...]. Results of blocks without a slot are undefined.
+        """
+        batch, num_local = self.slot.shape
+        padding = -num_local % self._chunk
+        blocks = tuple(
+            jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).swapaxes(0, 1)
+            for x in (self._k, self.slot, self.number)
+        )
+        entries = jnp.arange(batch)
+        results = lax.map(lambda x: jax.vmap(of_block)(*x, entries), blocks, batch_size=self._chunk)
+        return tuple(x[:num_local].swapaxes(0, 1) for x in results)
 
 
 def softmax_scores(
     q_last: Array, k: Array, slots: PackedSpans, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
-    """Variant of `estimate.softmax_scores` per document, with its own last queries and keys.
+    """Computes `estimate.softmax_scores` of each document; 0 in blocks without a slot.
 
     If the backend has kernels for the estimate, each key block is passed as a sequence, with the
-    queries of its document and the document's end relative to the block.
-
-    Args:
-        q_last: [B, E, Hq, u, D], from `last_queries`.
-        k, context: as in `Pattern.select`.
-        slots: the documents.
-
-    Returns:
-        (columns, own, tails) as in `estimate.softmax_scores`; 0 in blocks without a slot.
+    queries of its document, [B, E, Hq, u, D] from `last_queries`, and the document's end relative
+    to the block.
     """
+    num_slots = slots.slots
     block_size = k.shape[1] // context.block_ids.shape[0]
+    blocks, scale = KeyBlocks(k, slots, context), context.scale_for(q_last.shape[-1])
     kernels = backends.estimate_kernels(context.backend, q_last[:, 0], block_size)
     if kernels is not None:
-        return _by_kernels(kernels, q_last, k, slots, context)
-    scale, num_slots = context.scale_for(q_last.shape[-1]), q_last.shape[1]
-    blocks = OwnBlocks(k, slots, context)
+        return _by_kernels(kernels, q_last, k, blocks, context)
 
-    def tile(k: Array, slot: Array, place: Array, entry: Array) -> estimate.XlaTiles:
-        end = _end(slots, slot, place, entry, k.shape[0])
-        return estimate.XlaTiles(
-            q_last[entry, slot][None],
-            k[None],
-            scale=scale,
-            block_ids=jnp.zeros(1, jnp.int32),
-            num_blocks=1,
-            valid_len=end,
-        )
+    def tile(k: Array, slot: Array, number: Array, entry: Array) -> estimate.XlaTiles:
+        block = _one_block(blocks.end(slot, number, entry), context)
+        return estimate.XlaTiles(q_last[entry, slot][None], k[None], block)
 
     block_peak, block_total = blocks.map(lambda *block: _of_one(tile(*block).statistics()))
     peak, normaliser = joined(
@@ -100,70 +130,63 @@ def softmax_scores(
     )
     normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
 
-    def masses(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
-        own = peak[entry, slot][None], normaliser[entry, slot][None]
-        return _of_one(tile(k, slot, place, entry).masses(*own))
+    def masses(k: Array, slot: Array, number: Array, entry: Array) -> tuple[Array, ...]:
+        totals = peak[entry, slot][None], normaliser[entry, slot][None]
+        return _of_one(tile(k, slot, number, entry).masses(*totals))
 
     return _by_head(blocks.map(masses))
 
 
 def _by_kernels(
-    kernels: Estimate, q_last: Array, k: Array, slots: PackedSpans, context: SelectionContext
+    kernels: Estimate, q_last: Array, k: Array, blocks: KeyBlocks, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
     """Computes `softmax_scores` with a backend's kernels."""
     batch, num_slots, heads, num_queries, dim = q_last.shape
     num_local = context.block_ids.shape[0]
-    slot, place = OwnBlocks(k, slots, context).places
     entry = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    held = jnp.minimum(slot, num_slots - 1)
-    end = _end(slots, slot, place, entry, k.shape[1] // num_local)
+    held = blocks.held
+    end = blocks.end(blocks.slot, blocks.number, entry)
     sets = q_last.reshape(-1, heads, num_queries, dim)
-    blocks = k.reshape(batch * num_local, -1, *k.shape[2:])
+    keys = k.reshape(batch * num_local, -1, *k.shape[2:])
     scale = context.scale_for(dim)
     queries = (entry * num_slots + held).reshape(-1)
     own = jnp.zeros(1, jnp.int32)
-    call = ProbeCall(sets, blocks, own, 1, scale, end.reshape(-1), queries)
+    call = ProbeCall(sets, keys, own, 1, scale, end.reshape(-1), queries)
 
     def by_block(x: Array) -> Array:
         return x.reshape(batch, num_local, *x[:, :, 0].shape[1:])
 
     block_peak, block_total = map(by_block, kernels.block_statistics(call))
-    peak, normaliser = joined(block_peak, block_total, slot, num_slots, scale, context.axis_names)
+    peak, normaliser = joined(
+        block_peak, block_total, blocks.slot, num_slots, scale, context.axis_names
+    )
     normaliser = jnp.where(normaliser > 0, normaliser, 1.0)  # of nonexistent queries
     to_mean_mass = estimate.MASS_ONE // num_queries / normaliser
     of_sets = (x[:, :-1].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
     columns, own, beyond = kernels.block_masses(call, *of_sets)
-    found = columns, own, beyond[..., : num_queries - 1]
-    return _by_head(tuple(jnp.round(by_block(x)).astype(jnp.int32) for x in found))
+    parts = columns, own, beyond[..., : num_queries - 1]
+    return _by_head(tuple(jnp.round(by_block(x)).astype(jnp.int32) for x in parts))
 
 
 def logit_scores(
     q_last: Array, k: Array, slots: PackedSpans, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
-    """Variant of `estimate.logit_scores` per document; arguments as in `softmax_scores`.
+    """Computes `estimate.logit_scores` of each document; arguments as in `softmax_scores`.
 
     In blocks without a slot diagonals are 0 and columns -inf.
     """
+    blocks = KeyBlocks(k, slots, context)
 
-    def sums(k: Array, slot: Array, place: Array, entry: Array) -> tuple[Array, ...]:
-        end = _end(slots, slot, place, entry, k.shape[0])
-        found = estimate.logit_scores(
-            q_last[entry, slot][None],
-            k[None],
-            block_ids=jnp.zeros(1, jnp.int32),
-            num_blocks=1,
-            valid_len=end,
-        )
-        return _of_one(found)
+    def sums(k: Array, slot: Array, number: Array, entry: Array) -> tuple[Array, ...]:
+        block = _one_block(blocks.end(slot, number, entry), context)
+        return _of_one(estimate.logit_scores(q_last[entry, slot][None], k[None], block))
 
-    return _by_head(OwnBlocks(k, slots, context).map(sums))
+    return _by_head(blocks.map(sums))
 
 
-def _end(slots: PackedSpans, slot: Array, place: Array, entry: Array, block_size: int) -> Array:
-    """Returns the end of a block's document relative to the block; 0 without a document."""
-    num_slots = slots.slots
-    end = slots.tokens[entry, jnp.minimum(slot, num_slots - 1)] - place * block_size
-    return jnp.where(slot < num_slots, end, 0)
+def _one_block(end: Array, context: SelectionContext) -> SelectionContext:
+    """Returns the context of a single block as a sequence with `end` valid tokens."""
+    return SelectionContext(jnp.zeros(1, jnp.int32), 1, scale=context.scale, valid_len=end)
 
 
 def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
@@ -185,19 +208,19 @@ def by_distance(vertical: Array, slash: Array, spans: PackedSpans) -> Array:
     slash = jnp.take_along_axis(
         slash.reshape(len(slash), -1), held_by.reshape(len(slash), -1), axis=1
     ).reshape(slash.shape)
-    there = spans.inside[..., None] & (distance < tokens[..., None])
-    return jnp.where(there, jnp.stack([vertical, slash]), 0)
+    exists = spans.inside[..., None] & (distance < tokens[..., None])
+    return jnp.where(exists, jnp.stack([vertical, slash]), 0)
 
 
-def _by_head(found: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+def _by_head(blocks: tuple[Array, ...]) -> tuple[Array, Array, Array]:
     """Moves heads before blocks: [B, n, Hq, ...] to [B, Hq, n, ...]."""
-    columns, own, tails = (x.swapaxes(1, 2) for x in found)
+    columns, own, tails = (x.swapaxes(1, 2) for x in blocks)
     return columns, own, tails
 
 
-def _of_one(found: tuple[Array, ...]) -> tuple[Array, ...]:
+def _of_one(block: tuple[Array, ...]) -> tuple[Array, ...]:
     """Drops the batch and block axes of a single block: [1, Hq, 1, ...] to [Hq, ...]."""
-    return tuple(x[0, :, 0] for x in found)
+    return tuple(x[0, :, 0] for x in block)
 
 
 def joined(
@@ -208,17 +231,9 @@ def joined(
     scale: float,
     axis_names: collectives.AxisNames,
 ) -> tuple[Array, Array]:
-    """Combines per-block peaks and sums over all blocks of each document.
+    """Combines per-block peaks and sums, fp32 [B, n, Hq, u], over the blocks of each document.
 
-    Args:
-        block_peak, block_total: fp32 [B, n, Hq, u], as from `estimate.XlaTiles.statistics`.
-        slot: int32 [B, n], slot of each block; E for none.
-        num_slots: E.
-        scale: scale of the logits.
-        axis_names: mesh axes that blocks are sharded over.
-
-    Returns:
-        Two fp32 [B, E + 1, Hq, u], replicated; the last slot collects blocks without a document.
+    Returns two fp32 [B, E + 1, Hq, u], replicated; the last slot collects blocks without one.
     """
     batch, _, heads, num_queries = block_peak.shape
     into = jnp.arange(batch)[:, None], slot
@@ -231,40 +246,3 @@ def joined(
     weight = estimate.relative_exp(block_peak, peak[into], scale)
     limbs = tuple(by_slot(jnp.int32(0)).add(x) for x in estimate.to_limbs(weight, block_total))
     return peak, estimate.from_limbs(*collectives.exact_sum(limbs, axis_names))
-
-
-class OwnBlocks:
-    """The local key blocks, each to be processed with queries of its own document.
-
-    Attributes:
-        slot: int32 [B, n], slot of each block's document; E for none.
-    """
-
-    def __init__(self, k: Array, slots: PackedSpans, context: SelectionContext) -> None:
-        num_local, num_slots = context.block_ids.shape[0], slots.slots
-        self._chunk = min(max(context.num_blocks // 16, 1), 64)
-        self._k = k.reshape(k.shape[0], num_local, -1, *k.shape[2:])
-        self.slot = slots.of_block[:, context.block_ids]
-        held = jnp.minimum(self.slot, num_slots - 1)
-        self._place = context.block_ids - jnp.take_along_axis(slots.first, held, axis=1)
-
-    @property
-    def places(self) -> tuple[Array, Array]:
-        """Returns the slot of each block and its number in its document: int32 [B, n] each."""
-        return self.slot, self._place
-
-    def map(self, of_block: Callable[..., tuple[Array, ...]]) -> tuple[Array, ...]:
-        """Maps a function over single blocks; returns [B, n, Hq, ...].
-
-        Its arguments are keys [g, Hk, D], slot, block number in the document, and batch entry; it
-        returns arrays [Hq, ...]. Results of blocks without a slot are undefined.
-        """
-        batch, num_local = self.slot.shape
-        padding = -num_local % self._chunk
-        blocks = tuple(
-            jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).swapaxes(0, 1)
-            for x in (self._k, self.slot, self._place)
-        )
-        entries = jnp.arange(batch)
-        found = lax.map(lambda x: jax.vmap(of_block)(*x, entries), blocks, batch_size=self._chunk)
-        return tuple(x[:num_local].swapaxes(0, 1) for x in found)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.selection import collectives
-from mtraining_jax.selection.collectives import AxisNames
+from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.backends import estimate_kernels
 from pallas_kernels.interface import Estimate, ProbeCall
 
@@ -41,53 +41,32 @@ _LIMB_BITS = MASS_BITS // 2
 
 
 def softmax_scores(
-    q_BHuD: Array,
-    k_BnHD: Array,
-    *,
-    scale: float,
-    block_ids: Array,
-    num_blocks: int,
-    axis_names: AxisNames,
-    backend: str | None = None,
-    valid_len: Array | None = None,
+    q_BHuD: Array, k_BnHD: Array, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
     """Computes the mean attention mass of local key columns, and of diagonals in local blocks.
 
-    The softmax of the last queries runs over all keys of all ranks.
-
-    Args:
-        q_BHuD: the last queries, replicated.
-        k_BnHD: local keys.
-        scale, block_ids, num_blocks, axis_names, backend, valid_len: as in `SelectionContext`; XLA computes
-            what the backend has no kernels for.
+    The softmax of the last u queries, replicated, runs over all keys of all ranks. XLA computes
+    what the backend has no kernels for.
 
     Returns:
-        (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, num_probe_queries-1].
-        2^30 is the total mass of a head; the columns of the whole sequence sum to it, up to
-        rounding. The diagonals are complete after `join_diagonals`.
+        (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, u-1]. 2^30 is
+        the total mass of a head; the columns of the whole sequence sum to it, up to rounding. The
+        diagonals are complete after `join_diagonals`.
     """
-    block_size = k_BnHD.shape[1] // block_ids.shape[0]
-    kernels = estimate_kernels(backend, q_BHuD, block_size)
-    if kernels is None:
-        tiles = XlaTiles(
-            q_BHuD,
-            k_BnHD,
-            scale=scale,
-            block_ids=block_ids,
-            num_blocks=num_blocks,
-            valid_len=valid_len,
-        )
-    else:
-        call = ProbeCall(q_BHuD, k_BnHD, block_ids, num_blocks, scale, valid_len)
-        tiles = _KernelTiles(kernels, call)
+    block_size = k_BnHD.shape[1] // context.block_ids.shape[0]
+    kernels = estimate_kernels(context.backend, q_BHuD, block_size)
+    tiles = XlaTiles(q_BHuD, k_BnHD, context)
+    if kernels is not None:
+        tiles = _KernelTiles(q_BHuD, k_BnHD, context, kernels)
     # Two passes over the logits are cheaper than storing them: at 128K tokens and 16 heads they
-    # would need half a gigabyte. The results are [B, Hq, n/g, num_probe_queries].
+    # would need half a gigabyte. The results are [B, Hq, n/g, u].
     block_peak, block_total = tiles.statistics()
-    peak = collectives.maximum(block_peak.max(2), axis_names)
+    peak = collectives.maximum(block_peak.max(2), context.axis_names)
+    scale = context.scale_for(q_BHuD.shape[-1])
     weight = relative_exp(block_peak, peak[:, :, None], scale)
     limbs = tuple(x.sum(2, dtype=jnp.int32) for x in to_limbs(weight, block_total))
-    normaliser = from_limbs(*collectives.exact_sum(limbs, axis_names))
-    if valid_len is not None:  # queries before the start of a short prompt see nothing
+    normaliser = from_limbs(*collectives.exact_sum(limbs, context.axis_names))
+    if context.valid_len is not None:  # queries before the start of a short prompt see nothing
         normaliser = jnp.where(normaliser > 0, normaliser, 1.0)
     return tiles.masses(peak, normaliser)
 
@@ -110,104 +89,99 @@ def from_limbs(high: Array, low: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _KernelTiles:
-    """Tiles of logits computed by a backend's kernels, with a fixed order of additions."""
-
-    kernels: Estimate
-    call: ProbeCall
-
-    def statistics(self) -> tuple[Array, Array]:
-        return self.kernels.block_statistics(self.call)
-
-    def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
-        num_queries = self.call.q.shape[2]
-        to_mean_mass = MASS_ONE // num_queries / normaliser
-        columns, own, beyond = self.kernels.block_masses(self.call, peak, to_mean_mass)
-        return _round(columns), _round(own), _round(beyond[..., : num_queries - 1])
-
-
-@dataclasses.dataclass(frozen=True)
 class XlaTiles:
     """Tiles of logits computed by XLA, on any platform."""
 
     q: Array
     k: Array
-    _: dataclasses.KW_ONLY
-    scale: float
-    block_ids: Array
-    num_blocks: int
-    valid_len: Array | None
+    context: SelectionContext
 
     @property
-    def _logits(self) -> tuple:
-        """Returns the arguments of `map_logits` after the body."""
-        seq_len = self.num_blocks * (self.k.shape[1] // self.block_ids.shape[0])
-        end = seq_len if self.valid_len is None else self.valid_len
+    def scale(self) -> float:
+        return self.context.scale_for(self.q.shape[-1])
+
+    def map(self, body: Callable) -> tuple[Array, ...]:
+        """Applies the body of `map_logits` to the logits of the last queries."""
+        context, end = self.context, self.context.valid_len
+        if end is None:
+            end = context.num_blocks * (self.k.shape[1] // context.block_ids.shape[0])
         positions = last_positions(self.q.shape[2], end)
-        return self.q, positions, self.k, self.block_ids, self.num_blocks
+        return map_logits(body, self.q, positions, self.k, context.block_ids, context.num_blocks)
 
     def statistics(self) -> tuple[Array, Array]:
         """Returns peak and sum of exp((x - peak) * scale): fp32 [B, Hq, n/g, u] each."""
-        block_size = self.k.shape[1] // self.block_ids.shape[0]
-        # Keeps a block's sum of terms <= 1 within 2^30.
-        term_one = float(1 << (MASS_BITS - (block_size - 1).bit_length()))
-
-        def body(logits, _):
-            peak = logits.max(-1)
-            terms = relative_exp(logits, peak[..., None], self.scale)
-            return peak, _round(terms * term_one).sum(-1, dtype=jnp.int32)
-
-        peak, total = map_logits(body, *self._logits)
-        return peak, total.astype(jnp.float32) * (1 / term_one)
+        return self.map(lambda logits, _: in_block(logits, self.scale))
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
         """Computes mean masses of columns and diagonals, from peaks and normalizers [B, Hq, u].
 
         Tails are this block's contributions to the diagonals of the next block's first keys.
         """
-        num_probe_queries = self.q.shape[2]
+        count = self.q.shape[2]
         to_mass = MASS_ONE / normaliser
 
-        def body(logits, _):  # [C, B, Hq, u, g]
+        def body(logits: Array, _: Array) -> tuple[Array, Array]:  # [C, B, Hq, u, g]
             terms = relative_exp(logits, peak[..., None], self.scale)
             mass = jnp.minimum(_round(terms * to_mass[..., None]), MASS_ONE)
-            return _mean_of_rows(mass, num_probe_queries), _mean_of_rows(
-                _skew(mass), num_probe_queries
-            )
+            return _mean_of_rows(mass, count), _mean_of_rows(_skew(mass), count)
 
-        columns, diagonals = map_logits(body, *self._logits)
+        columns, diagonals = self.map(body)
         block_size = columns.shape[-1]
         return columns, diagonals[..., :block_size], diagonals[..., block_size:]
 
 
+@dataclasses.dataclass(frozen=True)
+class _KernelTiles(XlaTiles):
+    """Tiles of logits computed by a backend's kernels, with a fixed order of additions."""
+
+    kernels: Estimate
+
+    @property
+    def call(self) -> ProbeCall:
+        context = self.context
+        where = context.block_ids, context.num_blocks
+        return ProbeCall(self.q, self.k, *where, self.scale, context.valid_len)
+
+    def statistics(self) -> tuple[Array, Array]:
+        return self.kernels.block_statistics(self.call)
+
+    def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
+        num_queries = self.q.shape[2]
+        to_mean_mass = MASS_ONE // num_queries / normaliser
+        columns, own, beyond = self.kernels.block_masses(self.call, peak, to_mean_mass)
+        return _round(columns), _round(own), _round(beyond[..., : num_queries - 1])
+
+
 def logit_scores(
-    q_BHuD: Array,
-    k_BnHD: Array,
-    *,
-    block_ids: Array,
-    num_blocks: int,
-    valid_len: Array | None = None,
+    q_BHuD: Array, k_BnHD: Array, context: SelectionContext
 ) -> tuple[Array, Array, Array]:
-    """Sums raw logits over columns, and over diagonals of blocks, without softmax or scale.
+    """Sums raw logits over columns, and over diagonals of blocks: as `softmax_scores`, in fp32.
 
     Columns not seen by all of the last queries get -inf, as in the reference implementation. The
-    scale is omitted because it does not change the order. Arguments and results as in
-    `softmax_scores`, in fp32.
+    scale is omitted because it does not change the order.
     """
-    block_size = k_BnHD.shape[1] // block_ids.shape[0]
+    block_size = k_BnHD.shape[1] // context.block_ids.shape[0]
 
-    def block_scores(logits, _):
+    def block_scores(logits: Array, _: Array) -> tuple[Array, Array]:
         seen = jnp.where(logits == -jnp.inf, 0.0, logits)
         return ordered_sum(logits), ordered_sum(_skew(seen))
 
-    end = num_blocks * block_size if valid_len is None else valid_len
-    queries = (q_BHuD, last_positions(q_BHuD.shape[2], end))
-    columns, diagonals = map_logits(block_scores, *queries, k_BnHD, block_ids, num_blocks)
+    columns, diagonals = XlaTiles(q_BHuD, k_BnHD, context).map(block_scores)
     return columns, diagonals[..., :block_size], diagonals[..., block_size:]
 
 
+def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
+    """Returns peak and sum of terms of a block's logits [..., u, g]: fp32 [..., u] each."""
+    # Keeps a block's sum of terms <= 1 within 2^30.
+    term_one = float(1 << (MASS_BITS - (logits.shape[-1] - 1).bit_length()))
+    peak = logits.max(-1)
+    terms = relative_exp(logits, peak[..., None], scale)
+    total = _round(terms * term_one).sum(-1, dtype=jnp.int32)
+    return peak, total.astype(jnp.float32) * (1 / term_one)
+
+
 def join_diagonals(own: Array, tails: Array) -> Array:
-    """Adds the tails [..., NB, num_probe_queries - 1] of each block to the next block's [..., NB, g].
+    """Adds the tails [..., NB, u - 1] of each block to the next block's [..., NB, g].
 
     Diagonal s is stored at the key that the last query sees at distance s: token V-1-s if that
     query is the last of V tokens.
@@ -231,19 +205,12 @@ def map_logits(
     num_blocks: int,
     chunk: int | None = None,
 ) -> tuple[Array, ...]:
-    """Applies `body` to the raw causal logits of every local block, in chunks of blocks.
+    """Applies `body` to the raw causal logits of every local block, C = `chunk` blocks at a time.
 
-    Args:
-        body: maps logits fp32 [C, B, Hq, u, g] (-inf for keys after the query) and the global
-            numbers of the chunk's blocks, int32 [C], to a tuple of arrays [C, B, Hq, ...]. Blocks
-            numbered NB are padding, after every query.
-        q_BHuD: some queries, at `query_positions` int32 [u].
-        k_BnHD, block_ids, num_blocks: as in `softmax_scores`.
-        chunk: C, the same for any number of ranks; None for a sixteenth of the sequence, at most 64
-            blocks.
-
-    Returns:
-        The tuple, with arrays [B, Hq, n/g, ...].
+    It maps logits fp32 [C, B, Hq, u, g] (-inf for keys after the query at `query_positions`, int32
+    [u]) and the global numbers of the blocks, int32 [C], to a tuple of arrays [C, B, Hq, ...]; here
+    they become [B, Hq, n/g, ...]. Blocks numbered NB are padding, after every query. C must be the
+    same for any number of ranks; the default is a sixteenth of the sequence, at most 64 blocks.
     """
     batch, _, kv_heads, head_dim = k_BnHD.shape
     num_heads, num_queries = q_BHuD.shape[1:3]
@@ -280,7 +247,7 @@ def map_logits(
         causal = key_positions[:, None, None, None] <= query_positions[:, None]
         return body(jnp.where(causal, logits, -jnp.inf), chunk_ids)
 
-    def to_local(x):  # [steps, C, B, Hq, ...] -> [B, Hq, n/g, ...]
+    def to_local(x: Array) -> Array:  # [steps, C, B, Hq, ...] -> [B, Hq, n/g, ...]
         x = x.reshape(steps * chunk, *x.shape[2:])[:num_local]
         return jnp.moveaxis(x, 0, 2)
 

@@ -32,7 +32,8 @@ class Probed(NamedTuple):
     """Scores of the rows of this rank.
 
     Attributes:
-        by_distance: int32 or fp32 [2, R, NB, g], scores of columns, and of diagonals by distance.
+        by_distance: int32 or fp32 [2, R, NB, g], scores of columns, and of diagonals by distance,
+            for each sequence. Entries after its tokens belong to no visible column or diagonal.
         heads: int32 [R], the query head of each row.
         spans: the sequences.
         mass_fraction: int32 [R], `SelectionContext.mass_fraction` of each row, or None.
@@ -59,66 +60,34 @@ class Kept(NamedTuple):
     saved: Array
 
 
-def probe(
-    q: Array, k: Array, context: SelectionContext, num_probe_queries: int, by_logits: bool
-) -> Probed:
-    """Scores columns and diagonals of whole sequences, by the queries before any padding.
+def probe(q: Array, k: Array, context: SelectionContext, count: int, by_logits: bool) -> Probed:
+    """Scores columns and diagonals of whole sequences, by the last `count` queries before padding.
 
-    With fewer than `num_probe_queries` valid tokens, all queries are used. Backends may differ in a score's
-    last bits, so a run should use a single one.
-
-    Args:
-        q, k, context: as in `Pattern.select`.
-        num_probe_queries: number of probe queries.
-        by_logits: whether scores are sums of raw logits, else mean softmax masses.
+    Scores are sums of raw logits, or mean softmax masses. With fewer valid tokens, all queries are
+    used. Backends may differ in a score's last bits, so a run should use a single one.
     """
-    where = context.block_ids, context.num_blocks
+    where = context.block_ids, context.num_blocks, context.axis_names
     seq_len = context.num_blocks * (q.shape[1] // context.block_ids.shape[0])
     valid_len = seq_len if context.valid_len is None else context.valid_len
-    last = estimate.last_positions(num_probe_queries, valid_len)
-    q_last = collectives.gather_rows(q, last, *where, context.axis_names).transpose(0, 2, 1, 3)
-    if by_logits:
-        scores = estimate.logit_scores(
-            q_last,
-            k,
-            block_ids=context.block_ids,
-            num_blocks=context.num_blocks,
-            valid_len=context.valid_len,
-        )
-    else:
-        scores = estimate.softmax_scores(
-            q_last,
-            k,
-            scale=context.scale_for(q.shape[3]),
-            backend=context.backend,
-            axis_names=context.axis_names,
-            block_ids=context.block_ids,
-            num_blocks=context.num_blocks,
-            valid_len=context.valid_len,
-        )
-    (vertical, own, tails), heads = collectives.to_heads(scores, *where, context.axis_names)
+    last = estimate.last_positions(count, valid_len)
+    q_last = collectives.gather_rows(q, last, *where).transpose(0, 2, 1, 3)
+    score = estimate.logit_scores if by_logits else estimate.softmax_scores
+    (vertical, own, tails), heads = collectives.to_heads(score(q_last, k, context), *where)
     slash = estimate.join_diagonals(own, tails)
     # Reverses diagonals, so that both are in ascending order of distance.
     slash = jnp.flip(slash, axis=(-2, -1))
     if context.valid_len is not None:
         # Token V-1-s stores diagonal s; entries that padding would store move to the end.
         slash = jnp.roll(slash.reshape(-1, seq_len), valid_len - seq_len, 1).reshape(slash.shape)
-    by_distance = jnp.stack([vertical, slash])
-    return Probed(
-        by_distance, heads, OneSpan(context.num_blocks, valid_len), _mass_fraction(q, context)
-    )
+    spans = OneSpan(context.num_blocks, valid_len)
+    return Probed(jnp.stack([vertical, slash]), heads, spans, _mass_fraction(q, context))
 
 
 def probe_documents(
-    q: Array,
-    k: Array,
-    context: SelectionContext,
-    slots: PackedSpans,
-    num_probe_queries: int,
-    by_logits: bool,
+    q: Array, k: Array, context: SelectionContext, slots: PackedSpans, count: int, by_logits: bool
 ) -> Probed:
-    """Variant of `probe` for each document in `slots`, with its own last queries."""
-    q_last = document_scores.last_queries(q, slots, context, num_probe_queries)
+    """Scores like `probe` within each document in `slots`, with its own last queries."""
+    q_last = document_scores.last_queries(q, slots, context, count)
     score = document_scores.logit_scores if by_logits else document_scores.softmax_scores
     (vertical, own, tails), heads = collectives.to_heads(
         score(q_last, k, slots, context), context.block_ids, context.num_blocks, context.axis_names
@@ -126,12 +95,8 @@ def probe_documents(
     # Tails never reach another document: the key that holds a diagonal is seen by the last query.
     slash = estimate.join_diagonals(own, tails)
     spans = slots.rows(collectives.entries_of(q.shape[0], q.shape[2], context.axis_names))
-    return Probed(
-        document_scores.by_distance(vertical, slash, spans),
-        heads,
-        spans,
-        _mass_fraction(q, context),
-    )
+    ordered = document_scores.by_distance(vertical, slash, spans)
+    return Probed(ordered, heads, spans, _mass_fraction(q, context))
 
 
 def _mass_fraction(q: Array, context: SelectionContext) -> Array | None:
@@ -154,8 +119,9 @@ def each_kind(
 ) -> Kept:
     """Selects the largest column keys, and the block diagonals of the largest diagonal keys.
 
-    `keys` and `rule` are from `ProbePattern.keys`. `most_columns`, int32 [R, E], are additional
-    column limits for each sequence.
+    Keys are uint32 [2, R, NB, g]. `nearest` returns how many block diagonals are always kept, given
+    the int32 number of diagonals kept. `most_columns`, int32 [R, E], are additional column limits
+    for each sequence.
     """
     if most_columns is not None:
         maximum = jnp.asarray(rule.maximum).at[0].min(most_columns)
@@ -179,14 +145,8 @@ def lists(
 ) -> tuple[VerticalSlashIndex, Array]:
     """Builds the index of whole sequences from the rows of all ranks, replicated.
 
-    Args:
-        kept: the selection for the rows of this rank.
-        capacities: of the lists of columns and of block diagonals.
-        sizes: B and Hq.
-        context: the shards of the sequence.
-
-    Returns:
-        The index, and `Kept.saved` as int32 [B, Hq].
+    Capacities are those of the lists of columns and of block diagonals, sizes are B and Hq. Also
+    returns `Kept.saved` as int32 [B, Hq].
     """
     columns, diagonals, saved = kept
     num_blocks, size = columns.shape[-2:]
@@ -194,8 +154,8 @@ def lists(
     tokens = top_p.ascending_entries(columns, capacities[0], num_blocks * size)
     blocks = jnp.where(diagonals, jnp.arange(num_blocks, dtype=jnp.int32), num_blocks)
     parts = jnp.sort(blocks, axis=-1)[:, : capacities[1]], tokens, saved[:, None]
-    found = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
-    slashes, verticals = found[..., : capacities[1]], found[..., capacities[1] : -1]
+    rows = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
+    slashes, verticals = rows[..., : capacities[1]], rows[..., capacities[1] : -1]
     index = VerticalSlashIndex(
         slash_blocks=slashes,
         slash_count=(slashes < num_blocks).sum(-1, dtype=jnp.int32),
@@ -203,7 +163,7 @@ def lists(
         vertical_count=(verticals < num_blocks * size).sum(-1, dtype=jnp.int32),
         block_size=size,
     )
-    return index, found[..., -1]
+    return index, rows[..., -1]
 
 
 def marks(
@@ -216,14 +176,9 @@ def marks(
 ) -> tuple[BlockMaskIndex, Array]:
     """Builds this rank's rows of the index of packed documents; dense ones keep all their pairs.
 
-    Args:
-        kept, sizes, context: as in `lists`.
-        spans: the documents in each row.
-        documents: the documents of each batch entry.
-        max_columns: capacity for columns of all documents of a sequence.
-
-    Returns:
-        The index, and fp32 [B, Hq], the sum of `Kept.saved` over documents.
+    The documents in each row are `spans`, those of each batch entry `documents`. The columns of all
+    documents of a sequence have room for `max_columns`. Also returns the sum of `Kept.saved` over
+    documents, fp32 [B, Hq].
     """
     rows, num_blocks = context.block_ids, context.num_blocks
     size, inside = kept.columns.shape[-1], spans.inside
@@ -231,10 +186,10 @@ def marks(
     diagonals = sets.pack(kept.diagonals & inside)[:, None]
     saved = kept.saved.sum(-1, dtype=jnp.int32).astype(jnp.uint32)
     parts = [x.reshape(len(inside), -1) for x in (columns, diagonals, saved)]
-    found = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
+    gathered = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
     words = sets.words_for(num_blocks)
-    columns, diagonals = found[..., : -words - 1], found[..., -words - 1 : -1]
-    saved = found[..., -1].astype(jnp.float32)
+    columns, diagonals = gathered[..., : -words - 1], gathered[..., -words - 1 : -1]
+    saved = gathered[..., -1].astype(jnp.float32)
 
     first = documents.of(rows).first  # [B, n]
     listed = sets.unpack(diagonals, num_blocks) | documents.dense[:, None]
@@ -257,5 +212,5 @@ def on_diagonals(diagonals: Array, first: Array, rows: Array) -> Array:
     num_blocks = diagonals.shape[-1]
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     # Row r sees key block c if diagonal r - c of its document, at block first + r - c, is kept.
-    place = jnp.clip(first[..., None] + rows[:, None] - blocks, 0, num_blocks - 1)
-    return jax.vmap(lambda kept, place: kept[:, place])(diagonals, place)
+    held_by = jnp.clip(first[..., None] + rows[:, None] - blocks, 0, num_blocks - 1)
+    return jax.vmap(lambda kept, block: kept[:, block])(diagonals, held_by)

@@ -12,7 +12,7 @@ from mtraining_jax.selection.scores.estimate import ordered_sum
 def block_means(x_BnHD: Array, block_ids: Array, ends: Array | None) -> Array:
     """Computes the mean over the tokens of each block: fp32 [B, H, n/g, D]; 0 for padding.
 
-    `ends`, int32 [B or 1, n/g] from `SelectionContext.ends`, is where the padding of a block begins.
+    `ends`, int32 [B or 1, n/g] from `SelectionContext.ends`, is where padding begins.
     """
     size = x_BnHD.shape[1] // block_ids.shape[0]
     blocks = x_BnHD.reshape(x_BnHD.shape[0], -1, size, *x_BnHD.shape[2:])

@@ -29,17 +29,12 @@ def heaviest_columns(
 ) -> Array:
     """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
-    Args:
-        q, k, context: as in `RowPattern.scores`.
-        count: C, maximum number of columns of a head.
-        rule: defines the forced blocks, which need no columns.
-
-    Returns:
-        int32 [B, Hq, C], ascending, padded with S, replicated. Columns without mass are dropped.
+    Other arguments as in `RowPattern.scores`. Returns int32 [B, Hq, C = `count`], ascending, padded
+    with S, replicated. Columns without mass are dropped.
     """
     num_blocks, seq_len = context.num_blocks, k.shape[1]
     end = seq_len if context.valid_len is None else context.valid_len
-    positions = spread_places(seq_len, end)
+    positions = spread_positions(seq_len, end)
     rows = collectives.gather_rows(
         q, positions, context.block_ids, num_blocks, context.axis_names
     ).transpose(0, 2, 1, 3)
@@ -50,23 +45,14 @@ def heaviest_columns(
     return jnp.pad(tokens, ((0, 0), (0, 0), (0, count - most)), constant_values=seq_len)
 
 
-def spread_places(seq_len: int, end: int | Array) -> Array:
+def spread_positions(seq_len: int, end: int | Array) -> Array:
     """Returns evenly spaced query positions before `end`: int32 [u] or [..., u]."""
     queries = min(_QUERIES, seq_len)
     numbers = jnp.arange(1, queries + 1, dtype=jnp.int32)
     return jnp.maximum(numbers * end // queries - 1, 0).astype(jnp.int32)
 
 
-def in_block(logits: Array, scale: float) -> tuple[Array, Array]:
-    """Returns peak and sum of terms of a block's logits [..., u, g]: fp32 [..., u] each."""
-    term_one = float(1 << (estimate.MASS_BITS - (logits.shape[-1] - 1).bit_length()))
-    peak = logits.max(-1)
-    terms = estimate.relative_exp(logits, peak[..., None], scale)
-    total = jnp.round(terms * term_one).astype(jnp.int32).sum(-1, dtype=jnp.int32)
-    return peak, total.astype(jnp.float32) * (1 / term_one)
-
-
-def of_keys(logits: Array, counts: Array, peak: Array, total: Array, scale: float) -> Array:
+def key_masses(logits: Array, counts: Array, peak: Array, total: Array, scale: float) -> Array:
     """Computes the mass of the keys of C blocks: int32 [C, B, Hq, g]; the total is 2^30.
 
     `counts`, bool [C, u], is whether to count a query's mass in a block; `peak` and `total`, fp32
@@ -83,11 +69,11 @@ def _far_masses(
 ) -> Array:
     """Computes the mass that rows [B, Hq, u, D] give to keys: int32 [B, Hq, NB, g]; total 2^30."""
     block_size = k.shape[1] // num_blocks
-    every = jnp.arange(num_blocks, dtype=jnp.int32)
-    of_one = 4 * rows.shape[0] * rows.shape[1] * rows.shape[2] * block_size
-    where = rows, positions, k, every, num_blocks, _rows_at_once(num_blocks, of_one)
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    block_bytes = 4 * rows.shape[0] * rows.shape[1] * rows.shape[2] * block_size
+    where = rows, positions, k, blocks, num_blocks, _blocks_per_step(num_blocks, block_bytes)
     block_peak, block_total = estimate.map_logits(
-        lambda logits, _: in_block(logits, scale), *where
+        lambda logits, _: estimate.in_block(logits, scale), *where
     )  # [B, Hq, NB, u]
     peak = block_peak.max(2)
     weight = estimate.relative_exp(block_peak, peak[:, :, None], scale)
@@ -97,23 +83,27 @@ def _far_masses(
     def masses(logits: Array, blocks: Array) -> tuple[Array]:
         distance = positions // block_size - blocks[:, None]  # [C, u]
         counts = (distance >= rule.local_blocks) & (blocks >= rule.sink_blocks)[:, None]
-        return (of_keys(logits, counts, peak, total, scale),)
+        return (key_masses(logits, counts, peak, total, scale),)
 
     return estimate.map_logits(masses, *where)[0]
 
 
 def masses_without(
-    rows: Array, places: Array, k: Array, tokens: Array, context: SelectionContext, *, like: Array
+    rows: Array,
+    positions: Array,
+    k: Array,
+    tokens: Array,
+    context: SelectionContext,
+    *,
+    like: Array,
 ) -> tuple[Array, Array]:
     """Splits the mass of query rows between key blocks and columns.
 
     Args:
-        rows: [B, Hq, n, r, D], r queries of each of n local blocks.
+        rows, positions: from `probe_rows.probe_rows`.
         k: [B, S, Hk, D], all keys, in sequence order.
-        places: int32 [B or 1, n, r], positions of the queries; -1 for queries without keys.
         tokens: int32 [B, Hq, C], the columns; S for padding.
         context: the shards of the sequence.
-        block_size: tokens per block (g).
         like: [B, n, Hq, D], the queries of the attention.
 
     Returns:
@@ -134,12 +124,12 @@ def masses_without(
             preferred_element_type=jnp.float32,
         ).reshape(*rows.shape[:-1], -1)
 
-    return left_over(rows, places, k, tokens[:, :, None], logits, context, like=like)
+    return left_over(rows, positions, k, tokens[:, :, None], logits, context, like=like)
 
 
 def left_over(
     rows: Array,
-    places: Array,
+    positions: Array,
     k: Array,
     tokens: Array,
     logits: Callable[[Array, Array, int], Array],
@@ -148,52 +138,48 @@ def left_over(
     like: Array,
     first_blocks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Generalization of `masses_without` to different columns for each row of blocks.
+    """Splits masses like `masses_without`, with columns [B, Hq, n or 1, C] of each row of blocks.
 
-    Args:
-        rows, k, places, shards, block_size, like: as in `masses_without`.
-        tokens: int32 [B, Hq, n or 1, C], the columns of each row of blocks; S for padding.
-        logits: computes logits of rows [B, Hq, size, r, D] with their columns, for `size` local
-            blocks from a given one on: fp32 [B, Hq, size, r, C].
-        first_blocks: int32 [B, n], the first block that each row of blocks sees; None for 0.
+    `logits` computes those of rows [B, Hq, size, r, D] with their columns, for `size` local blocks
+    from a given one on: fp32 [B, Hq, size, r, C]. No row sees blocks before `first_blocks`.
     """
     block_size = k.shape[1] // context.num_blocks
     masses, levels = row_scores.block_masses_and_levels(
         rows,
         row_scores.by_blocks(k, block_size),
-        places,
+        positions,
         first_blocks,
         scale=context.scale_for(rows.shape[-1]),
         like=like,
         backend=context.backend,
     )
-    of_columns = _column_masses(rows, places, levels, tokens, logits, context)
-    batch, heads, num_local, _ = of_columns.shape
-    own = jnp.ogrid[:batch, :heads, :num_local, :1][:3]
-    blocks = jnp.broadcast_to(tokens // block_size, of_columns.shape)
+    column_masses = _column_masses(rows, positions, levels, tokens, logits, context)
+    batch, heads, num_local, _ = column_masses.shape
+    rows_of = jnp.ogrid[:batch, :heads, :num_local, :1][:3]
+    blocks = jnp.broadcast_to(tokens // block_size, column_masses.shape)
     held = jnp.zeros((batch, heads, num_local, context.num_blocks), jnp.int32)
-    held = held.at[(*own, blocks)].add(of_columns, mode="drop")
+    held = held.at[(*rows_of, blocks)].add(column_masses, mode="drop")
     one = 1 / estimate.MASS_ONE
     left = jnp.maximum(masses - held.astype(jnp.float32) * one, 0.0)
-    return left, of_columns.sum(-1, dtype=jnp.int32).astype(jnp.float32) * one
+    return left, column_masses.sum(-1, dtype=jnp.int32).astype(jnp.float32) * one
 
 
 def steps_of(rows: Array, num_columns: int, num_blocks: int) -> tuple[int, int]:
     """Returns the number of steps, and of rows of blocks per step, for any number of ranks."""
     batch, heads, num_local, num_rows, dim = rows.shape
-    of_one = batch * heads * num_columns * max(4 * num_rows, rows.dtype.itemsize * dim)
-    size = _rows_at_once(num_blocks, of_one)
+    row_bytes = batch * heads * num_columns * max(4 * num_rows, rows.dtype.itemsize * dim)
+    size = _blocks_per_step(num_blocks, row_bytes)
     return -(-num_local // size), size
 
 
-def _rows_at_once(num_blocks: int, bytes_of_one: int) -> int:
+def _blocks_per_step(num_blocks: int, bytes_per_block: int) -> int:
     """Returns the number of blocks per step, as a function of the whole sequence only."""
-    return max(min(-(-num_blocks // _LEAST_STEPS), _STEP_BYTES // max(bytes_of_one, 1)), 1)
+    return max(min(-(-num_blocks // _LEAST_STEPS), _STEP_BYTES // max(bytes_per_block, 1)), 1)
 
 
 def _column_masses(
     rows: Array,
-    places: Array,
+    positions: Array,
     levels: Array,
     tokens: Array,
     logits: Callable[[Array, Array, int], Array],
@@ -206,7 +192,7 @@ def _column_masses(
     rows, levels = (
         jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (rows, levels)
     )
-    places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    positions = jnp.pad(positions, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
     same = tokens.shape[2] == 1
     if not same:
         tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -217,13 +203,12 @@ def _column_masses(
         return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis)
 
     def step(i: Array) -> Array:
-        found = logits(part(rows, i, 2), i * chunk, chunk)
-        own = tokens if same else part(tokens, i, 2)
-        seen = part(places, i, 1)[:, None, ..., None] >= own[:, :, :, None]
-        found = jnp.where(seen, found, -jnp.inf)
-        mass = estimate.relative_exp(found, part(levels, i, 2)[..., None], scale)
+        columns = tokens if same else part(tokens, i, 2)
+        seen = part(positions, i, 1)[:, None, ..., None] >= columns[:, :, :, None]
+        masked = jnp.where(seen, logits(part(rows, i, 2), i * chunk, chunk), -jnp.inf)
+        mass = estimate.relative_exp(masked, part(levels, i, 2)[..., None], scale)
         return jnp.round(mass * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
 
-    found = lax.map(step, jnp.arange(steps))
-    found = jnp.moveaxis(found, 0, 2).reshape(batch, heads, steps * chunk, -1)
-    return found[:, :, :num_local]
+    masses = lax.map(step, jnp.arange(steps))
+    masses = jnp.moveaxis(masses, 0, 2).reshape(batch, heads, steps * chunk, -1)
+    return masses[:, :, :num_local]

@@ -24,7 +24,7 @@ _MOST_STEPS = 64
 def block_masses(
     rows: Array,
     keys: Array,
-    places: Array,
+    positions: Array,
     first_blocks: Array | None = None,
     *,
     scale: float,
@@ -36,8 +36,8 @@ def block_masses(
     Args:
         rows: [B, Hq, n, r, E], r rows of each of n local query blocks.
         keys: [B, Hk, NB, c, E], c rows of each key block of the sequence, in order.
-        places: int32 [n, r] or [B or 1, n, r]: a row sees key row j of block b iff b * c + j <= its
-            entry here; rows with -1 see nothing and contribute nothing.
+        positions: int32 [n, r] or [B or 1, n, r]: a row sees key row j of block b iff b * c + j <=
+            its entry here; rows with -1 see nothing and contribute nothing.
         first_blocks: int32 [B, n], first key block that the rows of a block see; None for 0.
         scale: positive scale of the logits.
         like: [B, n, Hq, D], the queries of the attention, which determine the backend.
@@ -48,31 +48,28 @@ def block_masses(
         fp32 [B, Hq, n, NB], multiples of 2^-30; a row sums to the fraction of its r rows that see
         any key, up to rounding.
     """
-    places = places[None] if places.ndim == 2 else places
+    positions = positions[None] if positions.ndim == 2 else positions
     kernels = _kernels(rows, keys, like, backend)
     if kernels is None:
-        return _by_xla(rows, keys, places, first_blocks, scale)[0]
-    return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=False)
+        return _by_xla(rows, keys, positions, first_blocks, scale)[0]
+    return kernels.block_masses(rows, keys, positions, first_blocks, scale=scale, levels=False)
 
 
 def block_masses_and_levels(
     rows: Array,
     keys: Array,
-    places: Array,
+    positions: Array,
     first_blocks: Array | None = None,
     *,
     scale: float,
     like: Array,
     backend: str | None,
 ) -> tuple[Array, Array]:
-    """Returns `block_masses`, and the levels of rows: the product q k with weight 1.
-
-    Levels are fp32 [B, Hq, n, r]. `places` is int32 [B or 1, n, r].
-    """
+    """Returns `block_masses`, and fp32 [B, Hq, n, r]: the product q k of weight 1 in each row."""
     kernels = _kernels(rows, keys, like, backend)
     if kernels is None:
-        return _by_xla(rows, keys, places, first_blocks, scale)
-    return kernels.block_masses(rows, keys, places, first_blocks, scale=scale, levels=True)
+        return _by_xla(rows, keys, positions, first_blocks, scale)
+    return kernels.block_masses(rows, keys, positions, first_blocks, scale=scale, levels=True)
 
 
 def _kernels(rows: Array, keys: Array, like: Array, backend: str | None) -> Any:
@@ -87,7 +84,7 @@ def by_blocks(x: Array, block_size: int) -> Array:
 
 
 def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
-    """Zeroes tokens [B, n, H, D] of blocks at positions from `ends`, as in `SelectionContext.ends`, on."""
+    """Zeroes tokens [B, n, H, D] of blocks at positions from `SelectionContext.ends` on."""
     size = x.shape[1] // block_ids.shape[0]
     positions = block_ids[:, None] * size + jnp.arange(size, dtype=jnp.int32)
     counts = positions < ends[..., None]
@@ -95,16 +92,13 @@ def without_padding(x: Array, block_ids: Array, ends: Array) -> Array:
 
 
 def rows_at_once(batch: int, heads: int, num_rows: int, num_blocks: int, num_keys: int) -> int:
-    """Returns the rows of blocks per step, as a function of the whole sequence, not of the shard.
-
-    `num_rows` and `num_keys` are rows of queries and of keys of each block.
-    """
-    of_one = 4 * batch * heads * num_rows * num_blocks * num_keys
-    return max(min(_LOGIT_BYTES // of_one, num_blocks // _MOST_STEPS), 1)
+    """Returns the rows of blocks per step: a function of the whole sequence, not of the shard."""
+    bytes_per_row = 4 * batch * heads * num_rows * num_blocks * num_keys
+    return max(min(_LOGIT_BYTES // bytes_per_row, num_blocks // _MOST_STEPS), 1)
 
 
 def _by_xla(
-    rows: Array, keys: Array, places: Array, first_blocks: Array | None, scale: float
+    rows: Array, keys: Array, positions: Array, first_blocks: Array | None, scale: float
 ) -> tuple[Array, Array]:
     """Computes `block_masses` with levels in XLA, some rows of blocks at a time."""
     batch, heads, num_local, num_rows, dim = rows.shape
@@ -113,7 +107,7 @@ def _by_xla(
     steps = -(-num_local // chunk)
     padding = steps * chunk - num_local
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
-    places = jnp.pad(places, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    positions = jnp.pad(positions, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
     if first_blocks is not None:
         first_keys = jnp.pad(first_blocks * num_keys, ((0, 0), (0, padding)))
     keys = keys.reshape(batch, kv_heads, num_blocks * num_keys, dim)
@@ -122,13 +116,15 @@ def _by_xla(
     key_numbers = jnp.arange(num_blocks * num_keys, dtype=jnp.int32)
 
     def step(i: Array) -> tuple[Array, Array]:
-        own = lax.dynamic_slice_in_dim(rows, i * chunk, chunk, axis=2)
-        seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)[..., None] >= key_numbers
+        part = lax.dynamic_slice_in_dim(rows, i * chunk, chunk, axis=2)
+        seen = (
+            lax.dynamic_slice_in_dim(positions, i * chunk, chunk, axis=1)[..., None] >= key_numbers
+        )
         if first_blocks is not None:
             first = lax.dynamic_slice_in_dim(first_keys, i * chunk, chunk, axis=1)
             seen &= key_numbers >= first[:, :, None, None]
         logits = lax.dot_general(
-            own.reshape(batch, kv_heads, -1, dim),
+            part.reshape(batch, kv_heads, -1, dim),
             keys,
             (((3,), (3,)), ((0, 1), (0, 1))),
             precision=precision,
@@ -137,19 +133,16 @@ def _by_xla(
         logits = jnp.where(seen[:, None], logits, -jnp.inf)
         return _masses(logits.reshape(*logits.shape[:-1], num_blocks, num_keys), scale)
 
-    found = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, chunk, NB or r]
+    results = lax.map(step, jnp.arange(steps))  # [steps, B, Hq, chunk, NB or r]
     masses, levels = (
         jnp.moveaxis(x, 0, 2).reshape(batch, heads, steps * chunk, -1)[:, :, :num_local]
-        for x in found
+        for x in results
     )
     return masses, levels
 
 
 def _masses(logits: Array, scale: float) -> tuple[Array, Array]:
-    """Returns the mean softmax mass by block of logits [..., r, NB, c]: fp32 [..., NB].
-
-    Also returns the levels of the rows, fp32 [..., r].
-    """
+    """Returns the mean softmax mass by block of logits [..., r, NB, c], and the levels of rows."""
     num_rows, _, num_keys = logits.shape[-3:]
     # Keeps the sum of a block's terms, each at most one, within 2^30.
     term_one = float(1 << (estimate.MASS_BITS - (num_keys - 1).bit_length()))
