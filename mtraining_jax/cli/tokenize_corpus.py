@@ -5,10 +5,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, required_config
 from mtraining_jax.cli.model_command import at_least, run_command
@@ -35,41 +33,6 @@ Pre-tokenizes the documents of a run's [data] into token files, which runs then 
 _SECONDS_BETWEEN_LINES = 10
 
 
-class _Progress:
-    """Context manager: a progress bar on a terminal, a line every few seconds elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._begin = console, time.monotonic()
-        self._last = self._begin
-        self._bar = None
-        if console.is_terminal:
-            self._bar = Progress(
-                BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
-            )
-            # The total is unknown.
-            self._task = self._bar.add_task("reading", total=None)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, totals: Totals, read: int) -> None:
-        """Reports progress, as callback of `tokenize_corpus`."""
-        now = time.monotonic()
-        speed = read / 2**20 / max(now - self._begin, 1e-3)
-        line = f"read {read / 2**20:,.0f} MiB ({speed:,.1f} MiB/s), wrote {_words(totals)}"
-        if self._bar is not None:
-            self._bar.update(self._task, description=line)
-        elif now - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last = now
-            self._console.print(line, markup=False)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, or 2 after a user error."""
     return run_command(arguments, lambda: _USAGE, _run)
@@ -84,11 +47,23 @@ def _run(arguments: list[str]) -> int:
         raise UserError("--out FOLDER, the folder for the token files, is missing; see --help")
     config, out = load_config(required_config(options), options.overrides), options.out.expanduser()
     console = Console(highlight=False, soft_wrap=True)
-    begin = time.monotonic()
+    begin = reported = time.monotonic()
+
+    def report(totals: Totals, read: int) -> None:
+        """Shows progress: on a terminal always, elsewhere as a line every few seconds."""
+        nonlocal reported
+        now = time.monotonic()
+        speed = read / 2**20 / max(now - begin, 1e-3)
+        line = f"read {read / 2**20:,.0f} MiB ({speed:,.1f} MiB/s), wrote {_words(totals)}"
+        status.update(line)
+        if not console.is_terminal and now - reported >= _SECONDS_BETWEEN_LINES:
+            reported = now
+            console.print(line, markup=False)
+
     try:
-        with _Progress(console) as progress:
+        with console.status("reading") as status:
             totals = tokenize_corpus(
-                config.data, config.model.vocab_size, out, options.processes, progress
+                config.data, config.model.vocab_size, out, options.processes, report
             )
     except KeyboardInterrupt:
         raise UserError("interrupted; the same command resumes") from None

@@ -205,9 +205,9 @@ def test_the_command(corpus, tmp_path, capsys):
     for bad, words in (
         ([], "--out FOLDER, the folder for the token files, is missing"),
         ([f"--out={out}"], "--config NAME is missing; choose one of "),
-        ([f"--out={out}", "--processes=0", *arguments], "--processes=0 must be at least 1"),
-        ([f"--out={out}", "--processes=x"], "invalid int value: 'x'; see --help"),
-        ([f"--out={out}", "--data.path=a"], "unknown option --data.path"),
+        ([f"--out={out}", "--processes=0", *arguments], "--processes: 0 must be an integer of at least 1"),
+        ([f"--out={out}", "--processes=x"], "--processes: x must be an integer"),
+        ([f"--out={out}", "--config=tiny", "--data.pat=a"], "data.pat is not a field"),
     ):
         assert main(bad) == 2 and words in capsys.readouterr().err
     assert main(["--help"]) == 0 and "usage: python -m" in capsys.readouterr().out
