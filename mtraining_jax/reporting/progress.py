@@ -5,7 +5,6 @@ import datetime
 import errno
 import sys
 import time
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -91,12 +90,6 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def step_line(record: Record, total: int) -> str:

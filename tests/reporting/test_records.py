@@ -114,9 +114,10 @@ def test_all_output_of_a_replay_is_marked(config, capsys):
     assert len(lines) == 2
     assert all(line.endswith("; replayed density, not chosen") for line in lines)
     console = Console(force_terminal=True, width=300, highlight=False, soft_wrap=True)
-    with Display(console=console) as display:
-        display.start(0, 10)
-        display.step(found, line=False)
+    display = Display(console=console)
+    display.start(0, 10)
+    display.step(found, line=False)
+    display.stop()
     assert "replayed density, not chosen" in capsys.readouterr().out
 
 
@@ -280,12 +281,13 @@ def test_a_closed_terminal_does_not_end_a_run_before_its_signal():
 @pytest.mark.parametrize("terminal", [False, True])
 def test_display_shows_loss_and_eta(config, terminal, capsys):
     console = Console(force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
-    with Display(console=console) as display:
-        display.say("a [line] as it is")
-        display.start(0, 10)
-        display.step(record(config, 1), line=True)
-        display.step(record(config, 2), line=False)
-        display.step(record(config, 3), line=True)
+    display = Display(console=console)
+    display.say("a [line] as it is")
+    display.start(0, 10)
+    display.step(record(config, 1), line=True)
+    display.step(record(config, 2), line=False)
+    display.step(record(config, 3), line=True)
+    display.stop()
     printed = capsys.readouterr().out
     assert "a [line] as it is" in printed
     assert "step  1/10  loss 2.0000" in printed and "step  2/10" not in printed
@@ -295,10 +297,11 @@ def test_display_shows_loss_and_eta(config, terminal, capsys):
 
 
 def test_display_of_other_processes_is_silent(config, capsys):
-    with Display(enabled=False) as display:
-        display.say("nothing")
-        display.start(0, 10)
-        display.step(record(config, 1), line=True)
+    display = Display(enabled=False)
+    display.say("nothing")
+    display.start(0, 10)
+    display.step(record(config, 1), line=True)
+    display.stop()
     assert capsys.readouterr().out == ""
 
 

@@ -43,7 +43,8 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
     try:
         check_devices()
         with contextlib.ExitStack() as opened:
-            display = opened.enter_context(Display(enabled=distributed.is_first()))
+            display = Display(enabled=distributed.is_first())
+            opened.callback(display.stop)
             check_same_configuration(config)
             records = _run(config, display, signals, opened)
     except (UserError, Stopped) as reason:
