@@ -32,6 +32,7 @@ class Gathered(NamedTuple):
     index: BlockSparseIndex  # non-causal, of slots and all keys
 
 
+@jax.numpy_rank_promotion("allow")
 def chunk_attention(
     q: Array,
     k: Array,
@@ -90,6 +91,7 @@ def _with_past_fwd(scale, backend, q, k, v, index, rows, own):
     return (out, lse), (q, k, v, index, rows, own, out, lse)
 
 
+@jax.numpy_rank_promotion("allow")
 def _with_past_bwd(scale, backend, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, index, rows, (out_own, lse_own), out, lse = residuals

@@ -15,6 +15,7 @@ from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import gather_columns
 
 
+@jax.numpy_rank_promotion("allow")
 def attention(
     q: Array,
     k: Array,

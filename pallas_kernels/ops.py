@@ -1,5 +1,6 @@
 """Kernel calls over arrays of one device: plan once, then run forward and backward."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -12,6 +13,7 @@ from pallas_kernels.tiles import Columns, Tiles
 from pallas_kernels.tiles.protocol import check_shape
 
 
+@jax.numpy_rank_promotion("allow")
 def plan(
     q: Shaped,
     k: Shaped,
@@ -47,6 +49,7 @@ def plan(
     )
 
 
+@jax.numpy_rank_promotion("allow")
 def forward(
     q: Array,
     k: Array,
@@ -95,6 +98,7 @@ def forward(
     return backends.named(plan.backend).forward(call)
 
 
+@jax.numpy_rank_promotion("allow")
 def backward(
     q: Array,
     k: Array,
@@ -154,6 +158,7 @@ def backward(
     return backends.named(plan.backend).backward(call)
 
 
+@jax.numpy_rank_promotion("allow")
 def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:
     """Computes delta, the sum over D of out * dout in fp32, which `backward` needs for every row.
 

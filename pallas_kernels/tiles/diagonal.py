@@ -15,9 +15,22 @@ from jax import Array
 from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles, check_lists, check_shape
 
 
+class _Diagonals(Tiles):
+    offsets: Array
+    listed: ClassVar[bool] = False
+
+    @property
+    def row_entries(self) -> Array:
+        return self.offsets
+
+    @property
+    def column_entries(self) -> Array:
+        return self.offsets
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DiagonalTiles(Tiles):
+class DiagonalTiles(_Diagonals):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
 
     Local query block i computes local key block i - o for every valid offset o for which that
@@ -36,7 +49,6 @@ class DiagonalTiles(Tiles):
     # key blocks that a query block sees.
     end_queries: Array | None = None
 
-    listed: ClassVar[bool] = False
     num_segments: ClassVar[int] = 1
 
     @classmethod
@@ -62,14 +74,6 @@ class DiagonalTiles(Tiles):
             dense=True,
         )
 
-    @property
-    def row_entries(self) -> Array:
-        return self.offsets
-
-    @property
-    def column_entries(self) -> Array:
-        return self.offsets
-
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         farthest = _farthest(rows, self.first_keys)
@@ -92,7 +96,7 @@ class DiagonalTiles(Tiles):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SegmentedDiagonals(Tiles):
+class SegmentedDiagonals(_Diagonals):
     """Block diagonals of one query shard over several consecutive key shards (segments).
 
     A run of offsets belongs to one segment: query block i computes key block i - o for every offset
@@ -112,16 +116,6 @@ class SegmentedDiagonals(Tiles):
     # [B, 1, R, nk / num_segments].
     first_keys: Array | None = None
     end_queries: Array | None = None
-
-    listed: ClassVar[bool] = False
-
-    @property
-    def row_entries(self) -> Array:
-        return self.offsets
-
-    @property
-    def column_entries(self) -> Array:
-        return self.offsets
 
     def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)

@@ -1,7 +1,7 @@
 """The Triton implementation of `pallas_kernels.interface.Backend`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -139,97 +139,49 @@ class Triton(Backend):
         of: ForwardCall | BackwardCall,
         q: Array,
         *,
-        arrays: Mapping[str, Array | None],
+        arrays: dict[str, Any],
         outputs: dict[str, jax.ShapeDtypeStruct],
         numbers: dict[str, float],
-        constants: dict[str, bool],
+        constants: dict[str, Any],
     ) -> dict[str, Array]:
-        plan, k, work = of.plan, of.k, of.plan.work.queries
+        plan, work = of.plan, of.plan.work.queries
+        arrays = arrays | dict(items=work.items, run_first=work.run_first, run_last=work.run_last)
+        constants = constants | dict(
+            RUNS=0 if work.run_first is None else work.run_first.shape[2],
+            HAS_TILES=plan.has_tiles,
+            HAS_COLUMNS=plan.columns is not None,
+        )
         call = Call(
             kernel,
-            {
-                "q": q,
-                "k": k,
-                "v": of.v,
-                "items": work.items,
-                "lists": work.lists,
-                "diagonal": work.diagonal,
-                "run_first": work.run_first,
-                "run_last": work.run_last,
-                **_columns(of),
-                **arrays,
-            },
+            {**_inputs(of, work), **_columns(of), **arrays, "q": q},
             outputs,
-            {
-                **numbers,
-                "query_length": q.shape[1],
-                "key_length": k.shape[1],
-                "capacity": work.lists.shape[-1],
-                "num_columns": _count(plan.columns),
-            },
-            {
-                **constants,
-                "HEADS": q.shape[2],
-                "KV_HEADS": k.shape[2],
-                "DIM": q.shape[3],
-                "LISTED": work.listed,
-                "RUNS": 0 if work.run_first is None else work.run_first.shape[2],
-                "HAS_TILES": plan.has_tiles,
-                "HAS_COLUMNS": plan.columns is not None,
-                "ROWS": config.rows,
-                "KEYS": config.keys,
-            },
+            {**numbers, **_lengths(of, work), "num_columns": _count(plan.columns)},
+            {**constants, **_constants(of, work, config)},
             (work.items.shape[0] * (BLOCK // config.rows),),
             config,
         )
         return self._run(call)
 
-    def _of_blocks(
-        self, of: BackwardCall, rows: dict[str, Array], scales: dict[str, float]
-    ) -> Pair:
+    def _of_blocks(self, of: BackwardCall, rows: dict[str, Any], scales: dict[str, float]) -> Pair:
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv
 
-        q, k, work, config = of.q, of.k, of.plan.work.keys, self._configs(of.q).dkdv
+        k, work, config = of.k, of.plan.work.keys, self._configs(of.q).dkdv
         items = work.items[_column_items(of) :]
         like = jax.ShapeDtypeStruct(k.shape, jnp.float32)
-        outputs, absent, in_parts = {"dk": like, "dv": like}, {}, 0
+        arrays = rows | dict(items=items, first_entries=work.first, last_entries=work.last)
+        outputs, in_parts = {"dk": like, "dv": like}, 0
         if work.heavy is None:
-            absent = {"dk_parts": None, "dv_parts": None}
+            arrays |= {"dk_parts": None, "dv_parts": None}
         else:
             in_parts = work.heavy.shape[-1] * PARTS * BLOCK
             like = jax.ShapeDtypeStruct((k.shape[0], in_parts, *k.shape[2:]), jnp.float32)
             outputs |= {"dk_parts": like, "dv_parts": like}
         call = Call(
             attention_dkdv,
-            {
-                "q": q,
-                "k": k,
-                "v": of.v,
-                **rows,
-                "items": items,
-                "lists": work.lists,
-                "diagonal": work.diagonal,
-                "first_entries": work.first,
-                "last_entries": work.last,
-                **absent,
-            },
+            {**_inputs(of, work), **arrays},
             outputs,
-            {
-                **scales,
-                "query_length": q.shape[1],
-                "key_length": k.shape[1],
-                "capacity": work.lists.shape[-1],
-                "parts_length": in_parts,
-            },
-            {
-                "HEADS": q.shape[2],
-                "KV_HEADS": k.shape[2],
-                "DIM": q.shape[3],
-                "LISTED": work.listed,
-                "PARTS": 0 if work.heavy is None else PARTS,
-                "ROWS": config.rows,
-                "KEYS": config.keys,
-            },
+            {**scales, **_lengths(of, work), "parts_length": in_parts},
+            {**_constants(of, work, config), "PARTS": 0 if work.heavy is None else PARTS},
             (items.shape[0] * (BLOCK // config.keys),),
             config,
         )
@@ -239,9 +191,7 @@ class Triton(Backend):
         dk = join_parts(work.heavy, found["dk"], found["dk_parts"])
         return dk, join_parts(work.heavy, found["dv"], found["dv_parts"])
 
-    def _of_columns(
-        self, of: BackwardCall, rows: dict[str, Array], scales: dict[str, float]
-    ) -> Pair:
+    def _of_columns(self, of: BackwardCall, rows: dict[str, Any], scales: dict[str, float]) -> Pair:
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv_columns
 
         q, config, count = of.q, self._configs(of.q).dkdv, _column_items(of)
@@ -271,6 +221,22 @@ class Triton(Backend):
 
     def _run(self, call: Call) -> dict[str, Array]:
         return (self.run or run_on_gpu)(call)
+
+
+def _inputs(of: ForwardCall | BackwardCall, work: QueryWork | KeyWork) -> dict[str, Any]:
+    return dict(q=of.q, k=of.k, v=of.v, lists=work.lists, diagonal=work.diagonal)
+
+
+def _lengths(of: ForwardCall | BackwardCall, work: QueryWork | KeyWork) -> dict[str, int]:
+    capacity = work.lists.shape[-1]
+    return dict(query_length=of.q.shape[1], key_length=of.k.shape[1], capacity=capacity)
+
+
+def _constants(
+    of: ForwardCall | BackwardCall, work: QueryWork | KeyWork, config: Config
+) -> dict[str, int]:
+    sizes = dict(HEADS=of.q.shape[2], KV_HEADS=of.k.shape[2], DIM=of.q.shape[3])
+    return sizes | dict(LISTED=work.listed, ROWS=config.rows, KEYS=config.keys)
 
 
 def _columns(of: ForwardCall | BackwardCall) -> dict[str, Any]:

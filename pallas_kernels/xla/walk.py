@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,36 +25,6 @@ class Walk:
     of_queries: bool = jax.tree.static()  # whether own blocks are query blocks, else key blocks
     num_others: int = jax.tree.static()  # number of blocks of the other side
     block_size: int = jax.tree.static()
-
-    @classmethod
-    def of_rows(cls, tiles: Tiles, num_rows: int, num_columns: int) -> Self:
-        first, last = tiles.row_ranges(num_rows, num_columns)
-        if first.ndim == 3:
-            first, last = first[:, :, None], last[:, :, None]
-        return cls(
-            tiles.row_entries,
-            first,
-            last,
-            tiles.diagonal,
-            tiles.listed,
-            True,
-            num_columns,
-            tiles.block_size,
-        )
-
-    @classmethod
-    def of_columns(cls, tiles: Tiles, num_rows: int, num_columns: int) -> Self:
-        first, last = tiles.column_ranges(num_rows, num_columns)
-        return cls(
-            tiles.column_entries,
-            first[:, :, None],
-            last[:, :, None],
-            tiles.diagonal,
-            tiles.listed,
-            False,
-            num_rows,
-            tiles.block_size,
-        )
 
     def fold(self, own: Array, step: Callable, state: Any) -> Any:
         """Folds step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries."""
@@ -105,9 +75,16 @@ class XlaWork:
 def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
     if tiles is None:
         return XlaWork(None, None)
-    num_rows, num_columns = num_queries // tiles.block_size, num_keys // tiles.block_size
+    sizes = num_queries // tiles.block_size, num_keys // tiles.block_size
+
+    def walk(entries: Array, ranges: tuple[Array, Array], of_queries: bool) -> Walk:
+        first, last = (x if x.ndim == 4 else x[:, :, None] for x in ranges)
+        num_others, g = sizes[of_queries], tiles.block_size
+        return Walk(entries, first, last, tiles.diagonal, tiles.listed, of_queries, num_others, g)
+
     return XlaWork(
-        Walk.of_rows(tiles, num_rows, num_columns), Walk.of_columns(tiles, num_rows, num_columns)
+        walk(tiles.row_entries, tiles.row_ranges(*sizes), of_queries=True),
+        walk(tiles.column_entries, tiles.column_ranges(*sizes), of_queries=False),
     )
 
 
