@@ -119,10 +119,10 @@ class LongBench(PublishedTask):
     def score(self, sample: Sample, answer_text: str) -> float:
         if self.part in _FIRST_LINE:
             answer_text = answer_text.lstrip("\n").partition("\n")[0]
-        rule = self.parts[self.part].rule
-        if rule is classification:
-            classes = self.records()[sample.number]["all_classes"] or ()
-            rule = functools.partial(classification, classes=classes)
+        if self.parts[self.part].rule is not classification:
+            return super().score(sample, answer_text)
+        classes = self.records()[sample.number]["all_classes"] or ()
+        rule = functools.partial(classification, classes=classes)
         return best(rule, answer_text, map(str, sample.references))
 
 
@@ -136,13 +136,6 @@ def right_letter(answer: str, letter: str) -> float:
     return 0.0
 
 
-# prompts/0shot.txt of THUDM/LongBench (MIT license).
-_V2_TEMPLATE = (
-    "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>"
-    "\n\nWhat is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n"
-    "(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}\n\n"
-    'Format your response as follows: "The correct answer is (insert answer here)".'
-)
 _V2_SHOWN = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D")
 
 
@@ -166,10 +159,7 @@ class LongBenchV2(PublishedTask):
         return Path(self.longbench_v2 or "").expanduser()
 
     def prompt(self, record: Record) -> str:
-        return _V2_TEMPLATE.format(**{field: record[field].strip() for field in _V2_SHOWN})
+        return self.template().format(**{field: record[field].strip() for field in _V2_SHOWN})
 
     def references(self, record: Record) -> tuple[str, ...]:
         return (record["answer"],)
-
-    def score(self, sample: Sample, answer_text: str) -> float:
-        return right_letter(answer_text, str(sample.references[0]))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
+from mtraining_jax.evaluation.tasks.metrics import best
 from mtraining_jax.evaluation.tasks.records import read_records
 from mtraining_jax.evaluation.tasks.task import Sample, Task
 
@@ -90,6 +91,10 @@ class PublishedTask(Task):
             max_new_tokens=max_new_tokens,
             cut_tokens=cut,
         )
+
+    def score(self, sample: Sample, answer_text: str) -> float:
+        """Scores an answer by the rule of its part, the maximum over the references."""
+        return best(self.parts[self.part].rule, answer_text, map(str, sample.references))
 
 
 @functools.cache
