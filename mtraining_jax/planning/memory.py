@@ -114,10 +114,11 @@ def _kept(config: Config) -> int:
 
 
 def index_bytes(config: Config) -> int:
-    """Bytes of one layer's index on one device; indices `by_rows` are sharded."""
+    """Bytes of one layer's index on one device; indices `row_sharded` are sharded."""
     numbers, _ = _capacities(config)
     whole = 4 * config.local_rows * config.model.num_heads * numbers
-    return whole // config.ranks if _row_sharded(config) else whole
+    sharded = config.sparsity.pattern.row_sharded(config.data.has_documents)
+    return whole // config.ranks if sharded else whole
 
 
 def _work_lists(config: Config) -> int:
@@ -130,7 +131,7 @@ def _work_lists(config: Config) -> int:
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
     lists = config.local_rows * model.num_heads * gathered
     lists += 4 * blocks * model.num_heads * columns
-    if _row_sharded(config):
+    if sparsity.pattern.row_sharded(config.data.has_documents):
         # int32 per pair of local query block and key block of the node, and the transpose.
         keys = config.data.seq_len // config.parallel.nodes // sparsity.block_size
         lists += 2 * 4 * blocks * model.num_heads * keys
@@ -141,10 +142,6 @@ def _capacities(config: Config) -> tuple[int, int]:
     """Capacity of one head's index: entries, and columns among them."""
     num_blocks = config.data.seq_len // config.sparsity.block_size
     return pattern_costs.capacities(config.sparsity.pattern, num_blocks, config.data.has_documents)
-
-
-def _row_sharded(config: Config) -> bool:
-    return config.sparsity.pattern.row_sharded(config.data.has_documents)
 
 
 def _layer(config: Config) -> int:
