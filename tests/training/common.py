@@ -20,10 +20,7 @@ VERTICAL_SLASH = {
 }  # fmt: skip
 # For heads of 16: the short factors up to 32 tokens, the long ones above.
 LONGROPE = LongRopeScaling(
-    factor=4.0,
-    original_max_position_embeddings=32,
-    short_factor=(1.0,) * 8,
-    long_factor=(2.0,) * 8,
+    factor=4.0, original_max_position_embeddings=32, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8
 )
 
 

@@ -107,8 +107,8 @@ def test_too_little_validation_data_is_refused(held_out):
     with pytest.raises(UserError) as error:
         run(changed(held_out, eval={"num_batches": 4}))
     assert str(error.value) == (
-        "eval.num_batches = 4 with eval.data.batch_size = 3 needs 12 sequences, but eval.data has only "
-        "9 of 64 tokens; reduce eval.num_batches"
+        "eval.num_batches = 4 with eval.data.batch_size = 3 needs 12 sequences, but eval.data has "
+        "only 9 of 64 tokens; reduce eval.num_batches"
     )
     data = changed(held_out, data={"paths": ("nowhere.npy",)}).data
     with pytest.raises(UserError, match='^eval.data.paths: "nowhere.npy" does not exist'):
