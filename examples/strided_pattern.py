@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mtraining_jax import Pattern, Selection, SelectionContext
-from mtraining_jax.utils.limits import PositiveInt, check_limits
+from mtraining_jax.utils.limits import PositiveInt
 from pallas_kernels import BlockSparseIndex
 
 
@@ -30,9 +30,6 @@ class Strided(Pattern):
     stride: PositiveInt = 8
     block_size: PositiveInt = 128
 
-    def __post_init__(self):
-        check_limits(self)
-
     def select(self, q: jax.Array, k: jax.Array, context: SelectionContext) -> Selection:
         """Selects the same blocks for every head, independent of q and k."""
         blocks = jnp.arange(context.num_blocks)
@@ -42,5 +39,4 @@ class Strided(Pattern):
         return Selection(BlockSparseIndex.from_block_mask(seen, self.block_size))
 
     def describe(self) -> str:
-        """Description for the start of a run."""
         return f"a window of {self.window} blocks and one block in {self.stride} before it"

@@ -10,7 +10,7 @@ from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.patterns.registry import parse_options
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_limits
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
 from pallas_kernels import VerticalSlashIndex
 
 
@@ -27,9 +27,6 @@ class Window(Pattern):
     blocks: PositiveInt = 16
     columns: NonNegativeInt = 32
     block_size: PositiveInt = 128
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         heads, num_blocks = (q.shape[0], q.shape[2]), context.num_blocks

@@ -128,10 +128,10 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
         with jax.named_scope("selection"):
             selection = select_pairs(pattern, q, k, context)
         row_sharded = _row_sharded(inputs)
-        if selection.index.by_rows != row_sharded:
+        if selection.index.row_sharded != row_sharded:
             raise ValueError(
-                f"{type(pattern).__name__}.by_rows={row_sharded}, but it returned a "
-                f"{type(selection.index).__name__} with by_rows={selection.index.by_rows}; "
+                f"{type(pattern).__name__}.row_sharded={row_sharded}, but it returned a "
+                f"{type(selection.index).__name__} with row_sharded={selection.index.row_sharded}; "
                 "they must be equal"
             )
         return selection
@@ -148,7 +148,7 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
 
 def _row_sharded(inputs: AttentionInputs) -> bool:
     if isinstance(inputs.pattern, Index):
-        return inputs.pattern.by_rows
+        return inputs.pattern.row_sharded
     assert inputs.pattern is not None
     return inputs.pattern.row_sharded(inputs.documents is not None)
 

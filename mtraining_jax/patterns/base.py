@@ -5,7 +5,6 @@ A pattern is one class in one file: its fields, and how it selects pairs. It is 
 complete one.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import ClassVar, Self
@@ -75,7 +74,7 @@ def _register(cls: type[Pattern]) -> None:
     if not cls.arrays:
         jax.tree_util.register_static(cls)
         return
-    static = [field.name for field in dataclasses.fields(cls) if field.name not in cls.arrays]
+    static = [name for name in fields_of(cls) if name not in cls.arrays]
     jax.tree_util.register_dataclass(cls, data_fields=list(cls.arrays), meta_fields=static)
 
 

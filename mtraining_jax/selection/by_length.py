@@ -24,15 +24,7 @@ def pairs_by_length(
     """Counts the computed pairs in documents of each length class, relative to the sequence.
 
     Class k has the documents of 2^k to 2^(k+1) - 1 blocks (`data.densities.length_classes`).
-
-    Args:
-        index: index with this rank's rows, at `rows`.
-        rows: positions of these rows.
-        documents: documents of each sequence, [B, NB].
-        seq_len: S.
-
-    Returns:
-        fp32 [B, Hq] per class, by name: computed pairs over S (S + 1) / 2.
+    Returns fp32 [B, Hq] per class, by name: computed pairs in all `rows` over S (S + 1) / 2.
 
     Raises:
         UserError: if the index cannot count the pairs of its rows.
@@ -50,8 +42,8 @@ def pairs_by_length(
     sums = jnp.where(inside, parts[:, None], 0).sum(-1, dtype=jnp.int32)
     high, low = rows.total(sums).astype(jnp.float32)
     # As a float: of 65536 tokens and more there are too many pairs for an int32.
-    shares = (high * 2**_PART + low) / float(causal_pairs(seq_len))
-    return {f"{_NAME}{number}": share for number, share in enumerate(shares)}
+    fractions = (high * 2**_PART + low) / float(causal_pairs(seq_len))
+    return {f"{_NAME}{number}": fraction for number, fraction in enumerate(fractions)}
 
 
 def take_pairs_by_length(statistics: MutableMapping[str, Any]) -> np.ndarray | None:

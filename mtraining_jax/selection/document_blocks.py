@@ -25,7 +25,7 @@ class DocumentBlocks(NamedTuple):
 
     @classmethod
     def from_table(cls, table: Array) -> "DocumentBlocks":
-        """Builds it from a table int32 [B, NB, 3] as in `Documents`; no document is dense."""
+        """Builds it from the table int32 [B, NB, 3] of `Documents`; no document is dense."""
         first, end, tokens = (table[..., i].astype(jnp.int32) for i in range(3))
         inside = tokens > 0
         return cls(first, jnp.where(inside, end - first, 0), tokens, jnp.zeros_like(inside))

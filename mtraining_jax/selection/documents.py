@@ -55,10 +55,10 @@ class Documents:
         """
         _check_sizes(seq_len, block_size)
         rows = []
-        for row, own in enumerate(lengths):
-            own = _integers(f"lengths[{row}]", own)
-            ends = np.cumsum(-(-own // block_size)) * block_size
-            rows.append(_spans(np.append(0, ends)[:-1], own, seq_len, block_size, "lengths"))
+        for row, tokens in enumerate(lengths):
+            tokens = _integers(f"lengths[{row}]", tokens)
+            ends = np.cumsum(-(-tokens // block_size)) * block_size
+            rows.append(_spans(np.append(0, ends)[:-1], tokens, seq_len, block_size, "lengths"))
         return cls._from_rows(rows, seq_len, block_size)
 
     @classmethod

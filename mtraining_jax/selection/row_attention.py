@@ -25,11 +25,7 @@ class Keys(NamedTuple):
         k: [B, n, Hk, D], local keys.
         v: [B, n, Hk, D], local values; None if no output is needed.
         index: a causal index with all of its rows, in sequence order.
-        block_ids: int32 [n/g], global number of each local block.
-        num_blocks: NB, blocks of the whole sequence.
-        axis_names: mesh axes the sequence is sharded over.
-        scale: scale of the logits.
-        documents: documents of each sequence, or None.
+        block_ids, num_blocks, axis_names, scale, documents: as in `SelectionContext`.
     """
 
     k: Array
@@ -53,7 +49,7 @@ class Keys(NamedTuple):
         scale: float | None = None,
         documents: DocumentBlocks | None = None,
     ) -> "Keys":
-        """Builds it from local shards; a `by_rows` index has the local rows.
+        """Builds it from local shards; a `row_sharded` index has the local rows.
 
         Raises:
             ValueError: if the index is not causal.
@@ -251,33 +247,33 @@ class _Chunk(NamedTuple):
         batch, num_rows, num_heads, width = x_BRHD.shape
         y = self.take(y_BnHkD)
         x = x_BRHD.reshape(batch, num_rows, y.shape[2], -1, width)
-        found = jnp.einsum(
+        logits = jnp.einsum(
             "brkgd,btkd->bkgrt", x, y, precision=_precision(y), preferred_element_type=jnp.float32
         )
-        return found.reshape(batch, num_heads, num_rows, -1)
+        return logits.reshape(batch, num_heads, num_rows, -1)
 
     def weighted(self, weights_BHRt: Array, y_BnHkD: Array) -> Array:
         """Sums local keys or values with weights, rounded to their dtype: fp32 [B, Hq, R, D]."""
         y = self.take(y_BnHkD)
         batch, num_heads, num_rows, tokens = weights_BHRt.shape
         weights = weights_BHRt.astype(y.dtype).reshape(batch, y.shape[2], -1, num_rows, tokens)
-        found = jnp.einsum(
+        sums = jnp.einsum(
             "bkgrt,btkd->bkgrd",
             weights,
             y,
             precision=_precision(y),
             preferred_element_type=jnp.float32,
         )
-        return found.reshape(batch, num_heads, num_rows, -1)
+        return sums.reshape(batch, num_heads, num_rows, -1)
 
     def logits(self, q_BRHD: Array, positions: Array) -> Array:
         """Computes raw logits, -inf where a row does not see a key."""
         size = self.keys.block_size
-        places = (self.ids[:, None] * size + jnp.arange(size)).reshape(-1)
-        seen = (places <= positions[:, None])[None]
+        key_positions = (self.ids[:, None] * size + jnp.arange(size)).reshape(-1)
+        seen = (key_positions <= positions[:, None])[None]
         if self.keys.documents is not None:
-            own = self.keys.documents.of(positions // size).contain(self.ids)  # [B, R, C]
-            seen &= jnp.repeat(own, size, axis=-1)
+            same = self.keys.documents.of(positions // size).contain(self.ids)  # [B, R, C]
+            seen &= jnp.repeat(same, size, axis=-1)
         return jnp.where(seen[:, None], self.products(q_BRHD, self.keys.k), -jnp.inf)
 
     def listed(self, positions: Array, num_heads: int) -> Array:

@@ -40,7 +40,7 @@ class BlockMaskIndex(TiledIndex):
     column_start: Array | None = None
 
     causal = True
-    by_rows: ClassVar[bool] = True
+    row_sharded: ClassVar[bool] = True
 
     @classmethod
     def from_block_mask(cls, mask: Array, block_size: int, rows: Array | None = None) -> Self:
@@ -57,10 +57,9 @@ class BlockMaskIndex(TiledIndex):
     def with_columns(self, tokens: Array, rows: Array | None = None) -> Self:
         """Returns a copy with these columns, which every later row sees, instead of its own.
 
-        Args:
-            tokens: int32 [B, Hq, C], C >= 1 (the new `max_columns`), global positions in any order;
-                those outside of the sequence are padding.
-            rows: int32 [rows], global block number of each row; None for 0, 1, ...
+        `tokens` are int32 [B, Hq, C], C >= 1 (the new `max_columns`), global positions in any
+        order; those outside of the sequence are padding. `rows`, int32 [rows], is the block number
+        of each row.
         """
         seq_len = self.known_seq_len()
         tokens = jnp.where((tokens >= 0) & (tokens < seq_len), tokens, seq_len)

@@ -11,7 +11,7 @@ from pallas_kernels.tiles import Columns, Tiles
 
 
 class Rows(NamedTuple):
-    """Positions of the rows of a `by_rows` index, for one of the ranks that hold some."""
+    """Positions of the rows of a `row_sharded` index, for one of the ranks that hold some."""
 
     blocks: Array  # int32 [n], the global block number of each local row
     total: Callable[[Any], Any]  # sums integer arrays (a pytree) over all ranks that hold rows
@@ -25,13 +25,13 @@ class Index(abc.ABC):
     Attributes:
         block_size: g, tokens per block (static).
         causal: whether pairs with k > q are excluded, even if listed (static).
-        by_rows: whether axis 2 of all arrays are rows, one per query block, of which each rank
+        row_sharded: whether axis 2 of all arrays are rows, one per query block, of which each rank
             holds those of its own blocks, in its order. Other indices are replicated.
     """
 
     block_size: int
     causal: bool
-    by_rows: ClassVar[bool] = False
+    row_sharded: ClassVar[bool] = False
 
     @abc.abstractmethod
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
@@ -39,7 +39,7 @@ class Index(abc.ABC):
 
         Args:
             seq_len: S, tokens of the sequence, a multiple of the block size.
-            rows: positions of the local rows of a `by_rows` index; None if it holds all.
+            rows: positions of the local rows of a `row_sharded` index; None if it holds all.
 
         Returns:
             float [B, Hq], or [1, 1] if all heads have the same pairs (fp64 under x64). Rounded,
@@ -58,28 +58,22 @@ class Index(abc.ABC):
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         """Whether each (query, key-block) pair is in a complete index, before causality.
 
-        Args:
-            query_positions: int32 [R], global token positions.
-            key_blocks: int32 [C], global block numbers; results past the sequence are undefined.
-
-        Returns:
-            bool, broadcasts to [B, Hq, R, C, g]; undefined for pairs with k > q.
+        Takes token positions int32 [R] and block numbers int32 [C]. Returns bool that broadcasts to
+        [B, Hq, R, C, g]; undefined past the sequence and for pairs with k > q.
         """
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
         """Returns the computed pairs per row of blocks, int32 [B, Hq, rows], or None if unknown.
 
-        `rows` are the requested rows, for a `by_rows` index the local ones; None for all.
+        `rows` are the requested rows, for a `row_sharded` index the local ones; None for all.
         """
         return None
 
     def within_documents(self, first: Array, end: Array, rows: Array | None = None) -> Self:
-        """Restricts the index to pairs within documents; returns an index of the same type.
+        """Restricts the index to pairs within documents.
 
-        Args:
-            first: int32 [B, NB], first block of each block's document; NB if it has none.
-            end: int32 [B, NB], one past the last block of the document; 0 if it has none.
-            rows: as in `shards`.
+        `first`, int32 [B, NB], is the first block of each block's document (NB for none), `end` one
+        past its last (0 for none), `rows` as in `TiledIndex.shards`.
 
         Raises:
             NotImplementedError: if this type of index cannot represent the result.
@@ -116,18 +110,14 @@ class TiledIndex(Index):
     ) -> ShardTiles:
         """Returns the tiles for queries and keys sharded over the sequence; causal indices only.
 
-        Args:
-            batch, num_heads: B and Hq.
-            stride: stride of all query and key segments.
-            num_blocks: S / g.
-            rows: int32 [n], global block number of each local row of a `by_rows` index; None if it
-                holds all.
+        `stride` is that of all query and key segments, `num_blocks` S / g, `rows`, int32 [n], the
+        block number of each local row of a `row_sharded` index; None if it holds all.
         """
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
         """Returns the key columns to gather: int32 [B, Hq, Mv] as in `Columns`, or None.
 
-        For a `by_rows` index, `every_row` gathers the rows of all ranks of an array
+        For a `row_sharded` index, `every_row` gathers the rows of all ranks of an array
         [B, Hq, rows, ...], in sequence order; None if all rows are local.
         """
         return None
@@ -141,7 +131,7 @@ class TiledIndex(Index):
     ) -> Columns | None:
         """Returns the gathered columns as seen by the queries of one segment, or None.
 
-        For a `by_rows` index, `tokens` are its `column_tokens` (None if it holds all rows), and
+        For a `row_sharded` index, `tokens` are its `column_tokens` (None if it holds all rows), and
         `rows` are as in `shards`.
         """
         return None

@@ -36,7 +36,7 @@ class TokenChunksIndex(Index):
     first: Array | None = None
 
     causal = True
-    by_rows: ClassVar[bool] = True
+    row_sharded: ClassVar[bool] = True
 
     @property
     def num_chunks(self) -> int:

@@ -126,8 +126,8 @@ class ChoiceContract:
         )
         order = layout.permutation()
         found = jax.jit(run)(q[:, order], k[:, order])
-        assert expected.by_rows == self.pattern.row_sharded(documents=False)
-        if expected.by_rows:  # the rows of all ranks, concatenated
+        assert expected.row_sharded == self.pattern.row_sharded(documents=False)
+        if expected.row_sharded:  # the rows of all ranks, concatenated
             rows = np.argsort(order[::BLOCK] // BLOCK)
             found = jax.tree.map(
                 lambda x: np.concatenate(list(np.asarray(x)), axis=2)[:, :, rows], found

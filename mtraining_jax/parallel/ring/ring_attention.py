@@ -44,7 +44,7 @@ def ring_attention(
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
         k, v: [B, n, Hk, D], Hq a multiple of Hk.
         index: pairs to compute, any causal index in global positions. Replicated, or if
-            `by_rows`, the rows of this rank's blocks in layout order. Not differentiated.
+            `row_sharded`, the rows of this rank's blocks in layout order. Not differentiated.
         layout: distribution of the S tokens over the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
         axis_sizes: sizes of these axes; defaults to those of the mesh.

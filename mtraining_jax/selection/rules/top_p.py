@@ -105,7 +105,7 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
         target = jnp.broadcast_to(target, lead)[..., None]
 
     def enough(count: Array, mass: Array) -> Array:
-        if rule.mass_target is None:
+        if target is None:
             return count >= maximum[..., None]
         reached = (mass >= target) & (count >= minimum[..., None])
         return reached | (count >= maximum[..., None])

@@ -110,7 +110,8 @@ class XlaTiles:
 
     def statistics(self) -> tuple[Array, Array]:
         """Returns peak and sum of exp((x - peak) * scale): fp32 [B, Hq, n/g, u] each."""
-        return self.map(lambda logits, _: in_block(logits, self.scale))
+        peak, total = self.map(lambda logits, _: in_block(logits, self.scale))
+        return peak, total
 
     def masses(self, peak: Array, normaliser: Array) -> tuple[Array, Array, Array]:
         """Computes mean masses of columns and diagonals, from peaks and normalizers [B, Hq, u].
