@@ -1,7 +1,4 @@
-"""Selection of the backend of a kernel call, by name or by target device.
-
-Code outside `pallas_kernels` refers to backends by name only.
-"""
+"""Selection of the backend of a kernel call, by name or by target device."""
 
 import functools
 import importlib

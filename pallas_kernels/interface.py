@@ -97,13 +97,7 @@ class Estimate(abc.ABC):
 
 
 class Backend(abc.ABC):
-    """The kernels behind `pallas_kernels.plan`, `forward`, `backward` and `delta_of`.
-
-    Attributes:
-        name: name to select it by.
-        estimate: kernels that score key blocks by probe queries, or None.
-        block_scores: kernels that score key blocks by rows of queries, or None.
-    """
+    """The kernels behind `pallas_kernels.plan`, `forward`, `backward` and `delta_of`."""
 
     name: str
     estimate: Estimate | None = None
@@ -116,17 +110,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def plan(
         self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
-    ) -> Any:
-        """Returns `Plan.work`, a pytree."""
+    ) -> Any: ...
 
     @abc.abstractmethod
-    def forward(self, call: ForwardCall) -> Pair:
-        """Returns the output and its lse, as `pallas_kernels.forward`."""
+    def forward(self, call: ForwardCall) -> Pair: ...
 
     @abc.abstractmethod
-    def backward(self, call: BackwardCall) -> Gradients:
-        """Returns the gradients, as `pallas_kernels.backward`."""
+    def backward(self, call: BackwardCall) -> Gradients: ...
 
     @abc.abstractmethod
-    def delta_of(self, out: Array, dout: Array) -> Array:
-        """Returns the sum of out * dout, as `pallas_kernels.delta_of`."""
+    def delta_of(self, out: Array, dout: Array) -> Array: ...

@@ -1,7 +1,6 @@
 """Sparse indices: which (query, key) pairs of an attention matrix are computed.
 
-All are pytrees with static shapes and dynamic counts: one compilation serves every step, and
-kernel time depends on the counts.
+Pytrees with static shapes and dynamic counts: one compilation serves every step.
 """
 
 from pallas_kernels.index.block_mask import BlockMaskIndex

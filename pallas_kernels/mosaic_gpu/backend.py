@@ -39,8 +39,6 @@ class HopperWork:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu(Backend):
-    """Kernels for Hopper GPUs, written in Pallas."""
-
     name: str = "mosaic_gpu"
     interpret: Any = False  # or parameters of Pallas' GPU interpreter
     configs: Configs | None = None  # kernel configurations; None for those of `configs.py`

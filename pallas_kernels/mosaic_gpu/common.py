@@ -46,8 +46,6 @@ class GatheredColumns(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """Inputs of the backward kernels."""
-
     q: Array  # [B, nq, Hq, D], as dout
     k: Array  # [B, nk, Hk, D], as v
     v: Array
@@ -112,7 +110,6 @@ def launch(
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
-    """Returns a constant in the layout of a wgmma tile or one of its edges."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -138,6 +135,17 @@ def columns_to_tile(x: Array, tile: Array) -> Array:
 
 def load_rows(ref: Any) -> Array:
     return plgpu.load(ref, layout=ROW_LAYOUT, optimized=False)
+
+
+def store_rows(values: Array, target: Any, q_tile: Any) -> None:
+    """Writes 64 rows to global memory, if possible through that of queries no longer needed."""
+    if values.dtype != q_tile.dtype:
+        target[...] = values
+        return
+    q_tile[...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_tile, target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def partial_sums(value: float) -> Array:

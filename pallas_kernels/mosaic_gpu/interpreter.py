@@ -69,8 +69,6 @@ def key_scratch(queries: int, head_dim: int, dtype: Any) -> dict[str, Any]:
 
 
 class Accumulator:
-    """A sum of products in the registers of a compute warpgroup, on a GPU."""
-
     def __init__(self, ref: Any):
         self._ref = ref
 
@@ -117,7 +115,6 @@ def with_accumulators(
 
 
 def add_product(acc: Array, a: Array, b: Any, *, interpreted: bool, staging: Any) -> Array:
-    """Computes acc + a b and waits for it; arguments as in `with_accumulators`."""
     if interpreted:
         total = _Value((acc.shape[0], acc.shape[1]), staging)
         total.add(a, b)

@@ -51,7 +51,6 @@ class Producer:
         )
 
     def load_item(self, it: QueryItem, group: int, step: Array) -> Array:
-        """Loads all tiles of an item; `step` counts tiles since the start of the kernel."""
         refs, walk = self.walk.refs, self.walk
         kv_head = lax.div(it.head, group)
 

@@ -47,7 +47,6 @@ class KeyWalk:
         self.has_parts = work.heavy is not None
 
     def load_all(self, stream: Any) -> Array:
-        """Loads the keys and the queries of all steps; returns the number of steps."""
         if not self.has_columns:
             return self._load_block(stream)
         return lax.cond(

@@ -78,7 +78,6 @@ class DiagonalMask(QueryMask):
     warpgroup: Array
 
     def prepare(self, s: Array) -> Array:
-        """Returns the first row of this warpgroup, shifted so that all rows pass off-diagonal."""
         offset = self.it.block - self.walk.key_block(self.it, s)
         shift = diagonal_shift(offset, self.walk.refs["diagonal"][0])
         return self.warpgroup * ROWS + shift
@@ -123,8 +122,6 @@ class ColumnMask(QueryMask):
 
 @dataclasses.dataclass(frozen=True)
 class KeyMask:
-    """Masks logits [keys, queries] of a step."""
-
     keys: Array | None = None  # int32 [64], the position of each key; None: not causal
     first_query: Array | int = 0  # of the step, relative to the keys' origin
     bias: Callable[[], Array] | None = None  # returns an additive mask by key

@@ -38,7 +38,6 @@ class QueryStream:
             )
 
     def load_block(self, batch: Array, head: Array, row_block: Array, step: Array) -> Array:
-        """Loads the steps of a query block from number `step` on; returns the next step."""
         parts = TILE // self.queries
         for part in range(parts):
             slot = lax.rem(step + part, self.stages)

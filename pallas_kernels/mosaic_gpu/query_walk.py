@@ -1,7 +1,4 @@
-"""Traversal of the kernels that own queries, forward and dq: key blocks, columns and masks.
-
-An item of 128 queries is split over two compute warpgroups; a third one only issues copies.
-"""
+"""Traversal of the kernels that own queries, forward and dq: key blocks, columns and masks."""
 
 from typing import Any
 
@@ -22,8 +19,6 @@ def work_operands(work: QueryWork, columns: GatheredColumns | None) -> dict[str,
 
 
 class QueryWalk:
-    """Reads the tiles of an item from the work list."""
-
     def __init__(self, refs: dict[str, Any], work: QueryWork, has_columns: bool):
         self.refs = refs
         self.listed = work.listed
@@ -44,7 +39,6 @@ class QueryWalk:
         return it.block - self.refs["lists"][it.batch, it.head, entry]
 
     def run(self, it: QueryItem, number: Array | int) -> tuple[Array, Array]:
-        """Returns first list entry and number of entries of a run of an item."""
         if self.runs is None:
             return it.first, it.tiles
         at = it.batch, it.head, number, it.block

@@ -1,8 +1,7 @@
 """Block diagonals: tiles of one shard of queries and one or more shards of keys.
 
-Shards are arithmetic progressions of global blocks (one for a striped rank, two for a zigzag
-rank), so a global block diagonal becomes one local offset o = i - j for the whole shard pair, and
-one short list per head describes it.
+Shards are arithmetic progressions of global blocks, so a global block diagonal becomes one local
+offset o = i - j for the whole shard pair, and one short list per head describes it.
 """
 
 import dataclasses

@@ -1,4 +1,1 @@
-"""Kernels for GPUs older than Hopper, written in Triton and called with jax-triton.
-
-Only `kernels` imports Triton, when a kernel is first called: it needs the `ampere` extra.
-"""
+"""Kernels for GPUs older than Hopper; `kernels` needs the `ampere` extra when first called."""

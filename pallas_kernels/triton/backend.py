@@ -37,8 +37,6 @@ class TritonWork:
 
 @dataclasses.dataclass(frozen=True)
 class Triton(Backend):
-    """Kernels for Ampere and newer GPUs, written in Triton."""
-
     name: str = "triton"
     run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
     capability: int | None = None  # to take configurations of; None for that of the GPU

@@ -18,8 +18,6 @@ OPTIONS = {"enable_fp_fusion": True, "ptx_version": 87}
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A kernel and its arguments, by parameter name."""
-
     kernel: Any  # a `triton.jit` function
     arrays: Mapping[str, Array | None]  # inputs; None for unused ones
     outputs: dict[str, jax.ShapeDtypeStruct]

@@ -33,7 +33,6 @@ def before_hopper() -> bool:
 
 
 def cannot_run() -> str | None:
-    """Why Triton kernels cannot run here, or None if they can."""
     found = capability()
     if found is None:
         return f"no NVIDIA GPU (platform {jax.default_backend()})"

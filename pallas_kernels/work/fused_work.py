@@ -1,22 +1,17 @@
 """The work list of the fused backward kernel, and the order in which it sums dq.
 
 Many items add to the dq of one query block, so each addition has a turn. Turns follow the list of
-items: an item only ever waits for items before it. If items of adjacent key blocks start together,
-the turns of a query block come up one step after another, and items hardly wait:
-
-- Rising: key blocks from the last to the first, the rows of each from the first to the last. Row
-  block i meets its own key block at that item's first step, the previous one at the second.
-- Falling: the mirror image.
+items: an item only waits for items before it. If items of adjacent key blocks start together, the
+turns of a query block come up one step after another, and items hardly wait. Key blocks rise from
+the last to the first, the rows of each from the first to the last: row block i meets its own key
+block at that item's first step, the previous one at the second. Falling is the mirror image.
 
 Causal items of a rising sequence get longer, those of a falling one shorter. Sequences alternate,
-so that items end together: the last ones are short.
-
-Documents shorter than a wave rise in falling sequences too: their items start together, and
-falling, each would wait for the previous one for up to half of its time.
-
-Column tiles come before all key blocks at every query block, from the last query block to the
-first. With columns all sequences rise, one wave of every head after another: the few items that
-run concurrently with columns then need query blocks that the columns have passed.
+so that items end together. Documents shorter than a wave rise in falling sequences too: falling,
+each would wait for the previous one for up to half of its time. Column tiles come first at every
+query block, from the last query block to the first; with columns all sequences rise, one wave of
+every head after another: the few items that run concurrently with columns then need query blocks
+that the columns have passed.
 """
 
 import dataclasses
@@ -50,7 +45,6 @@ class FusedWork:
 
     @property
     def operands(self) -> dict[str, Array]:
-        """The arrays that the kernel reads."""
         names = "items", "lists", "first", "last", "diagonal", "turns", "ranks"
         return {name: getattr(self, name) for name in names}
 

@@ -37,7 +37,6 @@ class KeyWork:
 
     @property
     def operands(self) -> dict[str, Array]:
-        """The arrays that kernels read."""
         names = "items", "lists", "first", "last", "diagonal"
         return {name: getattr(self, name) for name in names}
 

@@ -13,8 +13,6 @@ from pallas_kernels.xla.walk import XlaWork, xla_work
 
 
 class Xla(Backend):
-    """Runs every call on every platform."""
-
     name = "xla"
 
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:

@@ -25,7 +25,6 @@ def map_starts(step: Callable[[Array], Any], stop: int, size: int) -> Any:
 
 
 def logits_of(q: Array, keys: Array, scale: float) -> Array:
-    """Computes scale * q k^T of a tile, fp32 [B, Hq, rows, g, keys]."""
     keys = jnp.broadcast_to(keys, (*q.shape[:3], *keys.shape[3:]))
     return scale * dot("bhiqd,bhikd->bhiqk", q, keys)
 
@@ -44,7 +43,6 @@ def dot(equation: str, a: Array, b: Array) -> Array:
 
 
 def finite(x: Array) -> Array:
-    """Replaces -inf (an empty row so far) by 0, so that differences stay defined."""
     return jnp.where(x > -jnp.inf, x, 0.0)
 
 

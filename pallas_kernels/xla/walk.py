@@ -66,8 +66,6 @@ class Walk:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class XlaWork:
-    """Both walks of a call's tiles; None without tiles."""
-
     rows: Walk | None
     columns: Walk | None
 

@@ -76,7 +76,6 @@ class FusedSteps:
             self._finish_previous(self._previous_dq(end), end)
 
     def drain(self, end: Array) -> None:
-        """Waits until the last dq of `end` steps has left shared memory."""
         await_last([self.bars["dq_free"]], end, ADDING_WARPS)
 
     def _step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
@@ -158,7 +157,6 @@ class FusedSteps:
     def _weights(
         self, logits: Array, mask: KeyMask, slot: Array, shift: Array | None = None
     ) -> Array:
-        """Computes P: softmax weights from the final lse of each query."""
         logits, bias = mask.apply(logits)
         shift = self._load("shift", slot) if shift is None else shift
         logits = logits * (self.scale * LOG2E) + self._columns(shift)

@@ -47,7 +47,6 @@ class FusedWalk:
         return jnp.where(self.it.sign > 0, first + n, last - 1 - n)
 
     def row_blocks(self, visit: Callable[..., Any], carry: Any) -> Any:
-        """Calls visit(head, row block, turn, carry) for each query block."""
         it, refs = self.it, self.refs
 
         def over_heads(carry: Any) -> Any:

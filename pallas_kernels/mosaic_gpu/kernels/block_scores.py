@@ -1,8 +1,7 @@
 """Hopper kernels that score key blocks for rows of queries: half of a forward pass.
 
 Rows may be concatenated from several queries (XAttention's antidiagonals, arXiv 2503.16428). A
-score depends on one row and one block only and is computed by the same instructions in the same
-order, so it is bit-identical for any distribution of rows over ranks.
+score depends on one row and one block only, computed in a fixed order.
 """
 
 # pyright: reportPrivateImportUsage=false

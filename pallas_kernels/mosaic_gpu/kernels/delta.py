@@ -1,7 +1,4 @@
-"""Hopper kernel for delta, the sum of output x its gradient that every row's backward needs.
-
-XLA's order of this sum, and so its last bits, depends on the surrounding program. Here it is fixed.
-"""
+"""Hopper kernel for delta in a fixed order of additions; XLA's depends on the program around."""
 
 from typing import Any
 

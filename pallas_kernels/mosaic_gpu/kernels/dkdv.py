@@ -1,7 +1,6 @@
 """Hopper backward kernel for keys and values: dk and dv of blocks and of gathered columns.
 
-A thread block owns 128 keys and iterates over the query blocks that see them, head by head. Their
-gradients stay in registers, so the order of the sum is fixed.
+A thread block owns 128 keys and iterates over the query blocks that see them, in a fixed order.
 """
 
 import dataclasses

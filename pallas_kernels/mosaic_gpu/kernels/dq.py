@@ -22,6 +22,7 @@ from pallas_kernels.mosaic_gpu.common import (
     launch,
     load_rows,
     rows_to_tile,
+    store_rows,
     tiled,
 )
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
@@ -121,6 +122,7 @@ def dq_kernel(
 
                     def body(s_ref, dp_ref):
                         zero = full((ROWS, _KEYS), 0.0, plgpu.Layout.WGMMA)
+                        # Otherwise delta would be subtracted per element.
                         dp_base = rows_to_tile(-delta, zero)
                         if not interpreted:
                             dp_ref[...] = dp_base
@@ -191,14 +193,7 @@ def dq_kernel(
                     )
                     pl.when(it.steps > 0)(lambda: release(it.steps - 1))
                 dq = (dq * scale).astype(out_dtype)
-                target = refs["dq"].at[it.batch, rows, it.head]
-                if out_dtype == dtype:
-                    q_tile[...] = dq  # the queries are no longer needed
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(q_tile, target)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                else:
-                    target[...] = dq
+                store_rows(dq, refs["dq"].at[it.batch, rows, it.head], q_tile)
                 plgpu.barrier_arrive(bars["q_free"])
                 return step + it.steps
 

@@ -1,8 +1,4 @@
-"""Hopper kernels that score key blocks by the attention of the last queries of a sequence.
-
-A tile [64, 128] is one key block and one query head. Its results depend only on that head's queries
-and that block's keys, so they are bit-identical for any distribution of blocks over ranks.
-"""
+"""Hopper kernels that score key blocks by probe queries; a tile is one key block and one head."""
 
 # pyright: reportPrivateImportUsage=false
 import dataclasses

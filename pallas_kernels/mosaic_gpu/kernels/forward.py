@@ -24,6 +24,7 @@ from pallas_kernels.mosaic_gpu.common import (
     load_rows,
     partial_sums,
     rows_to_tile,
+    store_rows,
     tiled,
 )
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
@@ -160,16 +161,8 @@ def forward_kernel(
                 acc = acc * rows_to_tile(jnp.where(seen, 1.0 / total, 0.0), acc)
                 lse = jnp.where(seen, peak * scale + jnp.log(total), -jnp.inf)
                 refs["lse"].at[it.batch, it.head, rows][...] = lse
-                target = refs["out"].at[it.batch, rows, it.head]
-                if out_dtype == dtype:
-                    # The queries of this warpgroup are no longer needed: their shared memory is
-                    # reused for the output.
-                    q_tile[...] = acc.astype(dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(q_tile, target)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                else:
-                    target[...] = acc.astype(out_dtype)
+                out = acc.astype(out_dtype)
+                store_rows(out, refs["out"].at[it.batch, rows, it.head], q_tile)
 
             lax.fori_loop(0, count, compute_item, jnp.int32(0))
 

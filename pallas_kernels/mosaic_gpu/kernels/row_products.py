@@ -42,7 +42,6 @@ class LongRows:
         }
 
     def step(self, done: Array, tile: Array, first: Array) -> Array:
-        """Returns the number of the first part of a column tile, since the start of the kernel."""
         return done + (tile - first) * self.parts
 
     def load_item(self, n: Array, it: Item, done: Array) -> Array:
@@ -77,8 +76,6 @@ class LongRows:
         """Releases what `begin_item` waited for."""
 
     def product(self, warpgroup: Array, first: Array) -> Array:
-        """Returns a warpgroup's products with the columns of the tile at step `first`."""
-
         def run(acc: Any) -> Array:
             def part(i: Array, _: None) -> None:
                 slot = lax.rem(first + i, self.stages)

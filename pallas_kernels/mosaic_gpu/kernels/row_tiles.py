@@ -26,7 +26,6 @@ class RowTiles:
         self.one_for_all, self.from_zero = refs["places"].shape[0] == 1, "starts" not in refs
 
     def item(self, number: Array) -> Item:
-        """Returns an item of the list; row tiles that see most columns come first."""
         pair = lax.rem(number, self.pairs)
         row_tile = self.row_tiles - 1 - lax.div(number, self.pairs)
         batch = lax.div(pair, self.heads)

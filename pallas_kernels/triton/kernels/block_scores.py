@@ -16,12 +16,10 @@ def block_scores(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, LENGTH: tl.constexpr, COLUMNS: tl.constexpr,
     ONE_FOR_ALL: tl.constexpr, HAS_STARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of ROWS rows of one head for all key blocks that one of them sees.
+    """Implements `BlockScores.scores` for ROWS rows of one head.
 
-    q [B, HEADS, num_rows, LENGTH], bf16 or fp16; k [B, KV_HEADS, num_keys, LENGTH]. Arguments and
-    results are those of `masses.Score`, in units of log2: `places` are [1, num_rows] with
-    ONE_FOR_ALL, `starts` are read with HAS_STARTS. A score is not written where no row of the
-    program sees any of the KEYS keys around. COLUMNS, keys per block, is a power of two.
+    A score is not written where no row of the program sees any of the KEYS keys around. COLUMNS,
+    keys per block, is a power of two.
     """
     # Later rows see more keys, so they come first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)

@@ -18,10 +18,9 @@ def attention_dq(
     RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dS K of ROWS rows, with dS = P * (dP - delta).
+    """dq = scale * dS K of ROWS rows, with dS = P * (dP - delta); see the forward kernel.
 
     `shift`, fp32 [B, HEADS, query_length], is the rows' final lse in base 2; inf for empty rows.
-    `log2_scale` is scale * log2(e). Other arguments are as in the forward kernel.
     """
     place = place_of(items, query_length, HEADS, KV_HEADS, ROWS)
     _, batch, head, _, head_at, _, _, _, row = place

@@ -1,8 +1,4 @@
-"""Triton kernels that score key blocks by the attention of the last queries of a sequence.
-
-A program processes one block for all heads that share its keys. The code does not depend on the
-number of blocks, so a tile is bit-identical for any number of ranks.
-"""
+"""Triton kernels that score key blocks by probe queries; a program is one block and its heads."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
@@ -64,9 +60,7 @@ def estimate_masses(
 ):  # fmt: skip
     """Sums weights exp2(log2_scale (q k - peak)) to_mass over a tile's columns and diagonals.
 
-    peak, to_mass: fp32 [sets, HEADS, ROWS]. Written, fp32 [B, HEADS, n, KEYS] each: the sum for
-    each key; the diagonal on which the last query sees key t; the one on which it sees key t of the
-    next block. ROWS, KEYS: powers of two, at least 32.
+    ROWS, KEYS: powers of two, at least 32.
     """
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
     blocks = tl.num_programs(1)

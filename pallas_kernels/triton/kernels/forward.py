@@ -23,17 +23,9 @@ def attention_forward(
 ):  # fmt: skip
     """Output and lse of ROWS rows, over the tiles and columns of their item.
 
-    Args:
-        q: [B, query_length, HEADS, DIM], bf16 or fp16.
-        k, v: [B, key_length, KV_HEADS, DIM].
-        items, lists, diagonal, run_first, run_last: from `QueryWork`; runs are read if RUNS > 0.
-        k_columns, v_columns: [B, num_columns, HEADS, DIM].
-        keep, tokens, query_blocks: from `Columns`, keep as int32.
-        init_out, init_lse: a running result to merge with; read with HAS_INIT.
-        out: [B, query_length, HEADS, DIM], written.
-        lse: fp32 [B, HEADS, query_length], written; natural logarithm.
-        log2_scale: scale of the logits times log2(e).
-        capacity: entries per list.
+    q is [B, query_length, HEADS, DIM], k and v [B, key_length, KV_HEADS, DIM]; lists are those of
+    `QueryWork`, of `capacity` entries, with runs if RUNS > 0; columns [B, num_columns, HEADS, DIM],
+    keep as int32. `init_out` and `init_lse` are read with HAS_INIT. lse is in natural logarithm.
     """
     place = place_of(items, query_length, HEADS, KV_HEADS, ROWS)
     _, batch, head, _, head_at, _, _, _, row = place

@@ -1,7 +1,6 @@
 """Common parts of the Triton kernels: items, addresses and tile masks.
 
-Offsets of batch entries and blocks are 64-bit: at a million tokens an array has more than 2^31
-elements. Offsets within a block of 128 rows are 32-bit.
+Offsets of batch entries and blocks are 64-bit: a long array has more than 2^31 elements.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false

@@ -112,7 +112,6 @@ def _over_run(
     STEP: tl.constexpr, state, queries, heads, start, stop, block, rows, log2_scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Folds STEP over entries start .. stop - 1 of a list, with unmasked tiles."""
     k_head, v_head, entries = heads
     SPLIT: tl.constexpr = BLOCK // KEYS
     key_offsets = offsets(KEYS, KV_HEADS, DIM)
