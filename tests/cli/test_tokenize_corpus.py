@@ -205,7 +205,10 @@ def test_the_command(corpus, tmp_path, capsys):
     for bad, words in (
         ([], "--out FOLDER, the folder for the token files, is missing"),
         ([f"--out={out}"], "--config NAME is missing; choose one of "),
-        ([f"--out={out}", "--processes=0", *arguments], "--processes: 0 must be an integer of at least 1"),
+        (
+            [f"--out={out}", "--processes=0", *arguments],
+            "--processes: 0 must be an integer of at least 1",
+        ),
         ([f"--out={out}", "--processes=x"], "--processes: x must be an integer"),
         ([f"--out={out}", "--config=tiny", "--data.pat=a"], "data.pat is not a field"),
     ):
