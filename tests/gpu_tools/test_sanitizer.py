@@ -167,7 +167,7 @@ def test_every_hopper_kernel_is_in_a_problem():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("launch", "plgpu.kernel"):
                 written.add(ast.unparse(node.args[0]))
-    written -= {"kernel"}
+    written -= {"kernel", "body"}  # of `launch` itself
     written |= {LongRows.name, ShortRows.name}
     assert len(written) >= 8 and reached == written
 

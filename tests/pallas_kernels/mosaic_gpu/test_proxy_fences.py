@@ -13,7 +13,7 @@ import pytest
 from tests.pallas_kernels.mosaic_gpu import hopper_ptx, proxy_fences
 from tests.pallas_kernels.mosaic_gpu.proxy_fences import Fences
 
-BARRIERS = hopper_ptx.ROOT / "tests/gpu/barriers.cu"
+BARRIERS = hopper_ptx.ROOT / "tests/gpu_tools/barriers.cu"
 # The smallest set of problems with every kernel; `hopper_ptx.py` runs all of them.
 PROBLEMS = ("columns-fused-64", "lists-64", "estimate-64", "sampled-rows-64", "strided-rows-64")
 FENCE = re.compile(r"fence\.proxy\.async[\w.:]*;")

@@ -144,7 +144,7 @@ sys.exit(cli.main())
 def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, tmp_path):
     config = changed(
         plain_config,
-        run={"steps": 3, "step_timeout_seconds": 10},
+        run={"steps": 3, "step_timeout_seconds": 5},
         checkpoint={"interval": 1, "async_save": False},
     )
     (program := tmp_path / "hangs.py").write_text(HANGS)
@@ -152,5 +152,5 @@ def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, t
     output, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_STUCK, output
     last = output.splitlines()[-1]
-    assert last.startswith("stopped: step 2 did not end within 10 s (run.step_timeout_seconds);")
+    assert last.startswith("stopped: step 2 did not end within 5 s (run.step_timeout_seconds);")
     assert last.endswith("; run the same command again to resume from the checkpoint of step 1")
