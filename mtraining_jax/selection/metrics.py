@@ -71,7 +71,7 @@ def attention_recall(
     Args:
         q_BnHD: local queries.
         k_BnHkD: local keys.
-        index: any causal index; a `row_sharded` index has the rows of the local blocks (on one device,
+        index: any causal index; a `row_sharded` one has the local rows of blocks (on one device,
             all rows in order).
         positions: int32 [R], global positions of the rows, replicated.
         block_ids, axis_names, scale, documents: as in `SelectionContext`. Exact attention stays

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def last_logits(q, k, num_probe_queries, scale):
-    """Causal logits fp64 [B, Hq, num_probe_queries, S] of the last queries; -inf after the query."""
+    """Causal logits fp64 [B, Hq, probes, S] of the last queries; -inf after the query."""
     group = q.shape[2] // k.shape[2]
     q = np.asarray(q, np.float64)[:, -num_probe_queries:]
     k = np.repeat(np.asarray(k, np.float64), group, axis=2)
@@ -23,7 +23,7 @@ def softmax(logits):
 
 
 def diagonal_sums(x):
-    """Sums of x [B, H, num_probe_queries, S] over the causal pairs of each token distance: [B, H, S]."""
+    """Sums of x [B, H, probes, S] over the causal pairs of each token distance: [B, H, S]."""
     batch, heads, num_probe_queries, seq_len = x.shape
     rows, columns = last_positions(seq_len, num_probe_queries)
     distance = rows - columns

@@ -21,7 +21,8 @@ from mtraining_jax.patterns.xattention import XAttention
 from tests.patterns.contract import BLOCK, HEADS, LAYERS, ChoiceContract, PatternContract
 
 SMALL = dict(
-    max_verticals=24, max_slashes=12, num_probe_queries=8, block_size=BLOCK, sink_tokens=2, local_blocks=1,
+    max_verticals=24, max_slashes=12, num_probe_queries=8, block_size=BLOCK,
+    sink_tokens=2, local_blocks=1,
     min_verticals=4, min_slashes=2,
 )  # fmt: skip
 

@@ -25,7 +25,8 @@ AXES = ("node", "device")
 LENGTHS = [[70, 9, 40], [128]]
 OPTIONS = dict(block_size=BLOCK, local_blocks=1, min_sparse_tokens=16)
 SLASH = VerticalSlash(
-    top_p=0.5, max_verticals=SEQ_LEN, num_probe_queries=8, sink_tokens=1, min_verticals=2, min_slashes=1,
+    top_p=0.5, max_verticals=SEQ_LEN, num_probe_queries=8, sink_tokens=1,
+    min_verticals=2, min_slashes=1,
     **OPTIONS,
 )  # fmt: skip
 # For documents and whole sequences, with a value hit by both roundings of a row's rule.

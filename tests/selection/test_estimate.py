@@ -92,7 +92,7 @@ def test_logit_sums_skip_masked_pairs():
     assert np.isneginf(np.asarray(vertical).reshape(flat)[..., 1 - num_probe_queries :]).all()
 
 
-# num_probe_queries, dtype, backend, and the number of Hopper kernels in the selection's H200 program.
+# Probe queries, dtype, backend, and the number of Hopper kernels in the selection's H200 program.
 ON_HOPPER = [
     (64, jnp.bfloat16, None, 2),
     (64, jnp.float16, "mosaic_gpu", 2),
