@@ -1,7 +1,7 @@
 """Forecasts of what a pattern's selection and index cost, from its options, before any selection.
 
-Each function is a table by the class of the options. A pattern of your own gets the default, or
-defines a method with the function's name and arguments.
+Each function is a table by the class of the options. A method of the options with the function's
+name and arguments takes precedence.
 """
 
 import functools
@@ -30,14 +30,15 @@ _AS_MEASURED = "assumed by length, as measured with SmolLM2-135M"
 
 
 def _by_options(default: Callable[..., Any]) -> Any:
-    """Dispatches on the class of the options; a method of the default's name takes precedence."""
+    """Calls the method of the default's name, or dispatches on the class of the options."""
+    table = functools.singledispatch(default)
 
-    @functools.wraps(default)
-    def of_other(options: PatternOptions, *arguments: Any) -> Any:
-        own = getattr(options, default.__name__, None)
-        return default(options, *arguments) if own is None else own(*arguments)
+    @functools.wraps(table)  # and with its `register` and `dispatch`
+    def cost(options: PatternOptions, *args: Any, **named: Any) -> Any:
+        method = getattr(options, default.__name__, None)
+        return table(options, *args, **named) if method is None else method(*args, **named)
 
-    return functools.singledispatch(of_other)
+    return cost
 
 
 @_by_options
@@ -146,7 +147,7 @@ def _(options: ReplayOptions) -> float:
 
 @_by_options
 def softmax_share(options: PatternOptions) -> float:
-    """Fraction of all pairs whose scores go through a softmax, which may be the slower part."""
+    """Scores that go through a softmax, as a fraction of all pairs; it may be the slower part."""
     return 0.0
 
 
@@ -193,7 +194,7 @@ def _(options: PatternOptions, num_blocks: int, documents: bool = False) -> tupl
 
 @capacities.register
 def _(options: SampledRowsOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    numbers, columns = num_blocks * -(-num_blocks // 32), 0
+    numbers, columns = capacities.dispatch(RowOptions)(options, num_blocks, documents)
     if options.columns:
         # One bit per token, and with documents a number per row.
         numbers += num_blocks * (-(-options.block_size // 32) + documents)
@@ -230,10 +231,14 @@ def _(options: ReplayOptions, num_blocks: int, documents: bool = False) -> tuple
     return capacities(options.replayed(), num_blocks, documents)
 
 
+@_by_options
 def query_copies(options: PatternOptions, num_blocks: int) -> int:
     """Number of copies of all queries and outputs that a layer needs."""
-    if not isinstance(options, MoBAOptions):
-        return 0
+    return 0
+
+
+@query_copies.register
+def _(options: MoBAOptions, num_blocks: int) -> int:
     # One for each chunk that a query sees in addition to its own.
     chunks = -(-num_blocks * options.block_size // options.chunk_size)
     return min(options.top_k, chunks) - 1
