@@ -45,14 +45,6 @@ def density(
     return index.computed_pairs(seq_len, rows) / pairs
 
 
-def attention_flops(pairs: float | Array, head_dim: int) -> tuple[float | Array, float | Array]:
-    """Returns the FLOP of attention's two forward and five backward products of one head.
-
-    They are (4 D pairs, 10 D pairs), of computed, executed or causal pairs.
-    """
-    return 4.0 * head_dim * pairs, 10.0 * head_dim * pairs
-
-
 def attention_recall(
     q_BnHD: Array,
     k_BnHkD: Array,
