@@ -9,9 +9,9 @@ import jax
 from pallas_kernels.checks import Shaped
 from pallas_kernels.interface import Backend, Estimate
 from pallas_kernels.masses import BlockScores
-from pallas_kernels.mosaic_gpu import device as hopper
-from pallas_kernels.triton import device as before_hopper
+from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.triton.backend import Triton
+from pallas_kernels.triton.device import before_hopper
 from pallas_kernels.xla.backend import Xla
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def describe(name: str | None, q: Shaped, block_size: int | None = None) -> tupl
         return name, None
     reasons = []
     for candidate in _AUTOMATIC:
-        if candidate == "triton" and not before_hopper.before_hopper():
+        if candidate == "triton" and not before_hopper():
             continue
         reason = _unsupported(candidate, q, block_size)
         if reason is None:
@@ -76,7 +76,8 @@ def describe(name: str | None, q: Shaped, block_size: int | None = None) -> tupl
 
 def _unsupported(name: str, q: Shaped, block_size: int | None) -> str | None:
     # Without a Hopper GPU its backend is not loaded.
-    reason = hopper.no_hopper_gpu() if name == "mosaic_gpu" else None
+    loads = name == "mosaic_gpu" and name not in _registered
+    reason = device.no_hopper_gpu() if loads else None
     return reason or named(name).unsupported(q, block_size)
 
 

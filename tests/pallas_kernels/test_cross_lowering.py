@@ -16,6 +16,7 @@ from jaxlib.mlir import ir
 
 import pallas_kernels
 from pallas_kernels import DenseIndex, backends
+from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 from pallas_kernels.triton import device
 from pallas_kernels.work.fused_work import FusedWork
@@ -182,6 +183,13 @@ def test_other_machines_use_the_portable_backend():
         with target(gpu(name, capability)):
             found = backends.describe(None, q, G)
         assert found == ("xla", f"the target is a {name}, not a Hopper GPU")
+
+
+def test_a_backend_that_replaces_the_hopper_one_decides_where_it_runs(monkeypatch):
+    monkeypatch.setattr(backends, "_registered", dict(backends._registered))
+    backends.register(MosaicGpu(interpret=True))
+    q = jnp.zeros((1, G, 1, 64), jnp.bfloat16)
+    assert backends.describe("mosaic_gpu", q, G) == ("mosaic_gpu", None)
 
 
 @pytest.mark.parametrize("installed", [False, True])
