@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
+from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.patterns.options.probes import FixedBudgetOptions, MInferenceOptions
 from mtraining_jax.patterns.probe_pattern import ProbePattern
 from mtraining_jax.selection.rules import top_p
@@ -40,7 +40,7 @@ class BudgetPattern(ProbePattern):
         raise NotImplementedError(f"{cls.__name__}.read")
 
     @classmethod
-    def from_options(cls, options: PatternOptions, model: ModelSizes) -> Pattern:
+    def from_options(cls, options: Any, model: ModelSizes) -> Pattern:
         """Returns the budgets of all layers, [L, Hq].
 
         Raises:
@@ -50,8 +50,8 @@ class BudgetPattern(ProbePattern):
         found, needed = budgets.verticals.shape, (model.num_layers, model.num_heads)
         if found != needed:
             raise UserError(
-                f"budget file {getattr(options, 'budget_file', '')} has {found[0]} layers of "
-                f"{found[1]} heads, but the model has {needed[0]} layers of {needed[1]} heads"
+                f"budget file {options.budget_file} has {found[0]} layers of {found[1]} heads, but "
+                f"the model has {needed[0]} layers of {needed[1]} heads"
             )
         return budgets
 
