@@ -86,10 +86,9 @@ def sparse_attention(
             Must have the pattern's block size. Queries attend only to their own document, and
             pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens`
             use dense attention. Blocks without a document get output 0, lse -inf and zero
-            gradients.
-            Requires a pattern with `supports_documents` (every causal pattern of this package), or
-            a `BlockMaskIndex` or `DenseIndex` with documents that is then restricted to
-            the documents.
+            gradients. Requires a pattern with `supports_documents` (every causal pattern of this
+            package), or a `BlockMaskIndex` or `DenseIndex` with documents, which is then restricted
+            to the documents.
         return_lse: also return the log-sum-exp of the logits, differentiable.
         return_index: also return the index, for `inspect` or as `pattern` of another call.
         batch_axis: mesh axes of the batch, () for none. Defaults to the axes in q's sharding type,

@@ -1,4 +1,4 @@
-"""What attention reads besides q, k and v, how it is computed, and its results."""
+"""Inputs of attention in addition to q, k and v, its configuration, and its results."""
 
 import dataclasses
 from typing import Any, NamedTuple, Self
@@ -22,7 +22,7 @@ Stats = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """What attention reads besides q, k and v; a pytree.
+    """Inputs of attention in addition to q, k and v; a pytree.
 
     As an input of a model, the first three fields have a leading layer axis [L, ...]. The others
     are the same for all layers.

@@ -1,4 +1,4 @@
-"""Forecasts of what a pattern's selection and index cost, from its options, before any selection.
+"""Forecasts of the selection cost, density and index size of a pattern, from its options.
 
 Each function is a table by the class of the options. A method of the options with the function's
 name and arguments takes precedence.

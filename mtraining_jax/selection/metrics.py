@@ -58,7 +58,7 @@ def attention_recall(
 ) -> Array:
     """Returns the softmax mass of the given query rows on pairs that the index computes.
 
-    Takes the same shards as `select_index`. No gradient flows through it.
+    Takes the local shards of a sequence. No gradient flows through it.
 
     Args:
         q_BnHD: local queries.

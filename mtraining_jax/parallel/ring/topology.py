@@ -62,7 +62,7 @@ class RingTopology:
 
     @functools.cached_property
     def _axes(self) -> list[tuple[str, RingAxis]]:
-        """The policy and axis of each turn; axes of size 1 are left out."""
+        """The policy and axis of each turn, without axes of size 1."""
         policies = RINGS[self.ring]
         if len(policies) == 1:
             axes = [RingAxis(self.axis_names, self.layout.num_ranks, 1)]
@@ -85,7 +85,7 @@ class RingTopology:
 
     @property
     def group_size(self) -> int:
-        """Number of ranks whose keys one step visits."""
+        """Number of ranks with keys that one step visits."""
         return self.gathered.size if self.gathered else 1
 
     @property

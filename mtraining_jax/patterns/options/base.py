@@ -1,7 +1,7 @@
 """The base of all options of sparse patterns.
 
 Options import no JAX, so that a configuration can be read and checked without it. The pattern
-itself, which selects pairs, inherits from its options and is loaded by `PatternOptions.pattern`.
+itself, which selects pairs, is loaded by `PatternOptions.pattern`. Most inherit from their options.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class PatternOptions:
 
     Attributes:
         block_size: Block size in tokens (g).
-        pattern_class: the pattern, as `module:Class`; it inherits from the options.
+        pattern_class: the pattern, as `module:Class`.
         sparse: whether pairs may be skipped at all.
         selects: whether pairs are selected by queries and keys; otherwise recall is not measured,
             and densities are reported under another name.

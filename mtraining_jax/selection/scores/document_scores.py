@@ -150,8 +150,8 @@ def _by_kernels(
     keys = k.reshape(batch * num_local, -1, *k.shape[2:])
     scale = context.scale_for(dim)
     queries = (entry * num_slots + held).reshape(-1)
-    own = jnp.zeros(1, jnp.int32)
-    call = ProbeCall(sets, keys, own, 1, scale, end.reshape(-1), queries)
+    block_ids = jnp.zeros(1, jnp.int32)
+    call = ProbeCall(sets, keys, block_ids, 1, scale, end.reshape(-1), queries)
 
     def by_block(x: Array) -> Array:
         return x.reshape(batch, num_local, *x[:, :, 0].shape[1:])

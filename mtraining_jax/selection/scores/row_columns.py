@@ -29,8 +29,9 @@ def heaviest_columns(
 ) -> Array:
     """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
-    Other arguments as in `RowPattern.scores`. Returns int32 [B, Hq, C = `count`], ascending, padded
-    with S, replicated. Columns without mass are dropped.
+    `rule` defines the forced blocks; q, k and the context are those of `RowPattern.scores`. Returns
+    int32 [B, Hq, C = `count`], ascending, padded with S, replicated. Columns without mass are
+    dropped.
     """
     num_blocks, seq_len = context.num_blocks, k.shape[1]
     end = seq_len if context.valid_len is None else context.valid_len
