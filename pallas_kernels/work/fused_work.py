@@ -39,9 +39,8 @@ class FusedWork:
     diagonal: Array  # int32 [1], the offset of the tiles that are masked per element
     turns: Array  # int32 [B, Hq, nq]
     ranks: Array  # int32 [B, Hq, M]
-    heads: int = (
-        jax.tree.static()
-    )  # query heads that an item of key blocks processes, one after another
+    # Query heads that an item of key blocks processes, one after another.
+    heads: int = jax.tree.static()
 
     @property
     def operands(self) -> dict[str, Array]:

@@ -31,9 +31,8 @@ class KeyWork:
     diagonal: Array  # int32 [1]
     heavy: Array | None  # int32 [B, Hk, M], key blocks that are split into `PARTS` items each
     listed: bool = jax.tree.static()
-    ends: bool = jax.tree.static(
-        default=False
-    )  # whether items of columns store the query block they end with
+    # Whether items of columns store the query block they end with.
+    ends: bool = jax.tree.static(default=False)
 
     @property
     def operands(self) -> dict[str, Array]:

@@ -29,9 +29,8 @@ class QueryWork:
     diagonal: Array  # int32 [1], the offset of the tiles that are masked per element
     run_first: Array | None  # int32 [B, Hq, R, n], the runs of `SegmentedDiagonals`; else None
     run_last: Array | None
-    listed: bool = (
-        jax.tree.static()
-    )  # whether `lists` are key blocks; an offset is query block - key block
+    # Whether `lists` are key blocks; an offset is query block - key block.
+    listed: bool = jax.tree.static()
     skips_columns: bool = jax.tree.static(default=False)  # whether items have a `first_column_tile`
 
 
