@@ -52,7 +52,9 @@ def chunk_attention(
         index: chunks that each of these queries sees.
         rows: int32 [n/g], global number of each block of queries.
         own: differentiable out and lse of attention to the own chunk.
-        scale, backend: as in `pallas_kernels.attention`, like the results.
+        scale, backend: as in `pallas_kernels.attention`.
+
+    Returns out [B, n, Hq, D] in the dtype of q, and lse fp32 [B, Hq, n].
     """
     index.check(q.shape[0], q.shape[2], rows.shape[0])
     if index.most == 1:

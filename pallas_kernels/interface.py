@@ -1,4 +1,4 @@
-"""What a backend implements: plans, both passes, and optionally kernels that select an index."""
+"""The interface of backends: plans, both passes, and optionally kernels that select an index."""
 
 import abc
 from typing import Any, NamedTuple

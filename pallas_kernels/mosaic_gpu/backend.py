@@ -1,4 +1,4 @@
-"""The Hopper implementation of `pallas_kernels.backends.Backend`."""
+"""The Hopper implementation of `pallas_kernels.interface.Backend`."""
 
 import dataclasses
 import math

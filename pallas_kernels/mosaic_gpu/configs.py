@@ -10,7 +10,7 @@ from pallas_kernels.mosaic_gpu.kernels.forward import ForwardConfig
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """One configuration per kernel; `MosaicGpu` says when the fused backward kernel is used."""
+    """One configuration per kernel; `MosaicGpu` decides when the fused backward kernel runs."""
 
     forward: ForwardConfig
     dq: DqConfig

@@ -9,7 +9,7 @@ _INTERPRETED_MULTIPROCESSORS = 2
 
 
 def no_hopper_gpu() -> str | None:
-    """Why the target, a described or the local device, is no Hopper GPU; None if it is."""
+    """Why the target, a described or the local device, is not a Hopper GPU; None if it is."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         capability = getattr(abstract, "compute_capability", None)

@@ -1,1 +1,1 @@
-"""The backward kernel for all gradients at once; `backend.py` says when it runs."""
+"""The backward kernel for all gradients at once; `backend.py` decides when it runs."""
