@@ -103,7 +103,7 @@ class ReplicaTimer:
 
     Args:
         run: of several replicas.
-        config: of that run, whose attention counts pairs by document length.
+        config: of that run; its attention counts pairs by document length.
         mesh: of one device.
     """
 
@@ -134,7 +134,7 @@ class ReplicaTimer:
         return self._step.run(state, [batch]).seconds
 
     def _batch(self, packs: Sequence[Pack]) -> dict[str, Array]:
-        """The batch of a replica, as `DeviceBatches` would build it, of random tokens."""
+        """The batch of a replica, with random tokens, in the form that `DeviceBatches` returns."""
         blocks = self._run.config.data.seq_len // BLOCK
         tables = np.stack([block_table(pack.lengths, BLOCK, blocks) for pack in packs])
         first, _, tokens = np.repeat(tables, BLOCK, axis=1).transpose(2, 0, 1)
@@ -150,7 +150,7 @@ class ReplicaTimer:
 
 
 def found_of(run: Run, batch: Sequence[Pack], timer: ReplicaTimer | None) -> Found:
-    """The step of a batch, whose packs are in the order of replicas."""
+    """The step of a batch; its packs are in the order of replicas."""
     replicas = run.split(batch)
     attention_ms = np.array([run.attention_ms(packs) for packs in replicas])
     found = Found(

@@ -35,7 +35,7 @@ def _lines_until(path: Path, last_step: int) -> list[str]:
     lines = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            # A truncated line has no step, or is no JSON.
+            # A truncated line is invalid JSON or has no step.
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 if json.loads(line)["step"] <= last_step:
                     lines.append(line)

@@ -1,4 +1,4 @@
-"""Published data sets, whose files the user provides. The scoring rules are reimplemented.
+"""Published data sets. The user provides the files; the scoring rules are reimplemented.
 
 InfiniteBench (Zhang et al., 2024, "∞Bench: Extending Long Context Evaluation Beyond 100K").
 infinitebench.json has the templates for open models without a chat format
