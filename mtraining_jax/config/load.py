@@ -62,7 +62,7 @@ def config_of_model(table: Mapping[str, Any], source: str, overrides: Overrides 
     Raises:
         UserError: one line per problem.
     """
-    return _load([(source, with_current_names(table, source))], overrides, stored=True)
+    return _load([(source, with_current_names(table))], overrides, stored=True)
 
 
 def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Field]:

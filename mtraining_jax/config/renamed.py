@@ -35,8 +35,11 @@ RENAMED = {
 }
 
 
-def with_current_names(table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A copy with current names. A field given by both names keeps both, which is an error."""
+def with_current_names(table: Mapping[str, Any], source: str | None = None) -> dict[str, Any]:
+    """A copy with current names; a field given by both names keeps both, which is an error.
+
+    Prints a notice if there is a `source` that a user wrote; stored records have none.
+    """
     found = copy.deepcopy(dict(table))
     renamed = []
     for old, new in RENAMED.items():
@@ -48,7 +51,8 @@ def with_current_names(table: Mapping[str, Any], source: str) -> dict[str, Any]:
         if isinstance(target, dict) and new_name not in target:
             target[new_name] = values.pop(name)
             renamed.append(old)
-    notify(source, *renamed)
+    if source is not None:
+        notify(source, *renamed)
     return found
 
 

@@ -95,7 +95,7 @@ def load(
         table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
     else:
         source = f"{folder}, step {step}"
-        saved = with_current_names(read_record(checkpoints, step)["config"], source)
+        saved = with_current_names(read_record(checkpoints, step)["config"])
         table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
         # The saved sizes are complete, and the folder of the initial weights may no longer exist.
         table["model"] |= {"init_from": None, "override": []}
