@@ -20,6 +20,8 @@ def write_report(folder: Path, console: Console) -> list[Path]:
     """
     settings = read_settings(folder)
     names = {label: about["name"] for label, about in settings.get("models", {}).items()}
+    if len(set(names.values())) < len(names):
+        names = {}  # labels are distinct
     lines = Lines(x | {"model": names.get(x["model"], x["model"])} for x in read_lines(folder))
     if not lines.models:
         raise UserError(f"{folder} contains no evaluation results")
