@@ -62,7 +62,8 @@ def _with_lse(
         rows = jnp.arange(num_queries // index.block_size, dtype=jnp.int32)
         own = _with_lse(q, k, v, index.own(rows), scale, backend)
         return chunk_attention(q, k, v, index, rows, own, scale=scale, backend=backend)
-    assert isinstance(index, TiledIndex)
+    if not isinstance(index, TiledIndex):
+        raise TypeError(f"{type(index).__name__} must be a TiledIndex or a TokenChunksIndex")
     tiles, columns = index.on_one_device(batch, num_queries, num_heads, k.shape[1])
     planned = plan(q, k, tiles, columns, whole=True, backend=backend)
     return _attention(scale_of(scale, q), q, k, v, planned)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
-from pallas_kernels.index import DenseIndex
+from pallas_kernels.index import DenseIndex, TokenChunksIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.parallel import indices
 
@@ -170,6 +170,11 @@ def test_an_index_has_no_gradient():
     assert {x.dtype for x in jax.tree.leaves(index_grad)} == {jax.dtypes.float0}
 
 
+def _chunks():
+    bits = jnp.zeros((indices.BATCH, indices.HEADS, indices.NUM_BLOCKS, 8, 1), jnp.uint32)
+    return TokenChunksIndex(bits, indices.NUM_BLOCKS, 4, 2, indices.BLOCK_SIZE)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -179,6 +184,7 @@ def test_an_index_has_no_gradient():
         ({"axis_sizes": (1,)}, "axis_sizes=.1,. must have the same length"),
         ({"ring": "round"}, "ring='round' is unknown; it must be one of"),
         ({"index": lambda: DenseIndex(8, causal=False)}, "is causal, but the index is not"),
+        ({"index": _chunks}, "a TokenChunksIndex cannot be expressed as tiles; use"),
     ],
 )
 def test_invalid_arguments_raise(change, sentence):

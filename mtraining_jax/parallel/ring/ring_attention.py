@@ -15,7 +15,7 @@ from mtraining_jax.parallel.ring.schedule import ring_backward, ring_forward
 from mtraining_jax.parallel.ring.steps import plan_ring
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import names
-from pallas_kernels.index import TiledIndex
+from pallas_kernels.index import Index, TiledIndex
 from pallas_kernels.ops import delta_of
 
 
@@ -72,8 +72,12 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: TiledIndex) -> None:
+def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
     """Raises ValueError for mismatched arrays or index."""
+    if not isinstance(index, TiledIndex):
+        raise ValueError(
+            f"a {type(index).__name__} cannot be expressed as tiles; use sparse_attention"
+        )
     layout = topology.layout
     local_tokens = layout.seq_len // layout.num_ranks
     for name, x in (("q", q), ("k", k), ("v", v)):
