@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.evaluation.engine.cache import CHUNK, room_for
+from mtraining_jax.evaluation.engine.decode import CHUNK, room_for
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import first_token

@@ -13,6 +13,7 @@ from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.models.fsdp import gather_weight
 from mtraining_jax.models.label_scores import LabelScores, label_scores
+from mtraining_jax.models.products import dot32
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import ACTIVATIONS, SEQUENCE_AXES
 from mtraining_jax.parallel.ordering import serialize_collectives
@@ -83,7 +84,7 @@ def _last_logits(
         row = lax.psum(jnp.where(slot >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
         row = row.astype(hidden_BSE.dtype)
         weight_VE, (row,) = serialize_collectives(weight_VE, (row,))
-        return token_logits(row, gather_weight(weight_VE, weight_spec))
+        return dot32("be,ve->bv", row, gather_weight(weight_VE, weight_spec))
 
     return jax.shard_map(
         logits_of_shard,
@@ -92,11 +93,3 @@ def _last_logits(
         out_specs=P(),
         check_vma=False,
     )(hidden_BSE, weight_VE, prompt_len)
-
-
-def token_logits(hidden_BE: Array, weight_VE: Array) -> Array:
-    """Applies the output layer to one token per sequence, in its dtype: fp32 [B, V]."""
-    exact = lax.Precision.HIGHEST if hidden_BE.dtype == jnp.float32 else None
-    return jnp.einsum(
-        "be,ve->bv", hidden_BE, weight_VE, precision=exact, preferred_element_type=jnp.float32
-    )

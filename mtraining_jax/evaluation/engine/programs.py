@@ -11,11 +11,10 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from mtraining_jax.attention.inputs import AttentionInputs
-from mtraining_jax.evaluation.engine.cache import Cache, make_cache
+from mtraining_jax.evaluation.engine.decode import Cache, Stepped, make_cache, make_step
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.passes import Prompt, make_prefill, make_score
 from mtraining_jax.evaluation.engine.sampling import next_token
-from mtraining_jax.evaluation.engine.step import Stepped, make_step
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.models.label_scores import LabelScores
 from mtraining_jax.models.labels import IGNORE_LABEL
