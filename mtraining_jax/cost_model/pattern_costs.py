@@ -1,7 +1,6 @@
 """Forecasts of the selection cost, density and index size of a pattern, from its options.
 
-Each function is a table by the class of the options. A method of the options with the function's
-name and arguments takes precedence.
+A method of the options with a function's name and further arguments takes precedence over it.
 """
 
 import functools
@@ -29,71 +28,46 @@ from mtraining_jax.patterns.options.rows import (
 _AS_MEASURED = "assumed by length, as measured with SmolLM2-135M"
 
 
-def _by_options(default: Callable[..., Any]) -> Any:
-    """Calls the method of the default's name, or dispatches on the class of the options."""
-    table = functools.singledispatch(default)
-
-    @functools.wraps(table)  # and with its `register` and `dispatch`
-    def cost(options: PatternOptions, *args: Any, **named: Any) -> Any:
-        method = getattr(options, default.__name__, None)
-        return table(options, *args, **named) if method is None else method(*args, **named)
+def _method_first[T](table: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(table)
+    def cost(options: PatternOptions, *args: Any) -> T:
+        method = getattr(options, table.__name__, None)
+        return table(options, *args) if method is None else method(*args)
 
     return cost
 
 
-@_by_options
+@_method_first
 def expected_density(options: PatternOptions, tokens: int) -> tuple[float, str]:
     """Returns the density to expect of sequences or documents of some tokens, and why."""
-    return density_of_vertical_slash(tokens), f"{_AS_MEASURED} and, at 512K, by MTraining"
-
-
-@expected_density.register
-def _(options: DenseOptions, tokens: int) -> tuple[float, str]:
-    return 1.0, "dense"
-
-
-@expected_density.register
-def _(options: VerticalSlashOptions, tokens: int) -> tuple[float, str]:
-    density, why = expected_density.dispatch(PatternOptions)(options, tokens)
-    return min(density, options.max_density), why
-
-
-@expected_density.register
-def _(options: ReplayOptions, tokens: int) -> tuple[float, str]:
-    return options.replay_density, options.density_name
-
-
-@expected_density.register
-def _(options: RowOptions, tokens: int) -> tuple[float, str]:
-    selected = density_of_lists(tokens, options.tau)
-    return selected + options.random_block_prob * (1 - selected), _AS_MEASURED
-
-
-@expected_density.register
-def _(options: FlexPrefillOptions, tokens: int) -> tuple[float, str]:
-    # No published mean density of arXiv 2502.20766's settings is known.
-    return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
-
-
-@expected_density.register
-def _(options: MoBAOptions, tokens: int) -> tuple[float, str]:
-    size, pairs = options.chunk_size, 0
-    for chunk in range(-(-tokens // size)):
-        own = min(size, tokens - chunk * size)
-        pairs += own * (own + 1) // 2 + own * min(chunk, options.top_k - 1) * size
-    return pairs / (tokens * (tokens + 1) // 2), "exact: it depends only on the length"
-
-
-@expected_density.register
-def _(options: BlockTopKOptions, tokens: int) -> tuple[float, str]:
-    rows = options.blocks(tokens)
-    tiles = sum(min(row, options.top_blocks - 1) + 0.5 for row in range(rows))
-    return tiles / (rows * rows / 2), "exact: it depends only on the length"
-
-
-@expected_density.register
-def _(options: AdaSpa, tokens: int) -> tuple[float, str]:
-    return 1 - options.sparsity, "1 - sparsity"
+    exact = "exact: it depends only on the length"
+    match options:
+        case DenseOptions():
+            return 1.0, "dense"
+        case ReplayOptions():
+            return options.replay_density, options.density_name
+        case RowOptions():
+            selected = density_of_lists(tokens, options.tau)
+            return selected + options.random_block_prob * (1 - selected), _AS_MEASURED
+        case FlexPrefillOptions():
+            # No published mean density of arXiv 2502.20766's settings is known.
+            return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
+        case MoBAOptions():
+            size, pairs = options.chunk_size, 0
+            for chunk in range(-(-tokens // size)):
+                own = min(size, tokens - chunk * size)
+                pairs += own * (own + 1) // 2 + own * min(chunk, options.top_k - 1) * size
+            return pairs / (tokens * (tokens + 1) // 2), exact
+        case BlockTopKOptions():
+            rows = options.blocks(tokens)
+            tiles = sum(min(row, options.top_blocks - 1) + 0.5 for row in range(rows))
+            return tiles / (rows * rows / 2), exact
+        case AdaSpa():
+            return 1 - options.sparsity, "1 - sparsity"
+    density = density_of_vertical_slash(tokens)
+    if isinstance(options, VerticalSlashOptions):
+        density = min(density, options.max_density)
+    return density, f"{_AS_MEASURED} and, at 512K, by MTraining"
 
 
 def selects_an_index(options: PatternOptions) -> bool:
@@ -101,144 +75,88 @@ def selects_an_index(options: PatternOptions) -> bool:
     return options.replay_estimate if isinstance(options, ReplayOptions) else options.selects
 
 
-@_by_options
+@_method_first
 def scoring_share(options: PatternOptions) -> float:
     """FLOP of scoring pairs over those of a dense forward pass; 0 if probe queries are few."""
+    match options:
+        case SampledRowsOptions():
+            return options.probe_queries_per_block / (2 * options.block_size)
+        case XAttentionOptions():
+            return 1 / (2 * options.stride)
+        case FlexPrefillOptions() if options.js_threshold:
+            return 1 / options.block_size**2  # One product per pair of blocks.
+        case MoBAOptions():
+            return 1 / options.chunk_size  # One product per query and chunk, of two per pair.
+        case BlockTopKOptions():
+            return 0.5 / options.block_size**2
+        case AdaSpa():
+            return 0.5  # One of the two products of a forward pass.
+        case ReplayOptions() if options.replay_estimate:
+            return scoring_share(options.replayed())
     return 0.0
 
 
-@scoring_share.register
-def _(options: SampledRowsOptions) -> float:
-    return options.probe_queries_per_block / (2 * options.block_size)
-
-
-@scoring_share.register
-def _(options: XAttentionOptions) -> float:
-    return 1 / (2 * options.stride)
-
-
-@scoring_share.register
-def _(options: FlexPrefillOptions) -> float:
-    # One product per pair of blocks; the last queries are few.
-    return 1 / options.block_size**2 if options.js_threshold else 0.0
-
-
-@scoring_share.register
-def _(options: MoBAOptions) -> float:
-    # One product per query and chunk, of two per pair.
-    return 1 / options.chunk_size
-
-
-@scoring_share.register
-def _(options: BlockTopKOptions) -> float:
-    return 0.5 / options.block_size**2
-
-
-@scoring_share.register
-def _(options: AdaSpa) -> float:
-    # One of the two products of a forward pass.
-    return 0.5
-
-
-@scoring_share.register
-def _(options: ReplayOptions) -> float:
-    return scoring_share(options.replayed()) if options.replay_estimate else 0.0
-
-
-@_by_options
+@_method_first
 def softmax_share(options: PatternOptions) -> float:
     """Scores that go through a softmax, as a fraction of all pairs; it may be the slower part."""
+    match options:
+        case SampledRowsOptions():
+            return options.probe_queries_per_block / options.block_size
+        case AdaSpa():
+            return 1.0
+        case ReplayOptions() if options.replay_estimate:
+            return softmax_share(options.replayed())
     return 0.0
 
 
-@softmax_share.register
-def _(options: SampledRowsOptions) -> float:
-    return options.probe_queries_per_block / options.block_size
-
-
-@softmax_share.register
-def _(options: AdaSpa) -> float:
-    return 1.0
-
-
-@softmax_share.register
-def _(options: ReplayOptions) -> float:
-    return softmax_share(options.replayed()) if options.replay_estimate else 0.0
-
-
-@_by_options
+@_method_first
 def capacities(
     options: PatternOptions, num_blocks: int, documents: bool = False
 ) -> tuple[int, int]:
     """Returns the int32 numbers an index stores per head, and how many of them are columns.
 
     Of sequences of NB blocks with or without packed documents. Columns are keys gathered per head.
-    The default is a `BlockSparseIndex` with room for every block.
     """
+    row_bits, column_bits = -(-num_blocks // 32), -(-options.block_size // 32)
+    match options:
+        case DenseOptions():
+            # Beginning and end of each block's document.
+            return 2 * num_blocks if documents else 0, 0
+        case SampledRowsOptions() if options.columns:
+            # One bit per block and per token, and with documents a number per row.
+            columns = min(options.columns, num_blocks * options.block_size)
+            columns = options.document_columns(num_blocks) if documents else columns
+            return num_blocks * (row_bits + column_bits + documents), columns
+        case RowOptions() | FlexPrefillOptions() | BlockTopKOptions():
+            # One bit per block; ranks share the rows.
+            return num_blocks * row_bits, 0
+        case MoBAOptions():
+            # One bit per query and chunk, and a number per row of blocks; ranks share the rows.
+            return num_blocks * (options.block_size * -(-_chunks(options, num_blocks) // 32) + 1), 0
+        case FixedBudgetOptions():
+            # Those of the largest budgets of any layer.
+            return capacities(options.load_class().read(options), num_blocks, documents)
+        case ReplayOptions():
+            return capacities(options.replayed(), num_blocks, documents)
+        case ProbeOptions() if documents:
+            # One bit per block and per token, and a number per row of blocks.
+            words = row_bits + column_bits
+            return num_blocks * (words + 1), options.document_columns(num_blocks)
+        case ProbeOptions():
+            columns, diagonals = options.list_capacities(num_blocks)
+            return diagonals + columns + 2, columns
+    # A `BlockSparseIndex` with room for every block.
     return 2 * num_blocks * (num_blocks + 1), 0
 
 
-@capacities.register
-def _(options: DenseOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    # Beginning and end of each block's document.
-    return 2 * num_blocks if documents else 0, 0
-
-
-@capacities.register(RowOptions)
-@capacities.register(FlexPrefillOptions)
-@capacities.register(BlockTopKOptions)
-def _(options: PatternOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    # One bit per block; ranks share the rows.
-    return num_blocks * -(-num_blocks // 32), 0
-
-
-@capacities.register
-def _(options: SampledRowsOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    numbers, columns = capacities.dispatch(RowOptions)(options, num_blocks, documents)
-    if options.columns:
-        # One bit per token, and with documents a number per row.
-        numbers += num_blocks * (-(-options.block_size // 32) + documents)
-        columns = min(options.columns, num_blocks * options.block_size)
-        columns = options.document_columns(num_blocks) if documents else columns
-    return numbers, columns
-
-
-@capacities.register
-def _(options: MoBAOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    # One bit per query and chunk, and a number per row of blocks; ranks share the rows.
-    chunks = -(-num_blocks * options.block_size // options.chunk_size)
-    return num_blocks * (options.block_size * -(-chunks // 32) + 1), 0
-
-
-@capacities.register
-def _(options: ProbeOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    if documents:
-        # One bit per block and per token, and a number per row of blocks.
-        words = -(-num_blocks // 32) + -(-options.block_size // 32)
-        return num_blocks * (words + 1), options.document_columns(num_blocks)
-    columns, diagonals = options.list_capacities(num_blocks)
-    return diagonals + columns + 2, columns
-
-
-@capacities.register
-def _(options: FixedBudgetOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    # Those of the largest budgets of any layer.
-    return capacities(options.load_class().read(options), num_blocks, documents)
-
-
-@capacities.register
-def _(options: ReplayOptions, num_blocks: int, documents: bool = False) -> tuple[int, int]:
-    return capacities(options.replayed(), num_blocks, documents)
-
-
-@_by_options
+@_method_first
 def query_copies(options: PatternOptions, num_blocks: int) -> int:
     """Number of copies of all queries and outputs that a layer needs."""
-    return 0
-
-
-@query_copies.register
-def _(options: MoBAOptions, num_blocks: int) -> int:
+    if not isinstance(options, MoBAOptions):
+        return 0
     # One for each chunk that a query sees in addition to its own.
-    chunks = -(-num_blocks * options.block_size // options.chunk_size)
-    return min(options.top_k, chunks) - 1
+    return min(options.top_k, _chunks(options, num_blocks)) - 1
+
+
+def _chunks(options: MoBAOptions, num_blocks: int) -> int:
+    return -(-num_blocks * options.block_size // options.chunk_size)
