@@ -46,8 +46,8 @@ class DocumentSource(Source):
         if self.holds_ids:
             yield from eos_id_problems(data)
         elif data.tokenizer == BYTES:  # others are files, which are read later
+            named_eos = data.eos if isinstance(data.eos, str) else None
             try:
-                named_eos = data.eos if isinstance(data.eos, str) else None
                 make_encoder(BYTES, named_eos, vocab_size)
             except UserError as error:
                 yield str(error)
@@ -71,7 +71,7 @@ class DocumentSource(Source):
             check_some_exact(sizes, data)
         starts, pack = range(0), None
         if data.has_documents and not exact:
-            pack = functools.partial(pack_documents, np.cumsum(sizes) - sizes, sizes)
+            pack = functools.partial(pack_documents, sizes)
         else:
             starts = windows(part.ids.size, data, summary)
         stream = TokenStream([part], encoder.vocab_size, encoder.vocab_name)
@@ -103,48 +103,45 @@ class Encoder:
     tokenizer: Tokenizer | None  # None for documents of token ids
     eos: int | None
     vocab_size: int
-    vocab_name: str  # origin of the vocabulary size, for messages
+
+    @property
+    def vocab_name(self) -> str:
+        return (
+            "model.vocab_size" if self.tokenizer is None else f"the tokenizer {self.tokenizer.name}"
+        )
 
     @property
     def dtype(self) -> np.dtype:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
-    def encode(self, document: Document, where: str, with_eos: bool = True) -> np.ndarray:
-        """The ids [n] of a document; checks given ids before they are narrowed."""
+    def encode(self, document: Any, where: str, with_eos: bool = True) -> np.ndarray:
+        """The ids [n] of a document; appends eos unless it is empty or given with eos."""
         if self.tokenizer is None:
-            check_ids(np.asarray(document), where, self.vocab_size, self.vocab_name)
-        eos = self.eos if with_eos else None
-        return encoded(document, where, self.tokenizer, eos).astype(self.dtype)
+            ids = np.asarray(document)
+            check_ids(ids, where, self.vocab_size, self.vocab_name)
+        else:
+            try:
+                ids = self.tokenizer.encode(document)
+            except (UnicodeEncodeError, TypeError) as error:
+                # JSON can contain unpaired surrogates, which cannot be encoded.
+                raise UserError(f"{where} has text that is not valid Unicode") from error
+        ids = ids.astype(self.dtype)
+        if self.eos is None or not with_eos or not ids.size:
+            return ids
+        if self.tokenizer is None and ids[-1] == self.eos:
+            return ids
+        return np.append(ids, self.dtype.type(self.eos))
 
 
 def make_encoder(tokenizer: str | None, eos: int | str | None, vocab_size: int) -> Encoder:
     """The encoder for values of `data.tokenizer`, None for token ids, and `data.eos`."""
     if tokenizer is None:
         eos = eos if isinstance(eos, int) else None  # `eos_id_problems` rejects strings
-        return Encoder(None, eos, vocab_size, "model.vocab_size")
+        return Encoder(None, eos, vocab_size)
     loaded = make_tokenizer(tokenizer, eos)
     if loaded.vocab_size > vocab_size:
         raise UserError(
             f'data.tokenizer = "{loaded.name}" has {loaded.vocab_size} token ids, '
             f"more than model.vocab_size = {vocab_size}"
         )
-    return Encoder(loaded, loaded.eos, loaded.vocab_size, f"the tokenizer {loaded.name}")
-
-
-def encoded(document: Any, where: str, tokenizer: Tokenizer | None, eos: int | None) -> np.ndarray:
-    """Token ids of a document (text, or ids without a tokenizer), integers [n].
-
-    `eos`, if any, is appended unless the document is empty or its ids end with it.
-    """
-    if tokenizer is None:
-        ids = np.asarray(document)
-    else:
-        try:
-            ids = tokenizer.encode(document)
-        except (UnicodeEncodeError, TypeError) as error:
-            # JSON can contain unpaired surrogates, which cannot be encoded.
-            raise UserError(f"{where} has text that is not valid Unicode") from error
-    if eos is None or not ids.size or (tokenizer is None and ids[-1] == eos):
-        return ids
-    # eos may not fit the type of the other ids, e.g. 256 and bytes.
-    return np.append(ids.astype(np.int64), eos)
+    return Encoder(loaded, loaded.eos, loaded.vocab_size)

@@ -62,17 +62,15 @@ class PackArrays:
         return sha.hexdigest()[:16]
 
 
-def pack_documents(
-    starts: np.ndarray, lengths: np.ndarray, data: DataSpec, block_size: int
-) -> PackArrays:
+def pack_documents(lengths: np.ndarray, data: DataSpec, block_size: int) -> PackArrays:
     """Packs documents: ``pack`` by best fit, after splitting long ones; ``concat`` consecutively.
 
-    Documents have their `starts` in the stream and `lengths` in tokens, int64 [d]. Skips those with
-    fewer than two tokens, which have no label.
+    Documents follow each other in the stream and have `lengths` in tokens, int64 [d]. Skips those
+    with fewer than two tokens, which have no label.
     """
     capacity = data.seq_len // block_size
     kept = lengths >= _SHORTEST
-    begins, sizes = starts[kept], lengths[kept]
+    begins, sizes = (np.cumsum(lengths) - lengths)[kept], lengths[kept]
     if data.mode == "pack":
         begins, sizes = chunked(begins, sizes, data.seq_len)
         order, ends = packed_order(-(-sizes // block_size), capacity, data.seed)

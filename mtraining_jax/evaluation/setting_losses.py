@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtraining_jax.data.documents import encoded
+from mtraining_jax.data.documents import Encoder
 from mtraining_jax.data.sources.text import TextFiles
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.far_copies import far_copies
@@ -24,11 +24,12 @@ def read_sequences(engine: Engine, paths: Sequence[str], length: int, count: int
     tokenizer, a file cannot be read, or the text is too short.
     """
     tokenizer = engine.loaded.needed_tokenizer()
+    encoder = Encoder(tokenizer, tokenizer.eos, tokenizer.vocab_size)
     files = TextFiles(paths=tuple(str(Path(path).expanduser()) for path in paths))
     found: list[np.ndarray] = []
     have = 0
     for where, text in files.documents():
-        found.append(encoded(text, where, tokenizer, tokenizer.eos))
+        found.append(encoder.encode(text, where))
         have += len(found[-1])
         if have >= length * count:
             break

@@ -28,49 +28,38 @@ _OTHER_FILES = (
 
 def open_token_file(path: Path, token_dtype: str) -> Part:
     """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw, little-endian ``.bin`` file."""
-    size, row_len = path.stat().st_size, None
-    if path.suffix == ".npy":
-        shape, dtype, offset = _npy_header(path)
-        if dtype.kind not in "iu":
-            raise UserError(f"data.paths: {path} has {dtype}, not integer token ids")
-        if len(shape) not in (1, 2):
-            raise UserError(
-                f"data.paths: {path} has shape {shape}; token ids must be 1-D, or 2-D with one "
-                "document per row"
-            )
-        count = math.prod(shape)
-        if count == 0:
-            raise UserError(f"data.paths: {path} is empty (shape {shape})")
-        needed = offset + count * dtype.itemsize
-        if size < needed:
-            raise UserError(
-                f"data.paths: {path} is truncated: shape {shape} of {dtype} needs {needed} bytes, "
-                f"but the file has {size}"
-            )
-        row_len = shape[1] if len(shape) == 2 else None
-    else:
-        _check_raw(path)
-        dtype, offset = np.dtype(token_dtype).newbyteorder("<"), 0
-        count, rest = divmod(size, dtype.itemsize)
-        if rest:
-            raise UserError(
-                f"data.paths: {path} is truncated or not of data.token_dtype = "
-                f'"{token_dtype}": its {size} bytes are not a multiple of {dtype.itemsize}'
-            )
     try:
-        ids = np.memmap(path, dtype, mode="r", offset=offset, shape=(count,))
+        if path.suffix == ".npy":
+            shape, dtype, offset = _npy_header(path)
+            if dtype.kind not in "iu":
+                raise UserError(f"data.paths: {path} has {dtype}, not integer token ids")
+            if len(shape) not in (1, 2):
+                raise UserError(
+                    f"data.paths: {path} has shape {shape}; token ids must be 1-D, or 2-D with one "
+                    "document per row"
+                )
+            if 0 in shape:
+                raise UserError(f"data.paths: {path} is empty (shape {shape})")
+        else:
+            _check_raw(path)
+            dtype, offset = np.dtype(token_dtype).newbyteorder("<"), 0
+            size = path.stat().st_size
+            if size % dtype.itemsize:
+                raise UserError(
+                    f"data.paths: {path} is truncated or not of data.token_dtype = "
+                    f'"{token_dtype}": its {size} bytes are not a multiple of {dtype.itemsize}'
+                )
+            shape = (size // dtype.itemsize,)
+        ids = _mapped(path, shape, dtype, offset)
     except OSError as error:
         raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
-    return Part(str(path), ids, row_len)
+    return Part(str(path), ids.reshape(-1), shape[1] if len(shape) == 2 else None)
 
 
 def _check_raw(path: Path) -> None:
     """Rejects files of other types, which would otherwise be read as token ids."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(512)
-    except OSError as error:
-        raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
+    with path.open("rb") as file:
+        head = file.read(512)
     found = [kind for at, begins, kind in _OTHER_FILES if head[at:].startswith(begins)]
     # A safetensors file begins with the size of its JSON header, uint64.
     if head[8:].startswith(b'{"') and int.from_bytes(head[:8], "little") < 2**27:
@@ -109,16 +98,24 @@ def _npy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
     return shape, dtype, offset
 
 
+def _mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> np.memmap:
+    """Memory-maps an array; checks the size of the file, since its header is untrusted."""
+    size, needed = path.stat().st_size, offset + math.prod(shape) * dtype.itemsize
+    if size < needed:
+        raise UserError(
+            f"data.paths: {path} is truncated: shape {shape} of {dtype} needs {needed} bytes, "
+            f"but the file has {size}"
+        )
+    return np.memmap(path, dtype, mode="r", offset=offset, shape=shape)
+
+
 def read_lengths(path: Path, size: int) -> np.ndarray:
     """Reads a file of document lengths (NumPy format), integers [d] with sum `size`."""
     try:
         shape, dtype, offset = _npy_header(path)
-        integers = dtype.kind in "iu" and len(shape) == 1
-        # Before allocating the size in an untrusted header.
-        if integers and path.stat().st_size < offset + shape[0] * dtype.itemsize:
-            raise ValueError("it is shorter than its header says")
-        lengths = np.fromfile(path, dtype, shape[0], offset=offset) if integers else None
-    except (ValueError, OSError) as error:  # a UserError is a ValueError
+        is_list = dtype.kind in "iu" and len(shape) == 1
+        lengths = _mapped(path, shape, dtype, offset) if is_list else None
+    except (UserError, OSError) as error:
         raise UserError(
             f"{path} cannot be read as document lengths ({first_line(error)}); without this file "
             "documents end at data.eos"

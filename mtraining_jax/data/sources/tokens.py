@@ -63,7 +63,7 @@ class TokenFiles(FileSource):
             summary += f", {counted(lengths.size, 'document')}"
         elif data.has_documents:
             lengths = np.concatenate([_document_lengths(file, data) for file in files])
-            pack = functools.partial(pack_documents, np.cumsum(lengths) - lengths, lengths)
+            pack = functools.partial(pack_documents, lengths)
             summary += f", {counted(lengths.size, 'document')}"
         else:
             # Reported, since rows of other lengths than a sequence are joined and split.
