@@ -129,7 +129,7 @@ def losses(row: np.ndarray, engine: Engine) -> Line:
     One forward pass with the engine's pattern, as in training.
     """
     tokens = np.asarray(row, np.int32)
-    scores, density = engine.programs.score(tokens[:-1], tokens[1:], len(tokens) - 1)
+    scores, density = engine.programs.score(tokens[:-1], tokens[1:])
     found = np.asarray(scores.loss, np.float64)
     if not np.all(np.isfinite(found)):
         raise UserError("a validation loss is not finite")
@@ -149,7 +149,7 @@ def recalled(problem: Callable[[], synthetic.Problem], engine: Engine) -> Line:
     One forward pass with the engine's pattern, as in training.
     """
     tokens, is_answer = problem()
-    scores, density = engine.programs.score(tokens[:-1], tokens[1:], len(tokens) - 1)
+    scores, density = engine.programs.score(tokens[:-1], tokens[1:])
     return {
         "score": float(np.mean(np.asarray(scores.is_argmax)[is_answer[1:]])),
         "loss": float(np.mean(np.asarray(scores.loss, np.float64)[is_answer[1:]])),

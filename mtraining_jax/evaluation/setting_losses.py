@@ -72,7 +72,7 @@ def measure(
         losses, densities = [], []
         for tokens in sequences:
             labels = np.append(tokens[1:], np.int32(IGNORE_LABEL))
-            scores, density = programs.score(tokens, labels, len(tokens))
+            scores, density = programs.score(tokens, labels)
             losses.append(scores.loss[:-1].astype(np.float64))
             densities.append(density)
         found = np.stack(losses)

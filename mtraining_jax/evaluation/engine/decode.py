@@ -63,8 +63,9 @@ def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: in
     for stacked in (prompt.keys, prompt.values):
         layers.append(_with_room(network.mesh, room, stacked))
         stacked.delete()
+    keys, values = layers
     count = jax.device_put(np.int32(prompt_len), network.replicated)
-    return Cache(*layers, count, jnp.zeros((), jnp.int32, device=network.replicated))
+    return Cache(keys, values, count, jnp.zeros((), jnp.int32, device=network.replicated))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

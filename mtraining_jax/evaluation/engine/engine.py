@@ -27,8 +27,7 @@ class Engine:
 
     Prompts are right-padded to one of few lengths. No real token attends to the padding, and
     sparse patterns estimate from the last real tokens. In patterns that select per row of blocks,
-    the last 128 tokens of a prompt attend to all of it unless `dense_suffix_tokens` says otherwise
-    (docs/quality.md).
+    the last 128 tokens of a prompt attend to all of it unless `dense_suffix_tokens` says otherwise.
 
     Args:
         loaded: the model, its parameters and its tokenizer.
@@ -57,9 +56,8 @@ class Engine:
 
         Args:
             path: run folder, or folder of config.json and safetensors.
-            attention: attention of prompts and scored tokens: "dense" or "sparse". "sparse" uses
-                the run's pattern, or the default of the section `sparsity` for a Hugging Face
-                checkpoint.
+            attention: attention of prompts and scored tokens: "dense" or "sparse", which is the
+                run's pattern, or for a Hugging Face checkpoint the default of section `sparsity`.
             overrides: dotted fields of the sections `sparsity`, `parallel`, `model` and `loss`,
                 with values as text; they override those of the run.
             dtype: compute dtype, "bfloat16" or "float32". None uses that of the run; for a Hugging
@@ -68,8 +66,7 @@ class Engine:
             sparse_answers: whether given answers use sparse attention too; see `forced`.
 
         Raises:
-            UserError: if the folder has no readable model of a supported family, or an argument
-                does not fit it.
+            UserError: the folder has no readable model, or an argument does not fit it.
         """
         return cls(load(path, attention, overrides, dtype, tokenizer, sparse_answers))
 
@@ -82,7 +79,6 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None if neither the folder nor the caller provides one."""
         return self.loaded.tokenizer
 
     @property
@@ -101,12 +97,12 @@ class Engine:
         """
         ids = self._checked(tokens, least=2)
         self._check_length(len(ids) - 1, 0)
-        return np.asarray(self.programs.score(ids[:-1], ids[1:], len(ids) - 1)[0].loss)
+        return np.asarray(self.programs.score(ids[:-1], ids[1:])[0].loss)
 
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray
     ) -> Forced:
-        """Scores an answer, ids [m], each token given those before it and the prompt, ids [n].
+        """Scores each token of an answer, ids [m], given those before it and the prompt, ids [n].
 
         Dense attention takes one forward pass over prompt and answer. A sparse pattern works as
         in `generate`: the prompt is read sparsely, then each token of the answer attends to all
@@ -119,19 +115,16 @@ class Engine:
         network = self.loaded.network
         if network.settings.sparse and not network.sparse_answers:
             return self._forced_by_steps(prompt, answer)
-        first = len(prompt) - 1
-        scores, density = self.programs.score(ids[:-1], ids[1:], len(ids) - 1)
-        return Forced(
-            -np.asarray(scores.loss[first:]), np.asarray(scores.is_argmax[first:]), density
-        )
+        scores, density = self.programs.score(ids[:-1], ids[1:])
+        loss, is_argmax = (np.asarray(x[len(prompt) - 1 :]) for x in scores)
+        return Forced(-loss, is_argmax, density)
 
     def _forced_by_steps(self, prompt: np.ndarray, answer: np.ndarray) -> Forced:
-        read = self.programs.prefill(prompt, len(answer))()
-        logits, labels = read.logits, [np.array([label], np.int32) for label in answer]
-        judged = [judge(logits, labels[0])]
+        read, greedy = self.programs.prefill(prompt, len(answer))(), GenerateOptions()
+        labels = answer[:, None]
+        judged = [judge(read.logits, labels[0])]
         if len(labels) > 1:
-            greedy = GenerateOptions()
-            token = first_token(logits, greedy)
+            token = first_token(read.logits, greedy)
             cache, step = self.programs.decoder(read, token, len(prompt), len(answer), greedy)
             for given, label in itertools.pairwise(labels):
                 cache, _, logits = step(cache, jax.device_put(given, token.sharding))
@@ -168,28 +161,26 @@ class Engine:
         begin = time.perf_counter()
         text = GrowingText(self.tokenizer, options.stop, on_text)
         tokens: list[int] = []
-        stopped = "length"
-        for number in range(count):
-            following = token
-            if number + 1 < count:
+        stopped = ""
+        while not stopped:
+            current = token
+            if len(tokens) + 1 < count:
                 # The devices compute the next step while this thread handles a token.
-                cache, following, _ = step(cache, token)
-            new = int(np.asarray(token)[0])
-            token = following
+                cache, token, _ = step(cache, token)
+            new = int(np.asarray(current)[0])
             if new in self.loaded.stop_ids:
                 stopped = "end"
-                break
-            tokens.append(new)
-            text.add(new)
-            if text.stopped:
-                stopped = "stop"
-                break
+            else:
+                tokens.append(new)
+                text.add(new)
+                stopped = "stop" if text.stopped else "length" if len(tokens) == count else ""
+        decode_seconds = time.perf_counter() - begin
         return Generated(
             tuple(tokens),
             text.end(),
             stopped,
             prefill_seconds,
-            time.perf_counter() - begin,
+            decode_seconds,
             float(prompt.density),
         )
 
@@ -229,8 +220,7 @@ def generate(
     Args:
         model: an `Engine`, which keeps its programs for the next call, or the folder of a model.
         prompt: text. The tokenizer may prepend a start token; no chat template is applied.
-        options: None uses the defaults: greedy decoding of at most 256 tokens.
-        on_text: called with each new piece of text as soon as it is final.
+        options, on_text: see `Engine.generate`.
         **how: arguments of `Engine.load`, if `model` is a folder.
 
     Raises:

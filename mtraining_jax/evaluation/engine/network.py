@@ -1,7 +1,6 @@
 """Static description of a model on a mesh, shared by all programs of an evaluation."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,17 +43,13 @@ class Network:
     sparse_answers: bool = False
     loss_chunk_size: int = 1024
 
-    @functools.cached_property
-    def graphdef(self) -> nnx.GraphDef:
-        """Structure of the model for sequences, with a chunked MLP."""
-        return graph_definition(dataclasses.replace(self.spec, remat="full", mlp_kept_chunks=0))
-
     @property
     def ranks(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in SEQUENCE_AXES)
 
     @property
     def unit(self) -> int:
+        """The smallest number of tokens that all ranks can share."""
         chunks = 2 if self.layout == "zigzag" else 1
         return chunks * self.ranks * self.settings.block_size
 
@@ -81,7 +76,7 @@ class Network:
         return layout_for_ring(self.layout, seq_len, sizes, self.settings.block_size, self.ring)
 
     def rope_length(self, tokens: int) -> int:
-        """Returns a length equivalent to `tokens` for RoPE; see `RopeScaling.length_like`."""
+        """See `RopeScaling.length_like`."""
         scaling = self.spec.rope_scaling
         return 1 if scaling is None else scaling.length_like(tokens)
 
@@ -97,17 +92,15 @@ class Network:
     ) -> tuple[Transformer, Array, dict[str, Any]]:
         """Runs all layers over padded tokens, int32 [B, S] in layout order.
 
-        `length` is the one that RoPE assumes (`rope_length`). `inputs` have the pattern and the
-        number of tokens before the padding.
-
-        Returns:
-            The model, the input of its output layer [B, S, E], and statistics of the layers.
+        `length` is that of `rope_length`. Returns the model, the input of its output layer
+        [B, S, E], and statistics of the layers.
         """
         assert isinstance(inputs.pattern, Pattern)  # not an index
         attention = make_attention(
             self.mesh, layout, inputs.pattern, ring=self.ring, backend=self.backend
         )
-        model = nnx.merge(self.graphdef, state)
+        chunked_mlp = dataclasses.replace(self.spec, remat="full", mlp_kept_chunks=0)
+        model: Transformer = nnx.merge(graph_definition(chunked_mlp), state)
         hidden, statistics = model(
             tokens,
             positions,

@@ -54,6 +54,16 @@ def make_score(network: Network, layout: Layout, length: int) -> Any:
 
 def make_prefill(network: Network, layout: Layout, length: int) -> Any:
     """Builds the prefill, a program of the last arguments of `Network.forward`."""
+    weight_spec = network.lm_head_spec
+
+    def last_logits(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:
+        slot = layout.local_positions(prompt_len - 1, lax.axis_index(SEQUENCE_AXES))
+        row = lax.dynamic_index_in_dim(hidden_BSE, jnp.maximum(slot, 0), 1, keepdims=False)
+        # Only one rank has the token; adding zeros in fp32 is exact.
+        row = lax.psum(jnp.where(slot >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
+        row = row.astype(hidden_BSE.dtype)
+        weight_VE, (row,) = serialize_collectives(weight_VE, (row,))
+        return dot32("be,ve->bv", row, gather_weight(weight_VE, weight_spec))
 
     def prefill(
         state: nnx.State, tokens: Array, positions: Array, inputs: AttentionInputs
@@ -63,33 +73,15 @@ def make_prefill(network: Network, layout: Layout, length: int) -> Any:
         )
         keys, values = statistics["kv"]
         assert inputs.valid_len is not None  # see `Programs.inputs`
-        weight = model.lm_head_weight().astype(hidden.dtype)
-        logits = _last_logits(network, layout, hidden, weight, inputs.valid_len)
+        logits = jax.shard_map(
+            last_logits,
+            mesh=network.mesh,
+            in_specs=(ACTIVATIONS, weight_spec, P()),
+            out_specs=P(),
+            check_vma=False,
+        )(hidden, model.lm_head_weight().astype(hidden.dtype), inputs.valid_len)
         return Prompt(logits, keys, values, statistics["density"].mean())
 
     stacked = NamedSharding(network.mesh, STACKED)
     shardings = network.replicated, stacked, stacked, network.replicated
     return network.jit(prefill, Prompt(*cast(Any, shardings)))
-
-
-def _last_logits(
-    network: Network, layout: Layout, hidden_BSE: Array, weight_VE: Array, prompt_len: Array
-) -> Array:
-    weight_spec = network.lm_head_spec
-
-    def logits_of_shard(hidden_BSE: Array, weight_VE: Array, prompt_len: Array) -> Array:
-        slot = layout.local_positions(prompt_len - 1, lax.axis_index(SEQUENCE_AXES))
-        row = lax.dynamic_index_in_dim(hidden_BSE, jnp.maximum(slot, 0), 1, keepdims=False)
-        # Only one rank has the token; adding zeros in fp32 is exact.
-        row = lax.psum(jnp.where(slot >= 0, row.astype(jnp.float32), 0), SEQUENCE_AXES)
-        row = row.astype(hidden_BSE.dtype)
-        weight_VE, (row,) = serialize_collectives(weight_VE, (row,))
-        return dot32("be,ve->bv", row, gather_weight(weight_VE, weight_spec))
-
-    return jax.shard_map(
-        logits_of_shard,
-        mesh=network.mesh,
-        in_specs=(ACTIVATIONS, weight_spec, P()),
-        out_specs=P(),
-        check_vma=False,
-    )(hidden_BSE, weight_VE, prompt_len)

@@ -25,10 +25,7 @@ from mtraining_jax.patterns.options.base import ModelSizes
 
 
 class Programs:
-    """Compiles programs on first use, and runs them.
-
-    `like` has programs of the same parameters with another pattern, to share decoding steps with.
-    """
+    """Compiles programs on first use, and runs them; for `like` see `Engine`."""
 
     def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
         self._state, self._network = loaded.state, loaded.network
@@ -37,14 +34,9 @@ class Programs:
         self._steps: dict[Hashable, Any] = {} if like is None else like._steps
         self._patterns: dict[tuple[int, bool], Pattern] = {}
 
-    def score(
-        self, ids: np.ndarray, labels: np.ndarray, valid_len: int
-    ) -> tuple[LabelScores, float]:
-        """Scores the label of each token, int32 [n] both: NumPy arrays [n], and the density.
-
-        A sparse pattern estimates from the first `valid_len` tokens.
-        """
-        layout, inputs = self.inputs(ids, valid_len, of_prompt=False)
+    def score(self, ids: np.ndarray, labels: np.ndarray) -> tuple[LabelScores, float]:
+        """Scores the label of each token, int32 [n] both: NumPy arrays [n], and the density."""
+        layout, inputs = self.inputs(ids, of_prompt=False)
         arguments = self._place(labels, layout, IGNORE_LABEL), *inputs
         scores, density = self._program(make_score, layout, len(ids), arguments)(*arguments)
         order = layout.inverse()[: len(ids)]
@@ -52,7 +44,7 @@ class Programs:
 
     def prefill(self, ids: np.ndarray, new_tokens: int) -> Callable[[], Prompt]:
         """Compiles the prefill of a prompt, int32 [n], and returns a function that runs it."""
-        layout, inputs = self.inputs(ids, len(ids), of_prompt=True)
+        layout, inputs = self.inputs(ids, of_prompt=True)
         run = self._program(make_prefill, layout, len(ids) + new_tokens, inputs)
         return functools.partial(run, *inputs)
 
@@ -68,7 +60,7 @@ class Programs:
 
         The step is a function of cache and token, and donates the cache.
         """
-        network, state = self._network, self._state
+        network = self._network
         cache = make_cache(network, prompt, prompt_len, new_tokens)
         length, room = network.rope_length(prompt_len + new_tokens), cache.keys[0].shape[2]
         layout = network.sequence_layout(network.padded_length(prompt_len))
@@ -76,18 +68,19 @@ class Programs:
         key = layout, length, room, options.kind
         if key not in self._steps:
             step = make_step(network, layout, length, options.kind)
-            self._steps[key] = step.lower(state, cache, token, *how).compile()
-        run = self._steps[key]
-        return cache, lambda cache, token: run(state, cache, token, *how)
+            self._steps[key] = step.lower(self._state, cache, token, *how).compile()
+        run = functools.partial(self._steps[key], self._state)
+        return cache, lambda cache, token: run(cache, token, *how)
 
-    def inputs(
-        self, ids: np.ndarray, valid_len: int, of_prompt: bool
-    ) -> tuple[Layout, tuple[Any, ...]]:
-        """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""
+    def inputs(self, ids: np.ndarray, of_prompt: bool) -> tuple[Layout, tuple[Any, ...]]:
+        """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`.
+
+        A sparse pattern estimates from the ids only, not from the padding.
+        """
         padded = self._network.padded_length(len(ids))
         layout = self._network.sequence_layout(padded)
         tokens, positions = self._place(ids, layout, 0), self._place(np.arange(padded), layout, 0)
-        inputs = AttentionInputs(self._pattern(padded, of_prompt), valid_len=jnp.int32(valid_len))
+        inputs = AttentionInputs(self._pattern(padded, of_prompt), valid_len=jnp.int32(len(ids)))
         return layout, (self._state, tokens, positions, inputs)
 
     def _pattern(self, padded: int, of_prompt: bool) -> Pattern:
