@@ -30,9 +30,9 @@ _AS_MEASURED = "assumed by length, as measured with SmolLM2-135M"
 
 def _method_first[T](table: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(table)
-    def cost(options: PatternOptions, *args: Any) -> T:
+    def cost(options: PatternOptions, *args: Any, **named: Any) -> T:
         method = getattr(options, table.__name__, None)
-        return table(options, *args) if method is None else method(*args)
+        return table(options, *args, **named) if method is None else method(*args, **named)
 
     return cost
 
