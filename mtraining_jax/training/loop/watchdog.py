@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 from mtraining_jax.utils.errors import UserError
 
-_TICK = 10.0  # longest sleep of the thread, seconds
+# A longer pause of the watchdog's thread means that the process was suspended, in seconds.
+_SUSPENDED = 30.0
 
 
 def _slow(longest: float | None) -> float:
@@ -26,7 +27,7 @@ class _Task:
     name: str
     since: float
     is_step: bool = False
-    messages: int = 0
+    messages: int = 0  # 1 after the warning, 2 after the limit
 
 
 class HangWatchdog:
@@ -46,33 +47,31 @@ class HangWatchdog:
         slow: Callable[[float | None], float] = _slow,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        tick: float = _TICK,
+        tick: float = 1.0,
     ) -> None:
-        self._limit, self._report, self._leave, self._slow = limit, report, leave, slow
+        self._limit, self._report, self._leave, self._slow = limit, report, leave or report, slow
         self._clock, self._tick = clock, tick
+        self._last_read, self._suspended = clock(), 0.0
         self._longest: float | None = None
         # Running steps; the first one counts from its dispatch or the end of the one before it.
         self._steps: deque[_Task] = deque()
         self._blocks: list[_Task] = []
-        self._closed = False
-        self._changed = threading.Condition()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     def begin(self, step: int) -> None:
         """Must be called before a step is dispatched."""
-        with self._changed:
-            self._steps.append(_Task(f"step {step}", self._clock(), is_step=True))
-            self._changed.notify()
+        with self._lock:
+            self._steps.append(_Task(f"step {step}", self._now(), is_step=True))
 
     def end(self) -> None:
         """Must be called when the first running step is finished."""
-        with self._changed:
-            now = self._clock()
+        with self._lock:
+            now = self._now()
             self._longest = max(now - self._steps.popleft().since, self._longest or 0.0)
             if self._steps:
                 self._steps[0].since = now
-            self._changed.notify()
 
     @contextlib.contextmanager
     def watch(self, name: str) -> Iterator[Callable[[], None]]:
@@ -81,70 +80,54 @@ class HangWatchdog:
         `name` says what it does: "the evaluation after step 4". Yields a function that restarts the
         time of the block, after a part of its work.
         """
-        task = _Task(name, self._clock())
+        with self._lock:
+            task = _Task(name, self._now())
+            self._blocks.append(task)
 
         def restart() -> None:
-            with self._changed:
-                task.since, task.messages = self._clock(), 0
+            with self._lock:
+                task.since, task.messages = self._now(), 0
 
-        with self._changed:
-            self._blocks.append(task)
-            self._changed.notify()
         try:
             yield restart
         finally:
-            with self._changed:
+            with self._lock:
                 self._blocks.remove(task)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
-        with self._changed:
-            while not self._closed:
-                tasks = [*list(self._steps)[:1], *self._blocks]
-                if not tasks:
-                    self._changed.wait()
-                    continue
-                seconds = min(self._check(task) for task in tasks)
-                starts, before = [task.since for task in tasks], self._clock()
-                self._changed.wait(min(seconds, self._tick))
-                asleep = self._clock() - before
-                if asleep > 3 * self._tick:
-                    for task, since in zip(tasks, starts, strict=True):
-                        if task.since == since:
-                            task.since += asleep
+        while not self._closed.wait(self._tick):
+            with self._lock:
+                for task in [*list(self._steps)[:1], *self._blocks]:
+                    with contextlib.suppress(UserError):  # unwritable output will stop the run
+                        self._check(task)
 
-    def _check(self, task: _Task) -> float:
-        """Prints messages that are due; returns the seconds until the next one may be."""
-        taken = self._clock() - task.since
-        slow = self._slow(self._longest if task.is_step else None)
-        due = [(slow, self._warn)] if slow < self._limit else []
-        due = [*due, (self._limit, self._abort)]
-        for seconds, message in due[task.messages :]:
-            if taken < seconds:
-                return seconds - taken
-            task.messages += 1
-            with contextlib.suppress(UserError):  # unwritable output will stop the run anyway
-                message(task, taken)
-        return self._tick
+    def _now(self) -> float:
+        """Seconds without those in which the process was suspended; needs the lock."""
+        now = self._clock()
+        if now - self._last_read > _SUSPENDED:
+            self._suspended += now - self._last_read
+        self._last_read = now
+        return now - self._suspended
 
-    def _warn(self, task: _Task, taken: float) -> None:
-        before = ""
-        if task.is_step and self._longest is not None:
-            before = f" (longest before: {self._longest:.1f} s)"
-        self._report(
-            f"warning: {task.name} has taken {taken:.0f} s so far{before}; a device or process may "
-            f"be waiting for another one. The run stops at {self._limit:.0f} s "
-            "(run.step_timeout_seconds)"
-        )
-
-    def _abort(self, task: _Task, _: float) -> None:
-        (self._leave or self._report)(
-            f"{task.name} did not end within {self._limit:.0f} s (run.step_timeout_seconds); most "
-            "likely a device or process failed and the others wait for it; see the output above "
-            "for the reason"
-        )
+    def _check(self, task: _Task) -> None:
+        """Prints the message that is due, if any."""
+        taken, longest = self._now() - task.since, self._longest if task.is_step else None
+        if taken >= self._limit and task.messages < 2:
+            task.messages = 2
+            self._leave(
+                f"{task.name} did not end within {self._limit:.0f} s (run.step_timeout_seconds); "
+                "most likely a device or process failed and the others wait for it; see the output "
+                "above for the reason"
+            )
+        elif taken >= self._slow(longest) and task.messages < 1:
+            task.messages = 1
+            before = "" if longest is None else f" (longest before: {longest:.1f} s)"
+            self._report(
+                f"warning: {task.name} has taken {taken:.0f} s so far{before}; a device or process "
+                f"may be waiting for another one. The run stops at {self._limit:.0f} s "
+                "(run.step_timeout_seconds)"
+            )
