@@ -46,7 +46,7 @@ from mtraining_jax.data.balance import imbalance
 from mtraining_jax.data.packs import block_table
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
-from mtraining_jax.training.documents import restarting_positions
+from mtraining_jax.training.device_batches import positions_in_documents
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
@@ -109,7 +109,7 @@ class ReplicaTimer:
 
     def __init__(self, run: Run, config: Config, mesh: Mesh) -> None:
         self._run, data = run, run.config.data
-        self._restart = restarting_positions(mesh, BLOCK)
+        self._in_documents = positions_in_documents(mesh, BLOCK)
         self._text = np.random.default_rng(0).integers(
             0, run.config.model.vocab_size, (run.packs, data.seq_len + 1), np.int32
         )
@@ -141,10 +141,11 @@ class ReplicaTimer:
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
         followed = positions - first * BLOCK + 1 < tokens
         table = jnp.asarray(tables)
+        restarted, _ = self._in_documents(jnp.asarray(positions), table)
         return {
             "tokens": jnp.asarray(self._text[:, :-1]),
             "labels": jnp.asarray(np.where(followed, self._text[:, 1:], IGNORE_LABEL)),
-            "positions": self._restart(jnp.asarray(positions), table),
+            "positions": restarted,
             "documents": table,
         }
 

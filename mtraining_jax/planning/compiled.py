@@ -17,7 +17,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.parallel.mesh import DOCUMENTS, MASS_FRACTION, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
-from mtraining_jax.training.documents import reads_lengths
+from mtraining_jax.training.device_batches import reads_lengths
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 

@@ -1,13 +1,8 @@
 """Builds the parts of a run from its configuration."""
 
-import dataclasses
-from collections.abc import Mapping
-
 import jax
-from jax import Array
 from jax.sharding import Mesh
 
-from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.config import Config, validate
@@ -16,7 +11,6 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import ModelSizes
-from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.training.tuning.replica_load import measures_by_length
 from mtraining_jax.utils.errors import UserError
 
@@ -68,14 +62,4 @@ def build_attention(config: Config, mesh: Mesh, layout: Layout, pattern: Pattern
         backend=None if parallel.backend == "auto" else parallel.backend,
         mask_heads=tuple(sorted({head for _, head in config.audited_masks})),
         by_length=measures_by_length(config),
-    )
-
-
-def add_batch(inputs: AttentionInputs, batch: Mapping[str, Array]) -> AttentionInputs:
-    """Adds the documents and mass fractions of a batch, if it has any."""
-    table, fractions = batch.get("documents"), batch.get("mass_fraction")
-    return dataclasses.replace(
-        inputs,
-        documents=None if table is None else DocumentBlocks.from_table(table),
-        mass_fraction=None if fractions is None else fractions.T,
     )

@@ -1,22 +1,20 @@
 """Iterates over the batches of a run as global arrays on its mesh."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
 from mtraining_jax.data.loader import Loader, local_rows_and_columns
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
-from mtraining_jax.training.documents import (
-    lengths_of_documents,
-    reads_lengths,
-    restarting_positions,
-)
+from mtraining_jax.parallel.replicas import shard_map_remaining
+from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.training.tuning.replica_load import balance_of
 
 
@@ -47,10 +45,8 @@ class DeviceBatches:
             self._shape, self._sharding, lambda index: positions[index]
         )
         self._of_documents = NamedSharding(mesh, DOCUMENTS)
-        self._restart = restarting_positions(mesh, config.sparsity.block_size)
-        self._lengths = None
-        if reads_lengths(config):
-            self._lengths = lengths_of_documents(mesh, config.sparsity.block_size)
+        self._in_documents = positions_in_documents(mesh, config.sparsity.block_size)
+        self._reads_lengths = reads_lengths(config)
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
         return self
@@ -72,17 +68,9 @@ class DeviceBatches:
             self._of_documents,
             lambda index: self.loader.shard(documents, index or ()),
         )
-        positions = self._restart(self._positions, table)
+        positions, lengths = self._in_documents(self._positions, table)
         batch |= {"positions": positions, "documents": table}
-        if self._lengths is not None:
-            batch["document_lengths"] = self._lengths(self._positions, table)
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        return self.loader.get_state()
-
-    def go_to(self, state: dict[str, Any]) -> None:
-        self.loader.set_state(state)
+        return batch | {"document_lengths": lengths} if self._reads_lengths else batch
 
     def close(self) -> None:
         self.loader.close()
@@ -91,3 +79,29 @@ class DeviceBatches:
         return jax.make_array_from_callback(
             self._shape, self._sharding, lambda index: self.loader.shard(local, index or ())
         )
+
+
+def reads_lengths(config: Config) -> bool:
+    """Whether rotary positions depend on the length of each token's document."""
+    scaling = ModelSpec.from_config(config.model).rope_scaling
+    return config.data.has_documents and scaling is not None and scaling.switches_at is not None
+
+
+def positions_in_documents(
+    mesh: Mesh, block_size: int
+) -> Callable[[Array, Array], tuple[Array, Array]]:
+    """Compiles a function of positions in the sequence [B, S] and documents [B, NB, 3], int32.
+
+    It returns the position in its document and the number of real tokens of that document for each
+    token, int32 [B, S]; both are 0 outside of documents.
+    """
+
+    def on_shard(positions: Array, table: Array) -> tuple[Array, Array]:
+        first, length, tokens, _ = (
+            jnp.take_along_axis(x, positions // block_size, axis=1)
+            for x in DocumentBlocks.from_table(table)
+        )
+        return jnp.where(length > 0, positions - first * block_size, 0), tokens
+
+    specs = (TOKENS, DOCUMENTS), (TOKENS, TOKENS)
+    return jax.jit(shard_map_remaining(on_shard, mesh, *specs))

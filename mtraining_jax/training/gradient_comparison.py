@@ -7,7 +7,6 @@ result is a lower bound on the gradient error of full sequences.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,44 +31,39 @@ _LAYERS = "layers."
 
 def make_gradient_comparison(
     config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout
-) -> Callable[[TrainState, Batch], dict[str, Array]] | None:
+) -> Callable[[TrainState, Batch], dict[str, Array]]:
     """Builds a jitted function (state, batch) -> `compared` gradients of one micro-batch.
 
-    None if the run is dense or does not ask for it. The state is not donated.
+    The state is not donated.
     """
-    if not config.audit.gradient_interval or not config.sparsity.pattern.sparse:
-        return None
     short = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, seq_len=config.gradient_tokens),
         optimizer=dataclasses.replace(config.optimizer, accumulation_steps=1),
     )
-    its_layout = build_layout(short)
-    sparse = build_pattern(short)
-
-    def gradients_with(pattern: Any) -> Callable:
-        attention = build_attention(short, mesh, its_layout, pattern)
-        return make_gradients(short, builder, attention, mesh, AttentionInputs(pattern))
-
-    functions = [gradients_with(pattern) for pattern in (sparse, Dense(sparse.block_size))]
-    parts_of_group = config.parallel.replicas, config.optimizer.accumulation_steps
+    short_layout, pattern = build_layout(short), build_pattern(short)
+    sparse_gradients, dense_gradients = (
+        make_gradients(
+            short, builder, build_attention(short, mesh, short_layout, x), AttentionInputs(x)
+        )
+        for x in (pattern, Dense(pattern.block_size))
+    )
+    replicas, parts = config.parallel.replicas, config.optimizer.accumulation_steps
 
     def compare(state: TrainState, batch: Batch) -> dict[str, Array]:
         trained, frozen = builder.split(state.parameters)
         first = {
             # The first micro-batch of each replica.
-            name: x.reshape(*parts_of_group, -1, *x.shape[1:])[:, 0].reshape(-1, *x.shape[1:])
+            name: x.reshape(replicas, parts, -1, *x.shape[1:])[:, 0].reshape(-1, *x.shape[1:])
             for name, x in batch.items()
         }
-        batch = shortened(first, layout, its_layout, mesh)
+        batch = shortened(first, layout, short_layout, mesh)
         count = count_labels(batch["labels"])
         count = jnp.sum(batch["weights"]) if "weights" in batch else count
-        without = {name: x for name, x in batch.items() if name != "mass_fraction"}
-        own, dense = (
-            of(trained, frozen, inputs, count, None)[1]
-            for of, inputs in zip(functions, (batch, without), strict=True)
-        )
-        return compared(own, dense)
+        _, sparse, _ = sparse_gradients(trained, frozen, batch, count, None)
+        batch.pop("mass_fraction", None)
+        _, dense, _ = dense_gradients(trained, frozen, batch, count, None)
+        return compared(sparse, dense)
 
     return jax.jit(compare, out_shardings=NamedSharding(mesh, P()))
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.sharding import parameter_names as names_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import (
@@ -57,13 +58,14 @@ class StateBuilder:
         self.spec = ModelSpec.from_config(config.model)
         self.graphdef = graph_definition(self.spec)
         self.optimizer = make_optimizer(config.optimizer)
-        self._config = config
-        self._mesh: Any = mesh  # abstract for planning
+        self._config, self.fsdp = config, config.parallel.fsdp
+        self.mesh: Any = mesh  # abstract for planning
+        self.lm_head_spec = lm_head_spec(self.spec, self.mesh, self.fsdp)
         abstract = abstract_state(self.spec)
         self._structure = jax.tree.structure(abstract)
         self._names = tuple(jax.tree.leaves(names_of(abstract)))
         self._shapes = self.flatten(abstract)
-        self._shardings = self.flatten(param_shardings(self.spec, self._mesh, config.parallel.fsdp))
+        self._shardings = self.flatten(param_shardings(self.spec, self.mesh, self.fsdp))
         self.trainable = trainable_names(self._names, config.optimizer.trainable)
 
     def flatten(self, state: nnx.State) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class StateBuilder:
 
     def abstract(self) -> TrainState:
         """Returns a `TrainState` of `jax.ShapeDtypeStruct` with shardings."""
-        everywhere = NamedSharding(self._mesh, P())
+        everywhere = NamedSharding(self.mesh, P())
 
         def of_leaf(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
             # Parameters and their moments are dicts by name; all else is replicated.
@@ -101,10 +103,9 @@ class StateBuilder:
 
     def fresh(self) -> TrainState:
         """Builds the state before the first step; its values do not depend on the mesh."""
-        config = self._config
-        model, fsdp = config.model, config.parallel.fsdp
+        model, seed = self._config.model, self._config.run.seed
         if model.init_from is None:
-            _, drawn = init_model(self.spec, seed=config.run.seed, mesh=self._mesh, fsdp=fsdp)
+            _, drawn = init_model(self.spec, seed=seed, mesh=self.mesh, fsdp=self.fsdp)
         else:
             shardings = self.unflatten(self._shardings)
             drawn = load_hf(model.init_from, self.spec, shardings, override=model.override)

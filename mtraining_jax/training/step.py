@@ -11,20 +11,18 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention.audit.figures import AuditRows
+from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
-from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, MASS_FRACTION, TOKENS
 from mtraining_jax.parallel.ordering import join
 from mtraining_jax.parallel.replicas import constrain, per_replica
-from mtraining_jax.training.audit import add_gradient_figures, draw_rows, zero_taps
-from mtraining_jax.training.build import add_batch
+from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
-from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
 
 Batch = dict[str, Array]
 Metrics = dict[str, Any]
@@ -60,7 +58,7 @@ def make_train_step(
     [L, Hq] each, and optionally `masks`, an index with a leading layer axis.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
-    gradients_of = make_gradients(config, builder, attention, mesh, attention_inputs, audited)
+    gradients_of = make_gradients(config, builder, attention, attention_inputs, audited)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.parameters)
@@ -69,11 +67,9 @@ def make_train_step(
         count = jnp.sum(batch["weights"]) if "weights" in batch else labels
         rows = draw_rows(config, state) if audited else None
         loss, gradients, by_group = gradients_of(trained, frozen, batch, count, rows)
-        layers = by_group
-        if config.parallel.replicas > 1:
-            layers = jax.tree.map(_over_parts, by_group)
-        of_audit = {name: layers[name] for name in ("audit", "masks") if name in layers}
-        layers = {name: x for name, x in layers.items() if name not in of_audit}
+        several = config.parallel.replicas > 1
+        layers = jax.tree.map(_over_parts, by_group) if several else dict(by_group)
+        of_audit = {name: layers.pop(name) for name in ("audit", "masks") if name in layers}
         with jax.named_scope("optimizer"):
             gradients, norm = clip(gradients, config.optimizer.clip_norm)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -117,11 +113,23 @@ def make_train_step(
     )
 
 
+def audits_steps(config: Config) -> bool:
+    """Whether steps of a run are audited; dense attention is not."""
+    return bool(config.audit.interval) and config.sparsity.pattern.sparse
+
+
+def draw_rows(config: Config, state: TrainState) -> AuditRows:
+    """Draws the queries to audit, given the state before the step; new ones for each step."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl=PRNG_IMPL), state.step)
+    # With documents, the end of a sequence is the end of one document, or padding.
+    last = not config.data.has_documents
+    return AuditRows.draw(key, config.data.seq_len, config.audit.num_queries, last=last)
+
+
 def make_gradients(
     config: Config,
     builder: StateBuilder,
     attention: Attention,
-    mesh: Mesh,
     attention_inputs: AttentionInputs | None = None,
     audited: bool = False,
 ):
@@ -130,49 +138,43 @@ def make_gradients(
     `count` is the divisor of the loss over all micro-batches; `rows` are those of an audit, or
     None. Stats are [L, ...], or [M, L, ...] with several replicas.
     """
-    fsdp = config.parallel.fsdp
+    model, mesh = config.model, builder.mesh
+    parts, replicas = config.optimizer.accumulation_steps, config.parallel.replicas
     of_run = attention_inputs or AttentionInputs()
 
-    def loss_of(
-        trained: Parameters,
-        taps: Array | None,
-        frozen: Parameters,
-        batch: Batch,
-        count: Array,
-        rows: AuditRows | None,
-    ):
+    def loss_of(trained: Parameters, taps: Array | None, frozen, batch, count, rows):
         inputs = dataclasses.replace(of_run, grad_tap=taps, audit_rows=rows)
-        model, hidden, layers = run_layers(
-            builder, {**trained, **frozen}, batch, attention, inputs, mesh, fsdp
+        hidden, lm_head, layers = run_layers(
+            builder, attention, inputs, {**trained, **frozen}, batch
         )
         total = linear_cross_entropy(
             hidden,
-            model.lm_head_weight(),
+            lm_head,
             batch["labels"],
             chunk_size=config.loss.chunk_size,
             mesh=mesh,
-            weight_spec=lm_head_spec(builder.spec, mesh, fsdp),
+            weight_spec=builder.lm_head_spec,
             label_weights_BS=batch.get("weights"),
         )
         return total / jnp.maximum(count, 1), layers
 
     value_and_grad = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
-    parts, replicas = config.optimizer.accumulation_steps, config.parallel.replicas
 
     def differentiate(trained: Parameters, *args: Any):
-        taps = zero_taps(config) if audited else None
+        tap_shape = model.num_layers, model.num_heads, len(GRADIENT_FIGURES)
+        taps = jnp.zeros(tap_shape, jnp.float32) if audited else None
         (loss, layers), (gradients, of_taps) = value_and_grad(trained, taps, *args)
-        layers = layers if of_taps is None else add_gradient_figures(layers, of_taps)
+        if of_taps is not None:
+            figures = zip(GRADIENT_FIGURES, jnp.moveaxis(of_taps, -1, 0), strict=True)
+            layers = layers | {"audit": layers["audit"] | dict(figures)}
         return loss, gradients, layers
 
-    def of_replica(
-        trained: Parameters, frozen: Parameters, batch: Batch, count: Array, rows: AuditRows | None
-    ):
+    def of_replica(trained: Parameters, frozen: Parameters, batch: Batch, *rest: Any):
         if parts == 1:
-            return differentiate(trained, frozen, batch, count, rows)
+            return differentiate(trained, frozen, batch, *rest)
 
         def add(sums: tuple[Array, Parameters], micro: Batch):
-            loss, gradients, layers = differentiate(trained, frozen, micro, count, rows)
+            loss, gradients, layers = differentiate(trained, frozen, micro, *rest)
             return jax.tree.map(jnp.add, sums, (loss, gradients)), layers
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, trained)
@@ -194,30 +196,29 @@ def make_gradients(
 
 def run_layers(
     builder: StateBuilder,
-    parameters: Parameters,
-    batch: Batch,
     attention: Attention,
     inputs: AttentionInputs,
-    mesh: Mesh,
-    fsdp: bool,
-) -> tuple[Any, Array, dict[str, Any]]:
-    """Returns the model, and hidden states and statistics of its layers on a batch."""
+    parameters: Parameters,
+    batch: Batch,
+) -> tuple[Array, Array, dict[str, Any]]:
+    """Returns hidden states of a batch, the LM head's weight, and statistics of the layers."""
+    table, fractions = batch.get("documents"), batch.get("mass_fraction")
+    inputs = dataclasses.replace(
+        inputs,
+        documents=None if table is None else DocumentBlocks.from_table(table),
+        mass_fraction=None if fractions is None else fractions.T,
+    )
     model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
     hidden, layers = model(
         batch["tokens"],
         batch["positions"],
         attention,
-        attention_inputs=add_batch(inputs, batch),
-        mesh=mesh,
-        fsdp=fsdp,
+        attention_inputs=inputs,
+        mesh=builder.mesh,
+        fsdp=builder.fsdp,
         length=batch.get("document_lengths"),
     )
-    return model, hidden, layers
-
-
-def _over_parts(x: Array) -> Array:
-    """Mean over micro-batches or replicas; integers (masks) are taken from the first."""
-    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+    return hidden, model.lm_head_weight(), layers
 
 
 def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
@@ -228,3 +229,8 @@ def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
         return constrain(x.reshape(parts, -1, *x.shape[1:]), mesh, P(None, *spec))
 
     return {name: cut(name, x) for name, x in batch.items()}
+
+
+def _over_parts(x: Array) -> Array:
+    """Mean over micro-batches or replicas; integers (masks) are taken from the first."""
+    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]

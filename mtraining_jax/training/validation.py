@@ -15,7 +15,6 @@ from mtraining_jax.config import Config
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
-from mtraining_jax.models.sharding import lm_head_spec
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
@@ -60,12 +59,13 @@ class Evaluator:
                 f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce "
                 "eval.num_batches"
             )
-        self._begin = self._batches.state()
-        self._functions, self._programs = {}, {}
+        self._begin = loader.get_state()
+        self._programs: dict[str, Any] = {}  # jitted, until `compile`
         for name, pattern in _patterns(config, evaluation).items():
             attention = build_attention(evaluation, mesh, layout, pattern)
-            inputs = AttentionInputs(pattern)
-            self._functions[name] = _make_sums(evaluation, builder, attention, mesh, inputs)
+            self._programs[name] = _make_sums(
+                evaluation, builder, attention, AttentionInputs(pattern)
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is evaluated."""
@@ -76,14 +76,10 @@ class Evaluator:
         state: TrainState,
         devices: Iterable[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
     ) -> None:
-        """Compiles the programs of `measure`, for states like `state`.
-
-        Raises:
-            UserError: if a program needs more memory than a device has free.
-        """
-        self._batches.go_to(self._begin)
+        """Compiles the programs of `measure`, for states like `state`; checks their memory."""
+        self._batches.loader.set_state(self._begin)
         batch = next(self._batches)
-        for name, function in self._functions.items():
+        for name, function in self._programs.items():
             self._programs[name] = function.lower(state.parameters, batch).compile()
             check_memory(self._programs[name], devices, "the evaluation on validation data")
 
@@ -94,7 +90,7 @@ class Evaluator:
             UserError: if a batch cannot be read.
         """
         begin = time.perf_counter()
-        self._batches.go_to(self._begin)
+        self._batches.loader.set_state(self._begin)
         found: dict[str, list[Any]] = {name: [] for name in self._programs}
         try:
             for _ in range(self._config.eval.num_batches):
@@ -127,21 +123,21 @@ def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
 
 
 def _make_sums(
-    config: Config, builder: StateBuilder, attention: Attention, mesh: Mesh, inputs: AttentionInputs
+    config: Config, builder: StateBuilder, attention: Attention, inputs: AttentionInputs
 ) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
     """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by position bucket."""
-    buckets, fsdp = num_buckets(config.data.seq_len), config.parallel.fsdp
+    buckets = num_buckets(config.data.seq_len)
 
     def sums(parameters: dict[str, Array], batch: Batch) -> tuple[Array, Array]:
-        model, hidden, _ = run_layers(builder, parameters, batch, attention, inputs, mesh, fsdp)
+        hidden, lm_head, _ = run_layers(builder, attention, inputs, parameters, batch)
         scores = label_scores(
             hidden,
-            model.lm_head_weight(),
+            lm_head,
             batch["labels"],
             chunk_size=config.loss.chunk_size,
-            mesh=mesh,
-            weight_spec=lm_head_spec(builder.spec, mesh, fsdp),
+            mesh=builder.mesh,
+            weight_spec=builder.lm_head_spec,
         )
         return sums_by_bucket(scores.loss, batch["labels"], batch["positions"], buckets)
 
-    return jax.jit(sums, out_shardings=NamedSharding(mesh, P()))
+    return jax.jit(sums, out_shardings=NamedSharding(builder.mesh, P()))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtraining_jax.training.audit import draw_rows
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step, read_state
 from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.step import draw_rows
 from tests.training.common import changed, tiny_config
 
 HF_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / "qwen2_tiny"

@@ -9,11 +9,10 @@ import pytest
 from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.parallel.replicas import per_replica
-from mtraining_jax.training.audit import audits_steps
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import make_train_step, micro_batches
+from mtraining_jax.training.step import audits_steps, make_train_step, micro_batches
 from tests.parallel.hlo_meetings import meetings
 from tests.training.common import VERTICAL_SLASH, tiny_config
 

@@ -4,7 +4,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,23 @@ from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.tuning.replica_load import ReplicaLoad
 from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.utils.errors import UserError
+
+
+class DispatchedStep(NamedTuple):
+    """A step that the devices may not have finished.
+
+    Attributes:
+        metrics: still on the devices.
+        compared: result of `make_gradient_comparison` before the step, if any.
+        profiled: whether the step is traced.
+        evaluate: called when the step is finished, with a function to call after each part of its
+            work; returns more entries for the record. Until then the state must stay valid.
+    """
+
+    metrics: dict[str, Any]
+    compared: Mapping[str, np.ndarray] | None
+    profiled: bool
+    evaluate: Callable[[Callable[[], None]], Record] | None
 
 
 class FinishedSteps:
@@ -63,21 +81,9 @@ class FinishedSteps:
         yield
         self.restart_clock()
 
-    def add(
-        self,
-        metrics: dict[str, Any],
-        compared: Mapping[str, np.ndarray] | None,
-        profiled: bool,
-        evaluate: Callable[[Callable[[], None]], Record] | None,
-    ) -> None:
-        """Adds a dispatched step; returns when the previous one is reported.
-
-        Its metrics are still on the devices. `compared` comes from `make_gradient_comparison`
-        before the step. `evaluate` is called when the step is finished, and returns more entries
-        for its record; until then the state must stay valid. It gets a function to call after each
-        part of its work.
-        """
-        started = self._thread.submit(self._report, metrics, compared, profiled, evaluate)
+    def add(self, step: DispatchedStep) -> None:
+        """Returns when the step before this one is reported."""
+        started = self._thread.submit(self._report, step)
         self._wait_for_step()
         self._pending = started
 
@@ -93,9 +99,8 @@ class FinishedSteps:
             self._history.add(pending.result())
 
     def _wait_for_picture(self) -> None:
-        picture, self._picture = self._picture, None
-        if picture is not None:
-            picture.result()
+        if self._picture is not None:
+            self._picture.result()
 
     def close(self) -> None:
         """Waits for the devices; a step that is still running is not reported."""
@@ -103,48 +108,48 @@ class FinishedSteps:
         self._thread.shutdown()
         self._pictures.shutdown()
 
-    def _report(
-        self,
-        metrics: dict[str, Any],
-        compared: Mapping[str, np.ndarray] | None,
-        profiled: bool,
-        evaluate: Callable[[Callable[[], None]], Record] | None,
-    ) -> Record:
-        jax.block_until_ready(metrics)
+    def _report(self, dispatched: DispatchedStep) -> Record:
+        jax.block_until_ready(dispatched.metrics)
         self._watchdog.end()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        metrics = jax.device_get(metrics)
+        metrics = jax.device_get(dispatched.metrics)
         of_replicas = {} if self._replicas is None else self._replicas.finish(metrics)
         record = step_record(metrics, seconds, self._config, self._devices) | of_replicas
-        if profiled:
+        if dispatched.profiled:
             record["profiled"] = True  # tracing slows the step down
-        audited = "audit" in metrics or compared is not None
+        audited = "audit" in metrics or dispatched.compared is not None
         if audited:
-            record |= audit_record(metrics.get("audit", {}), compared or {})
+            record |= audit_record(metrics.get("audit", {}), dispatched.compared or {})
             record["alarms"] = self._alarms.of(record)
         step, run = record["step"], self._config.run
-        if evaluate is not None and not self._closed:
+        if dispatched.evaluate is not None and not self._closed:
             with self._watchdog.watch(f"the evaluation after step {step}") as restart:
-                record |= evaluate(restart)
+                record |= dispatched.evaluate(restart)
         if self._closed:
             return record
         for writer in self._writers:
-            try:
+            with self._written(writer.where, step):
                 writer.write(record)
-            except OSError as error:
-                self._closed = True
-                raise UserError(
-                    f"{writer.where} is not writable ({error.strerror or error}) at step {step}; "
-                    "run the same command again to resume from the newest checkpoint"
-                ) from error
-        line = bool(evaluate) or audited or step % run.log_interval == 0 or step in (1, run.steps)
-        self._display.step(record, line)
+        shown = step % run.log_interval == 0 or step in (1, run.steps)
+        self._display.step(record, shown or audited or dispatched.evaluate is not None)
         if "masks" in metrics and self._writers:
             self._wait_for_picture()
             self._picture = self._pictures.submit(self._draw, metrics["masks"], record)
         self._check_finite(metrics, record)
         return record
+
+    @contextlib.contextmanager
+    def _written(self, where: str | Path, step: int) -> Iterator[None]:
+        """Ends the run if the block cannot write."""
+        try:
+            yield
+        except OSError as error:
+            self._closed = True
+            raise UserError(
+                f"{where} is not writable ({error.strerror or error}) at step {step}; run the same "
+                "command again to resume from the newest checkpoint"
+            ) from error
 
     def _draw(self, masks: Any, record: Record) -> None:
         path = self._config.run.folder / "masks" / f"step_{record['step']:07d}.png"
@@ -158,14 +163,9 @@ class FinishedSteps:
             if recall is not None:
                 title += f"\nstep {record['step']}, recall {recall:.1%}"
             panels.append(Panel(index, 0, heads.index(head), title))
-        try:
+        with self._written(path, record["step"]):
             path.parent.mkdir(exist_ok=True)
             draw(path, panels, self._config.data.seq_len)
-        except OSError as error:
-            self._closed = True
-            raise UserError(
-                f"{path} is not writable ({error.strerror or error}) at step {record['step']}"
-            ) from error
 
     def _check_finite(self, metrics: dict[str, Any], record: Record) -> None:
         in_row, allowed = int(metrics["skipped_in_row"]), self._config.optimizer.max_skipped_steps

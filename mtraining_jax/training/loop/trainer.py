@@ -22,7 +22,7 @@ from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint import Checkpoints, read_state, run_folder
 from mtraining_jax.training.checkpoint.export import export_state
 from mtraining_jax.training.device_batches import DeviceBatches
-from mtraining_jax.training.loop.finished_steps import FinishedSteps
+from mtraining_jax.training.loop.finished_steps import DispatchedStep, FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
 from mtraining_jax.training.loop.watchdog import HangWatchdog
@@ -80,9 +80,8 @@ class Trainer:
         if self._evaluator is not None:
             opened.callback(self._evaluator.close)
             check_same_data(self._evaluator.identity, "eval.data")
-        self._profile = ProfileWindow(
-            config.profile, config.run.folder / "profile", distributed.is_first()
-        )
+        first = distributed.is_first()
+        self._profile = ProfileWindow(config.profile, config.run.folder / "profile", first)
         opened.callback(self._profile.end)
         validation = self._evaluator and self._evaluator.description
         display.say(
@@ -101,30 +100,24 @@ class Trainer:
             self._state = builder.fresh()
         else:
             self._restore(folder, resume_from)
-        start = config.profile.start
-        if start is not None and start <= self._step:
+        if (start := config.profile.start) is not None and start <= self._step:
             display.say(
                 f"warning: no trace is written: profile.start = {start} is before the next step"
             )
-        self._writers = open_writers(config, self._step) if distributed.is_first() else []
-        for writer in self._writers:
+        self._writers = writers = open_writers(config, self._step) if first else []
+        for writer in writers:
             opened.callback(writer.close)
+        alarms, watchdog, replicas = self._alarms, self._watchdog, self._replicas
         # Opened last and closed first, because it writes.
         self._finished = FinishedSteps(
-            config,
-            self._devices,
-            self._writers,
-            display,
-            self._alarms,
-            self._watchdog,
-            self._replicas,
+            config, self._devices, writers, display, alarms, watchdog, replicas
         )
         opened.callback(self._finished.close)
 
     def _restore(self, folder: Path, step: int) -> None:
         with self._watchdog.watch(f"reading the checkpoint of step {step}"):
             self._state, place = read_state(folder, step, self._builder.abstract(), self._config)
-        self._batches.go_to(place)
+        self._batches.loader.set_state(place)
         if isinstance(self._replicas, Tuner):
             self._replicas.go_to(step, place.get(_TUNING))
         self._alarms.go_to(place.get(_ALARMS))
@@ -136,10 +129,8 @@ class Trainer:
         Raises `Stopped` after a stop signal, when the state is saved.
         """
         config, total = self._config, self._config.run.steps
-        batch = self._next_batch()
-        programs = compile_programs(
-            self._programs, (self._state, batch), self._devices, self._display
-        )
+        arguments = self._state, (batch := self._next_batch())
+        programs = compile_programs(self._programs, arguments, self._devices, self._display)
         if self._evaluator is not None:
             self._display.say("compiling the evaluation ...")
             self._evaluator.compile(self._state, self._devices)
@@ -173,26 +164,25 @@ class Trainer:
         if self._profile.begins(self._step):
             with self._finished.paused():
                 self._profile.begin()
-        audit, train_step, compared = self._config.audit, programs.train_step, None
+        audit, name, compared = self._config.audit, "train_step", None
         if self._step in self._config.dense_steps:  # nothing to audit
-            train_step = programs.dense_step
+            name = "dense_step"
         else:
-            if programs.compare_gradients and (self._step - 1) % audit.gradient_interval == 0:
+            if "compare_gradients" in programs and (self._step - 1) % audit.gradient_interval == 0:
                 what = f"the gradient comparison before step {self._step}"
                 with self._finished.paused(), self._watchdog.watch(what):
                     started = time.perf_counter()
-                    compared = jax.device_get(programs.compare_gradients(self._state, batch))
+                    compared = jax.device_get(programs["compare_gradients"](self._state, batch))
                     compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
-            if programs.audited_step and (self._step - 1) % audit.interval == 0:
-                train_step = programs.audited_step
-        assert train_step is not None  # `make_programs` builds what the remaining steps need
+            if "audited_step" in programs and (self._step - 1) % audit.interval == 0:
+                name = "audited_step"
         self._watchdog.begin(self._step)
         with jax.profiler.StepTraceAnnotation("train_step", step_num=self._step):
-            self._state, metrics = train_step(self._state, batch)
+            self._state, metrics = programs[name](self._state, batch)
         evaluate = None
         if self._evaluator is not None and self._evaluator.is_due(self._step):
             evaluate = functools.partial(self._evaluator.measure, self._state)
-        self._finished.add(metrics, compared, self._profile.open, evaluate)
+        self._finished.add(DispatchedStep(metrics, compared, self._profile.open, evaluate))
         if self._profile.ends(self._step):
             with self._finished.paused():
                 self._profile.end()
@@ -212,7 +202,7 @@ class Trainer:
         what = f"saving the checkpoint of step {self._step}"
         # Saving waits for the devices anyway.
         with self._finished.paused(), self._watchdog.watch(what):
-            place = self._batches.state() | {_ALARMS: self._alarms.state()}
+            place = self._batches.loader.get_state() | {_ALARMS: self._alarms.state()}
             if isinstance(self._replicas, Tuner):
                 place[_TUNING] = self._replicas.state()
             self._checkpoints.save(self._step, self._state, place, self._config)
