@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import signal
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ import numpy as np
 
 from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make_encoder
 from mtraining_jax.data.source import FileSource
-from mtraining_jax.data.sources import problems
 from mtraining_jax.data.sources.token_parts import (
     PartRecord,
     close_folder,
@@ -47,7 +47,7 @@ class Totals:
     tokens: int = 0
     found: int = 0
 
-    def add(self, record: PartRecord, found: bool) -> None:
+    def add(self, record: PartRecord, found: bool = False) -> None:
         self.parts += 1
         self.documents += record.documents
         self.tokens += record.tokens
@@ -83,23 +83,20 @@ def tokenize_corpus(
     number of processes and interruptions.
 
     Args:
-        data: the options of the data; uses source, tokenizer and eos.
+        data: options, already validated; uses source, tokenizer and eos.
         report: callback with the totals so far and the bytes of documents read.
         part_bytes: minimum bytes of documents per part.
     """
-    if found := list(problems(data, vocab_size)):
-        raise UserError("\n".join(found))
     source = data.source_options
     if not isinstance(source, DocumentSource):
         raise UserError(f'data.source = "{data.source}" has no documents to tokenize')
     args = None if source.holds_ids else data.tokenizer, data.eos, vocab_size
-    open_folder(folder, _identity(source, data, make_encoder(*args), part_bytes))
+    open_folder(folder, _identity(data, make_encoder(*args), part_bytes))
     totals, read = Totals(), 0
     # Forked processes would lack the threads of the tokenizer library.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, context, initializer=_prepare_worker)
-    running: set[Future] = set()
-    begun = False
+    running: deque[Future[PartRecord]] = deque()
     try:
         for number, (documents, checksum, size) in enumerate(parts(source, part_bytes)):
             read += size
@@ -107,14 +104,13 @@ def tokenize_corpus(
             if record is not None and record.checksum == checksum:
                 totals.add(record, found=True)
             else:
-                if not begun:
-                    mark_incomplete(folder)
-                    begun = True
-                running.add(pool.submit(_make_part, args, folder, number, documents, checksum))
-            running = _collect(running, totals, at_most=2 * processes)
+                mark_incomplete(folder)
+                running.append(pool.submit(_make_part, args, folder, number, documents, checksum))
+            if len(running) > 2 * processes:
+                totals.add(running.popleft().result())
             report(totals, read)
         while running:
-            running = _collect(running, totals, at_most=len(running) - 1)
+            totals.add(running.popleft().result())
             report(totals, read)
     except BrokenProcessPool as error:
         raise UserError(
@@ -137,11 +133,10 @@ def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents,
     checksum = size = 0
     for where, document in source.documents():
         if isinstance(document, str):
-            # `encoded` reports unpaired surrogates.
+            # `Encoder` reports unpaired surrogates.
             content = document.encode("utf-8", "surrogatepass")
         else:
-            document = np.ascontiguousarray(document)
-            content = document.data.cast("B") if document.size else b""
+            content = document.tobytes()
         # Includes the length, to detect text that moves between documents.
         checksum = zlib.crc32(content, zlib.crc32(len(content).to_bytes(8, "little"), checksum))
         size += len(content)
@@ -151,17 +146,6 @@ def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents,
             documents, checksum, size = [], 0, 0
     if documents:
         yield documents, checksum, size
-
-
-def _collect(running: set[Future], totals: Totals, at_most: int) -> set[Future]:
-    """Counts finished parts; waits until at most `at_most` are running."""
-    while True:
-        done, running = wait(running, timeout=0)
-        for future in done:
-            totals.add(future.result(), found=False)
-        if len(running) <= at_most:
-            return running
-        wait(running, return_when=FIRST_COMPLETED)
 
 
 def _prepare_worker() -> None:
@@ -182,19 +166,17 @@ def _make_part(
     return write_part(folder, number, np.concatenate(pieces), lengths, checksum)
 
 
-def _identity(
-    source: DocumentSource, data: DataSpec, encoder: Encoder, part_bytes: int
-) -> dict[str, Any]:
-    tokenizer = None if encoder.tokenizer is None else data.tokenizer
+def _identity(data: DataSpec, encoder: Encoder, part_bytes: int) -> dict[str, Any]:
+    name = None if encoder.tokenizer is None else data.tokenizer
     digest = None
-    if tokenizer not in (None, BYTES):
-        digest = zlib.crc32(Path(tokenizer).expanduser().read_bytes())
+    if name not in (None, BYTES):
+        digest = zlib.crc32(Path(name).expanduser().read_bytes())
     return {
         "data.source": data.source,
-        **{f"data.{name}": value for name, value in asdict(source).items()},
-        "data.tokenizer": tokenizer,
+        **{f"data.{field}": value for field, value in asdict(data.source_options).items()},
+        "data.tokenizer": name,
         "checksum of the tokenizer": digest,
-        "data.eos": None if encoder.eos is None else int(encoder.eos),
+        "data.eos": encoder.eos,
         "type of ids": encoder.dtype.name,
         "bytes of a part": part_bytes,
     }
