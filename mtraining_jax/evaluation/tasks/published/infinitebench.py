@@ -4,15 +4,17 @@ The scoring rules are those of src/compute_scores.py. Labels are the published a
 choice, the text of the answer and its letter.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from mtraining_jax.evaluation.tasks.metrics import best, characters_f1, words_f1
 from mtraining_jax.evaluation.tasks.published.rouge import rouge_l_sum
-from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask, Record
+from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask
+from mtraining_jax.evaluation.tasks.records import Record
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
 
@@ -59,11 +61,9 @@ def number_is(answer: str, labels: Sequence[float]) -> float:
 def right_numbers_first(answer: str, labels: Sequence[Any]) -> float:
     """Returns the fraction of the label's numbers that the answer starts with, in order."""
     wanted = labels[0] if isinstance(labels[0], list) else labels
-    said = [int(number) for number in re.findall("[0-9]+", answer)]
-    right = 0
-    while right < min(len(said), len(wanted)) and said[right] == wanted[right]:
-        right += 1
-    return right / len(wanted)
+    said = map(int, re.findall("[0-9]+", answer))
+    right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(said, wanted, strict=False))
+    return len(list(right)) / len(wanted)
 
 
 def function_is(answer: str, labels: Sequence[str]) -> float:
@@ -114,9 +114,8 @@ class InfiniteBench(PublishedTask):
         infinitebench: Folder with the files of InfiniteBench, such as passkey.jsonl.
     """
 
-    family: ClassVar[str] = "infinitebench"
-    needs: ClassVar[tuple[str, ...]] = ("infinitebench",)
-    fields: ClassVar[tuple[str, ...]] = ("context", "input", "answer", "options")
+    family = "infinitebench"
+    fields = ("context", "input", "answer", "options")
     parts = {
         "passkey": Part(6, first_number_is),
         "number_string": Part(12, first_number_is),
@@ -144,13 +143,13 @@ class InfiniteBench(PublishedTask):
             fields["prefix"] = f"What is {wanted} in the following list?"
         elif self.part in _MULTIPLE_CHOICE:
             fields |= {f"OPTION_{letter}": text for letter, text in self._options(record).items()}
-        return self.template().format(**record | fields)
+        return self.template.format(**record | fields)
 
     def references(self, record: Record) -> tuple[str, ...]:
         return tuple(map(str, self._label(record)))
 
     def score(self, sample: Sample, answer_text: str) -> float:
-        label = self._label(self.records()[sample.number])
+        label = self._label(self.records[sample.number])
         return self.parts[self.part].rule(answer_text, label)
 
     def _label(self, record: Record) -> list[Any]:
@@ -162,20 +161,19 @@ class InfiniteBench(PublishedTask):
         for letter, option in self._options(record).items():
             if option == label[0]:
                 return [option, letter]
-        raise UserError(f'infinitebench: {self.path}: the answer "{label[0]}" is not an option')
+        raise self._malformed(f'the answer "{label[0]}" is not an option')
 
     def _options(self, record: Record) -> dict[str, str]:
         options = record["options"]
         if len(options) != 4:
-            raise UserError(
-                f"infinitebench: {self.path}: a record has {len(options)} options; it must have 4"
-            )
+            raise self._malformed(f"a record has {len(options)} options; it must have 4")
         return dict(zip("ABCD", options, strict=True))
 
     def _find(self, pattern: str, record: Record) -> str:
         found = re.search(pattern, record["input"])
         if found is None:
-            raise UserError(
-                f'infinitebench: {self.path}: the input "{record["input"][:80]}" has no "{pattern}"'
-            )
+            raise self._malformed(f'the input "{record["input"][:80]}" has no "{pattern}"')
         return found.group()
+
+    def _malformed(self, what: str) -> UserError:
+        return UserError(f"infinitebench: {self.path}: {what}")

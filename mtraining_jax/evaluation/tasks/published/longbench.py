@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from mtraining_jax.evaluation.tasks.metrics import (
     best,
@@ -19,7 +18,8 @@ from mtraining_jax.evaluation.tasks.metrics import (
     words_f1,
 )
 from mtraining_jax.evaluation.tasks.published.rouge import rouge_l
-from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask, Record
+from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask
+from mtraining_jax.evaluation.tasks.records import Record
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
 
@@ -78,9 +78,8 @@ class LongBench(PublishedTask):
         longbench: Folder with the files of LongBench, such as hotpotqa.jsonl.
     """
 
-    family: ClassVar[str] = "longbench"
-    needs: ClassVar[tuple[str, ...]] = ("longbench",)
-    fields: ClassVar[tuple[str, ...]] = ("input", "context", "answers", "all_classes")
+    family = "longbench"
+    fields = ("input", "context", "answers", "all_classes")
     parts = {
         "narrativeqa": Part(128, words_f1),
         "qasper": Part(128, words_f1),
@@ -119,21 +118,19 @@ class LongBench(PublishedTask):
     def score(self, sample: Sample, answer_text: str) -> float:
         if self.part in _FIRST_LINE:
             answer_text = answer_text.lstrip("\n").partition("\n")[0]
-        if self.parts[self.part].rule is not classification:
-            return super().score(sample, answer_text)
-        classes = self.records()[sample.number]["all_classes"] or ()
-        rule = functools.partial(classification, classes=classes)
+        rule = self.parts[self.part].rule
+        if rule is classification:
+            classes = self.records[sample.number]["all_classes"] or ()
+            rule = functools.partial(classification, classes=classes)
         return best(rule, answer_text, map(str, sample.references))
 
 
 def right_letter(answer: str, letter: str) -> float:
     """Returns 1 if the letter follows "The correct answer is", with or without parentheses."""
     answer = answer.replace("*", "")
-    for pattern in (r"The correct answer is \(([A-D])\)", "The correct answer is ([A-D])"):
-        found = re.search(pattern, answer)
-        if found:
-            return float(found.group(1) == letter)
-    return 0.0
+    found = re.search(r"The correct answer is \(([A-D])\)", answer)
+    found = found or re.search("The correct answer is ([A-D])", answer)
+    return float(found is not None and found.group(1) == letter)
 
 
 _V2_SHOWN = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D")
@@ -147,9 +144,8 @@ class LongBenchV2(PublishedTask):
         longbench_v2: The file of LongBench v2, data.json.
     """
 
-    family: ClassVar[str] = "longbench_v2"
-    needs: ClassVar[tuple[str, ...]] = ("longbench_v2",)
-    fields: ClassVar[tuple[str, ...]] = (*_V2_SHOWN, "answer")
+    family = "longbench_v2"
+    fields = (*_V2_SHOWN, "answer")
     parts = {"longbench_v2": Part(128, right_letter)}
 
     longbench_v2: str | None = None
@@ -159,7 +155,7 @@ class LongBenchV2(PublishedTask):
         return Path(self.longbench_v2 or "").expanduser()
 
     def prompt(self, record: Record) -> str:
-        return self.template().format(**{field: record[field].strip() for field in _V2_SHOWN})
+        return self.template.format(**{field: record[field].strip() for field in _V2_SHOWN})
 
     def references(self, record: Record) -> tuple[str, ...]:
         return (record["answer"],)

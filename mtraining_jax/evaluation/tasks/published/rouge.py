@@ -50,12 +50,8 @@ def rouge_l_sum(answer: str, reference: str) -> float:
         return 0.0
     hits = 0
     for wanted in references:
-        places = {
-            place
-            for said in answers
-            for place in _common_places(wanted, said, earlier_in_first=True)
-        }
-        for word in (wanted[place] for place in places):
+        pairs = (_common_places(wanted, said, earlier_in_first=True) for said in answers)
+        for word in (wanted[place] for place in set().union(*pairs)):
             if left[word] > 0 and wanted_left[word] > 0:
                 hits += 1
                 left[word] -= 1
@@ -68,8 +64,7 @@ def _common_places(
 ) -> list[int]:
     """Returns positions in the first text of a longest common subsequence with the second.
 
-    `earlier_in_first` breaks ties: where a step back in either text keeps the length, whether to
-    step back in the first one.
+    `earlier_in_first`: in which text to step back where a step in either keeps the length.
     """
     ids = {word: i for i, word in enumerate({*first, *second})}
     a, b = (np.array([ids[word] for word in text], np.int64) for text in (first, second))
@@ -81,12 +76,11 @@ def _common_places(
     places = []
     i, j = a.size, b.size
     while i > 0 and j > 0:
+        up, left = lengths[i - 1, j], lengths[i, j - 1]
         if a[i - 1] == b[j - 1]:
             i, j = i - 1, j - 1
             places.append(i)
-            continue
-        up, left = lengths[i - 1, j], lengths[i, j - 1]
-        if up > left or (up == left and earlier_in_first):
+        elif up > left or (up == left and earlier_in_first):
             i -= 1
         else:
             j -= 1

@@ -1,15 +1,13 @@
 """RULER's question answering (scripts/data/synthetic/qa.py), from the published files."""
 
 import functools
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.metrics import any_found
-from mtraining_jax.evaluation.tasks.records import read_text
+from mtraining_jax.evaluation.tasks.records import read_json
 from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
@@ -50,20 +48,32 @@ class QuestionAnswering(SizedTask):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (_FORMATS[self.name].option,)
+        return ("squad",) if self.name == "ruler_qa_1" else ("hotpotqa",)
 
+    @functools.cached_property
     def data(self) -> Data:
-        return _read(Path(getattr(self, self.needs[0])), _FORMATS[self.name])
+        (option,) = self.needs
+        path = Path(getattr(self, option))
+        content = read_json(path, option)
+        try:
+            questions, documents = _squad(content) if option == "squad" else _hotpotqa(content)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            title = {"squad": "SQuAD 2.0", "hotpotqa": "HotpotQA"}[option]
+            what = f"a field {error} is missing" if isinstance(error, KeyError) else error
+            raise UserError(f"{option}: {path} is not in the format of {title}: {what}") from error
+        if not questions:
+            raise UserError(f"{option}: {path} has no answerable question")
+        return questions, documents
 
     def check(self) -> None:
         super().check()
-        self.data()
+        _ = self.data  # reads and checks the file
 
     def count(self, tokenizer: Tokenizer | None, length: int) -> int:
-        return len(self.data()[0])
+        return len(self.data[0])
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
-        questions, documents = self.data()
+        questions, documents = self.data
         question = questions[max(number, 0)]
         stream = self.stream(length, number, seed)
         if size < len(documents):
@@ -117,34 +127,4 @@ def _hotpotqa(content: Any) -> Data:
     for entry, own in zip(content, texts, strict=True):
         needed = tuple(dict.fromkeys(numbers[text] for text in own))
         questions.append(Question(entry["question"], (entry["answer"],), needed))
-    return questions, documents
-
-
-class _Format(NamedTuple):
-    option: str
-    title: str
-    parse: Callable[[Any], Data]
-
-
-_FORMATS = {
-    "ruler_qa_1": _Format("squad", "SQuAD 2.0", _squad),
-    "ruler_qa_2": _Format("hotpotqa", "HotpotQA", _hotpotqa),
-}
-
-
-@functools.lru_cache(maxsize=2)
-def _read(path: Path, form: _Format) -> Data:
-    try:
-        content = json.loads(read_text(path, form.option))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{form.option}: {path} is not valid JSON ({error})") from error
-    try:
-        questions, documents = form.parse(content)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        what = f"a field {error} is missing" if isinstance(error, KeyError) else error
-        raise UserError(
-            f"{form.option}: {path} is not in the format of {form.title}: {what}"
-        ) from error
-    if not questions:
-        raise UserError(f"{form.option}: {path} has no answerable question")
     return questions, documents
