@@ -40,11 +40,9 @@ class LongDocuments(Task):
             pass
 
     def count(self, tokenizer: Tokenizer | None, length: int) -> int:
-        assert tokenizer is not None  # this task needs one
         return len(_long_enough(self, length, tokenizer))
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Document:
-        assert tokenizer is not None  # this task needs one
         long_enough = _long_enough(self, length, tokenizer)
         if number >= len(long_enough):
             raise UserError(
@@ -65,25 +63,21 @@ class LongDocuments(Task):
             for where, record in iterate_records(path, "documents", (self.text_field,)):
                 text = record[self.text_field]
                 if not isinstance(text, str):
-                    raise UserError(
-                        f'documents: {where}: the field "{self.text_field}" has type '
-                        f"{type(text).__name__}, but must be text"
-                    )
+                    field, kind = self.text_field, type(text).__name__
+                    raise UserError(f'documents: {where}: the field "{field}" is {kind}, not text')
                 yield where, text
 
 
 @functools.lru_cache(maxsize=32)
-def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Returns the indices of documents that are long enough."""
-    return tuple(
-        i
-        for i, (_, text) in enumerate(task._texts())
-        if _first_ids(text, length, tokenizer) is not None
-    )
+    texts = enumerate(text for _, text in task._texts())
+    return tuple(i for i, text in texts if _first_ids(text, length, tokenizer) is not None)
 
 
-def _first_ids(text: str, length: int, tokenizer: Tokenizer) -> np.ndarray | None:
+def _first_ids(text: str, length: int, tokenizer: Tokenizer | None) -> np.ndarray | None:
     """Returns the first token ids of a text, int32 [length]; None if it has fewer."""
+    assert tokenizer is not None  # the task needs one
     characters = 8 * length
     while True:
         ids = tokenizer.encode(text[:characters])

@@ -1,7 +1,10 @@
 """Text to hide needles in: noise, essays from the user, or generated sentences."""
 
+import bisect
 import functools
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,62 +45,46 @@ _PATTERNS = (
 
 
 class Haystack:
-    """At least one sentence, repeated as often as needed."""
+    """An endless series of sentences; `first` returns the same ones each time."""
 
-    def __init__(self, sentences: list[str]):
-        self._sentences = sentences
-
-    def first(self, count: int) -> list[str]:
-        repeats, rest = divmod(count, len(self._sentences))
-        return self._sentences * repeats + self._sentences[:rest]
-
-
-class GeneratedHaystack(Haystack):
-    """Sentences generated from templates and word lists, always the same and never repeated."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self._stream = Stream(seed=1)
+    def __init__(self, sentences: Iterator[str]) -> None:
+        self._sentences, self._taken = sentences, list[str]()
 
     def first(self, count: int) -> list[str]:
-        while len(self._sentences) < count:
-            self._sentences += self._make(8192)
-        return self._sentences[:count]
+        self._taken += itertools.islice(self._sentences, max(0, count - len(self._taken)))
+        return self._taken[:count]
 
-    def _make(self, count: int) -> list[str]:
-        nouns, adjectives, verbs = (words(kind) for kind in ("nouns", "adjectives", "verbs"))
-        lists = {"n": nouns, "m": nouns, "a": adjectives, "b": adjectives, "v": verbs}
-        limits = np.array([len(_PATTERNS), *map(len, lists.values())] * count)
-        drawn = self._stream.below_each(limits).reshape(count, -1).tolist()
-        return [
-            _PATTERNS[pattern].format(
-                **{key: lists[key][i] for key, i in zip(lists, chosen, strict=True)}
-            )
-            for pattern, *chosen in drawn
-        ]
+
+def _generated() -> Iterator[str]:
+    """Sentences from templates and word lists, always the same."""
+    stream = Stream(seed=1)
+    nouns, adjectives, verbs = (words(kind) for kind in ("nouns", "adjectives", "verbs"))
+    lists = {"n": nouns, "m": nouns, "a": adjectives, "b": adjectives, "v": verbs}
+    limits = np.array([len(_PATTERNS), *map(len, lists.values())] * 8192)
+    while True:
+        for pattern, *drawn in stream.below_each(limits).reshape(8192, -1).tolist():
+            chosen = {key: lists[key][i] for key, i in zip(lists, drawn, strict=True)}
+            yield _PATTERNS[pattern].format(**chosen)
 
 
 @functools.lru_cache(maxsize=8)
 def essays(path: str | None) -> Haystack:
     """Returns the sentences of a file, a folder of .txt files or a glob; None generates them."""
     if path is None:
-        return GeneratedHaystack()
+        return Haystack(_generated())
     files = find_files([path], [".txt"], field="essays")
     text = " ".join(read_text(file, "essays") for file in files)
     # Collapse white space, as RULER does; a sentence ends at a stop before a space.
     sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
     if sentences == [""]:
         raise UserError(f'essays: "{path}" contains no text')
-    return Haystack(sentences)
+    return Haystack(itertools.cycle(sentences))
 
 
 def insert_at_depth(sentences: list[str], needle: str, depth: float) -> list[str]:
     """Inserts a needle after `depth` of the characters, rounded down to the end of a sentence."""
-    wanted = depth * sum(map(len, sentences))
-    place = before = 0
-    while place < len(sentences) and before + len(sentences[place]) <= wanted + 0.5:
-        before += len(sentences[place])
-        place += 1
+    ends = list(itertools.accumulate(map(len, sentences)))
+    place = bisect.bisect_right(ends, depth * ends[-1] + 0.5)
     return [*sentences[:place], needle, *sentences[place:]]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.task import Sample, Task
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import Ge, PositiveInt, check_limits
+from mtraining_jax.utils.limits import Ge, PositiveInt
 from mtraining_jax.utils.random_bits import Stream
 
 # Label of tokens that are not scored.
@@ -61,7 +61,7 @@ class AssociativeRecall(Task):
     vocab_size: Annotated[int, Ge(8)] = 8192
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        super().__post_init__()
         if self.vocab_size % 4 or self.vocab_size < 4 * self.pairs:
             raise ValueError(
                 f"vocab_size={self.vocab_size} must be divisible by 4 and at least "

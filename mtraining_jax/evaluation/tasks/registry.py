@@ -1,8 +1,7 @@
 """The built-in tasks, and how to make tasks from names."""
 
-import dataclasses
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -12,7 +11,7 @@ from mtraining_jax.evaluation.tasks.published.longbench import LongBench
 from mtraining_jax.evaluation.tasks.ruler.needles import VARIANTS
 from mtraining_jax.evaluation.tasks.task import Task
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import attribute_docs
+from mtraining_jax.utils.fields import Field, fields_of
 from mtraining_jax.utils.plugins import Registry
 
 _HERE = "mtraining_jax.evaluation.tasks"
@@ -60,11 +59,10 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
     """
     single = dict.fromkeys(one for name in names for one in GROUPS.get(name, (name,)))
     classes = {name: TASKS.get(name) for name in single}
-    known = {field.name for cls in classes.values() for field in _options(cls)}
-    for option in options:
-        if option not in known:
-            has = f"use {', '.join(sorted(known))}" if known else "they have no options"
-            raise UserError(f'unknown option "{option}" of the tasks {", ".join(names)}; {has}')
+    known = {option.name for cls in classes.values() for option in _options(cls)}
+    for name in sorted(options.keys() - known):
+        has = f"use {', '.join(sorted(known))}" if known else "they have no options"
+        raise UserError(f'unknown option "{name}" of the tasks {", ".join(names)}; {has}')
     tasks = [_make(name, cls, options) for name, cls in classes.items()]
     for task in tasks:
         task.check()
@@ -73,30 +71,28 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
 
 def option_docs(cls: type[Task]) -> dict[str, str]:
     """Returns the options of a task with their description and default."""
-    docs = attribute_docs(cls)
     return {
-        field.name: docs.get(field.name, "")
-        + ("" if field.default is None else f" (default: {field.default})")
-        for field in _options(cls)
+        name: doc if default is None else f"{doc} (default: {default})"
+        for name, doc, default in ((x.name, x.doc, x.default) for x in _options(cls))
     }
 
 
-def _options(cls: type[Task]) -> Iterator[dataclasses.Field]:
-    return (field for field in dataclasses.fields(cls) if field.name != "name")
+def _options(cls: type[Task]) -> list[Field]:
+    return [field for field in fields_of(cls).values() if field.name != "name"]
 
 
 def _make(name: str, cls: type[Task], options: Mapping[str, Any]) -> Task:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls)  # without limits, which the task itself checks
     values = {}
-    for field in _options(cls):
-        if field.name in options:
-            value = options[field.name]
+    for option in _options(cls):
+        if option.name in options:
+            value = options[option.name]
             try:
-                values[field.name] = TypeAdapter(hints[field.name]).validate_python(value)
+                values[option.name] = TypeAdapter(hints[option.name]).validate_python(value)
             except ValidationError as error:
-                reason = error.errors()[0]["msg"]
+                message = error.errors()[0]["msg"]
                 raise UserError(
-                    f'option {field.name} = "{value}" of task "{name}": {reason}'
+                    f'option {option.name} = "{value}" of task "{name}": {message}'
                 ) from None
     try:
         return cls(name=name, **values)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.metrics import fraction_found
 from mtraining_jax.evaluation.tasks.task import Sample, Task
-from mtraining_jax.utils.limits import PositiveInt, check_limits
+from mtraining_jax.utils.limits import PositiveInt
 
 # Maximum number of times that a text is tokenized to find its size.
 _MAX_COUNTS = 18
@@ -38,30 +38,28 @@ class SizedTask(Task):
     min_size: ClassVar[int] = 1
     max_size: ClassVar[int] = 2**30
 
-    def __post_init__(self) -> None:
-        check_limits(self)
-
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
         """Builds the text of a sample with `size` pieces; the number -1 measures sizes."""
         raise NotImplementedError(f"{type(self).__name__}.build")
 
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
-        assert tokenizer is not None  # this task needs one
+        assert tokenizer is not None
         size = _size(self, length, tokenizer)
         while True:
             draft = self.build(size, length, number, seed)
             ids = tokenizer.encode(draft.prompt)
             excess = len(ids) + self.max_new_tokens - length
             if excess <= 0 or size <= self.min_size:
-                return self.text_sample(
-                    tokenizer,
-                    length=length,
-                    number=number,
-                    max_new_tokens=self.max_new_tokens,
-                    prompt_ids=ids,
-                    **vars(draft),
-                )
+                break
             size = max(self.min_size, size - math.ceil(excess * size / len(ids)))
+        return self.text_sample(
+            tokenizer,
+            prompt_ids=ids,
+            length=length,
+            number=number,
+            max_new_tokens=self.max_new_tokens,
+            **vars(draft),
+        )
 
     def score(self, sample: Sample, answer_text: str) -> float:
         return fraction_found(answer_text, sample.references)
@@ -102,10 +100,7 @@ def largest_size(
 
     Counts grow almost in proportion to the size, so a few calls of `count` are enough. The search
     stops when less than one unit of average size is left, or one part in 2000 of the limit.
-
-    Returns:
-        The size and its count; or smallest - 1 and the count of the smallest size if that is
-        already too large.
+    Returns the size and its count; `smallest` - 1 and the smallest count if that is too large.
     """
     low, low_count = smallest, count(smallest)
     if low_count > limit:

@@ -1,8 +1,4 @@
-"""The interface of a task: it makes samples from a seed, and scores answers.
-
-A task is a frozen dataclass with its options as fields. It is registered in `registry.py`, or
-user-defined and named as `package.module:Name`. Imports no JAX.
-"""
+"""The interface of a task: it makes samples from a seed, and scores answers. Imports no JAX."""
 
 import hashlib
 import sys
@@ -14,6 +10,7 @@ import numpy as np
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import attribute_docs
+from mtraining_jax.utils.limits import check_limits
 from mtraining_jax.utils.random_bits import Stream
 
 # Last characters of a prompt that affect the tokens of a continuation.
@@ -26,13 +23,11 @@ class Sample:
 
     Attributes:
         length: requested tokens; prompt and `max_new_tokens` together do not exceed it.
-        number: index of the sample for this task and length, from 0.
         prompt: text, or token ids if the task needs no tokenizer.
         prompt_ids: int32 [n], without a start token.
         references: gold answers. The task decides how many of them an answer needs.
         depth: depth of the needle, from 0 (first) to 1 (last), if the task has one.
-        answer: what teacher forcing appends to the prompt; None if only generated answers can be
-            scored.
+        answer: what teacher forcing appends to the prompt; None if there is no such answer.
         answer_ids: int32 [m].
         scored: ascending indices of the scored `answer_ids`; None for all. The others are given,
             such as the colon before a value.
@@ -57,9 +52,7 @@ class Sample:
     @property
     def prompt_hash(self) -> str:
         """Hexadecimal SHA-256 of the prompt, as UTF-8 or as little-endian int32 ids."""
-        if isinstance(self.prompt, str):
-            return hashlib.sha256(self.prompt.encode("utf-8")).hexdigest()
-        return _hash_of_ids(self.prompt_ids)
+        return _hash(self.prompt if isinstance(self.prompt, str) else self.prompt_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +67,17 @@ class Document:
 
     @property
     def prompt_hash(self) -> str:
-        return _hash_of_ids(self.ids)
+        return _hash(self.ids)
 
 
-def _hash_of_ids(ids: np.ndarray) -> str:
-    return hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
+def _hash(prompt: str | np.ndarray) -> str:
+    content = prompt.encode() if isinstance(prompt, str) else prompt.astype("<i4").tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Base class of tasks. Fields are options.
+    """Base class of tasks, frozen dataclasses: their fields are options.
 
     Attributes:
         name: the name that the user gave; several names may share a class.
@@ -95,6 +89,9 @@ class Task:
     needs_tokenizer: ClassVar[bool] = True
 
     name: str
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
     @property
     def teacher_forced(self) -> bool:
@@ -137,7 +134,7 @@ class Task:
         return Stream(mixed_seed, part)
 
     def too_short(self, length: int, smallest: int) -> UserError:
-        """Returns the error for a length below the smallest possible one."""
+        """The error for a length below the smallest possible one."""
         return UserError(
             f'length {length} is too short for task "{self.name}"; its shortest prompt and '
             f"answer take {smallest} tokens with this tokenizer"
@@ -147,15 +144,15 @@ class Task:
         self,
         tokenizer: Tokenizer,
         prompt: str,
+        prompt_ids: np.ndarray,
         *,
         length: int,
         max_new_tokens: int,
-        prompt_ids: np.ndarray | None = None,
         answer: str | None = None,
         given: str = "",
         **fields: Any,
     ) -> Sample:
-        """Builds a text sample, with the token ids of prompt and answer.
+        """Builds a text sample, with the token ids of its answer.
 
         Args:
             given: text between prompt and answer in teacher forcing, not scored.
@@ -164,8 +161,6 @@ class Task:
         Raises:
             UserError: if the sample is longer than `length`, or the answer than `max_new_tokens`.
         """
-        if prompt_ids is None:
-            prompt_ids = tokenizer.encode(prompt)
         if len(prompt_ids) + max_new_tokens > length:
             raise self.too_short(length, len(prompt_ids) + max_new_tokens)
         if answer is not None:
@@ -195,8 +190,7 @@ def continuation_ids(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarr
     Raises UserError if the tokenizer merges the end of the prompt with the start of the answer.
     """
     tail = prompt[-_TAIL:]
-    before = tokenizer.encode(tail)
-    both = tokenizer.encode(tail + answer)
+    before, both = tokenizer.encode(tail), tokenizer.encode(tail + answer)
     if len(both) <= len(before) or not np.array_equal(both[: len(before)], before):
         raise UserError(
             f'the tokenizer {tokenizer.name} gives "{answer}" no separate token ids after '

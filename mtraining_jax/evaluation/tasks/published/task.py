@@ -90,7 +90,7 @@ class PublishedTask(Task):
         return self.text_sample(
             tokenizer,
             prompt,
-            prompt_ids=ids,
+            ids,
             length=length,
             number=number,
             references=self.references(record),

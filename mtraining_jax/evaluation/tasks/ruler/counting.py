@@ -55,9 +55,9 @@ class CommonWords(SizedTask):
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
         stream = self.stream(length, number, seed)
-        easy = length < _SHORT
-        shown, known = self._list(*((20, 3, 1) if easy else (40, 10, 3)), stream)
-        context, common = self._list(size, *((6, 1) if easy else (30, 3)), stream)
+        example_counts, counts = ((20, 3, 1), (6, 1)) if length < _SHORT else ((40, 10, 3), (30, 3))
+        shown, known = self._list(*example_counts, stream)
+        context, common = self._list(size, *counts, stream)
         example = f"{_COMMON.format(context=shown)} {_numbered(known)}"
         prompt = f"{example}\n{_COMMON.format(context=context)}"
         return Draft(prompt=prompt, references=tuple(common))

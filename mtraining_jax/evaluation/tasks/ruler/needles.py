@@ -59,9 +59,8 @@ class RulerNeedles(EssayTask):
 
     @property
     def teacher_forced(self) -> bool:
-        # Several values may be listed in any order.
         variant = VARIANTS[self.name]
-        return variant.queries * variant.values == 1
+        return variant.queries * variant.values == 1  # several may be listed in any order
 
     @property
     def min_size(self) -> int:
