@@ -22,17 +22,15 @@ _START_VARIANCE = 0.05
 # Decay of the moving averages per step, of densities and of exponents. Replicas with long documents
 # use lower fractions, so the effect of length must be fitted before that of the fraction.
 _KEEP_LEVEL, _KEEP_SLOPE = 0.8, 0.98
-
-
 _FITTED = ("level", "covariance", "variance")
 
 
 class ReplicaDocuments:
     """The documents of one data-parallel replica in a step.
 
-    Documents with fewer tokens than `min_sparse_tokens`, including padding, use dense attention.
-    `rows` are the document lengths of each sequence. `sparse_weight`, at most 1, is the weight of
-    sparse documents in the density of the replica.
+    `rows` are the document lengths of each sequence. Documents with fewer tokens than
+    `min_sparse_tokens`, including padding, use dense attention. `sparse_weight`, at most 1, is the
+    weight of the others in the density of the replica.
     """
 
     def __init__(self, rows: Sequence[np.ndarray], block_size: int, min_sparse_tokens: int) -> None:
@@ -90,11 +88,7 @@ class DensityResponse:
     def after(
         self, documents: Sequence[ReplicaDocuments], fractions: np.ndarray, measured: np.ndarray
     ) -> Self:
-        """Returns the estimate after one more step.
-
-        Takes the documents of each replica, their mass fractions [M, L] in the step, and their
-        measured densities [M, L], means over their sequences.
-        """
+        """Returns the estimate after a step with these fractions and measured densities [M, L]."""
         sparse = sparse_densities(documents, measured)
         seen = np.isfinite(sparse).all(1)
         if not seen.any():

@@ -20,7 +20,7 @@ _HALVINGS = 30
 
 @dataclasses.dataclass(frozen=True)
 class TunedFractions:
-    """Tuned mass fractions [M, L] of a step, and attention times [M] predicted at p0 and at these.
+    """Mass fractions [M, L] of a step, and attention times [M] predicted at p0 and at these.
 
     Replicas that are slower than the anchor even at the lower bound are infeasible, bool [M].
     """
@@ -33,10 +33,7 @@ class TunedFractions:
 
 @dataclasses.dataclass(frozen=True)
 class FractionTuning:
-    """How fractions are tuned: between two bounds around p0, to the anchor `mean`, `min` or `max`.
-
-    `size` determines the times of documents.
-    """
+    """Tunes fractions between two bounds around p0, to the anchor `mean`, `min` or `max`."""
 
     low: float
     high: float

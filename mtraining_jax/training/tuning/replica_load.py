@@ -11,7 +11,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import step_flops
 from mtraining_jax.cost_model.kernel_times import KERNEL_RATES, AttentionSize, matmul_rate, pack_ms
 from mtraining_jax.cost_model.pattern_costs import expected_density
-from mtraining_jax.data.balance import Balance, imbalance, sequence_cost
+from mtraining_jax.data.balance import Balance, sequence_cost
 from mtraining_jax.data.densities import Densities, length_classes, num_classes
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.reporting.record import Record
@@ -33,15 +33,13 @@ def attention_size(config: Config) -> AttentionSize:
 
 
 def assumed_densities(config: Config) -> np.ndarray:
-    """Returns the expected density by length class before any measurement, float64 [K].
-
-    Documents shorter than `min_sparse_tokens` use dense attention and have density 1.
-    """
+    """Returns the expected density by length class before any measurement, float64 [K]."""
     settings, block = config.sparsity.pattern, config.sparsity.block_size
     shortest = 2 ** np.arange(num_classes(config.data.seq_len // block)) * block
     middle = np.minimum(3 * shortest // 2, config.data.seq_len)
     expected = np.array([expected_density(settings, tokens)[0] for tokens in middle.tolist()])
     longest = 2 * shortest - block
+    # Shorter documents use dense attention.
     return np.where(longest < getattr(settings, "min_sparse_tokens", 0), 1.0, expected)
 
 
@@ -71,6 +69,13 @@ def balance_of(config: Config) -> Balance | None:
     )
 
 
+def document_lengths(loader: Loader) -> list[np.ndarray]:
+    """Returns the lengths of the documents in each sequence of the loader's last batch."""
+    packs, sequences = loader.packs, loader.sequences
+    assert packs is not None and sequences is not None  # there are documents and a batch
+    return [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
+
+
 class ReplicaLoad:
     """Reports for each step how balanced the replicas were.
 
@@ -89,10 +94,7 @@ class ReplicaLoad:
 
     def begin(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
         """Takes the batch that the loader returned last; returns that of the step."""
-        packs, sequences = self._loader.packs, self._loader.sequences
-        assert packs is not None and sequences is not None  # there are documents and a batch
-        lengths = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-        self._lengths[self._loader.step] = lengths
+        self._lengths[self._loader.step] = document_lengths(self._loader)
         return batch
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
@@ -136,9 +138,10 @@ class ReplicaLoad:
 
     def imbalances(self, attention_ms: np.ndarray, suffix: str) -> Record:
         """Returns the times, and the imbalance (slowest over mean) of attention and full steps."""
+        step_ms = attention_ms + self._rest_ms
         record: Record = {
-            f"attention_imbalance{suffix}": imbalance(attention_ms, attention_ms.size),
-            f"step_imbalance{suffix}": imbalance(attention_ms + self._rest_ms, attention_ms.size),
+            f"attention_imbalance{suffix}": float(attention_ms.max() / attention_ms.mean()),
+            f"step_imbalance{suffix}": float(step_ms.max() / step_ms.mean()),
         }
         if self._config.model.head_dim in KERNEL_RATES:
             record["attention_ms_by_group"] = attention_ms.tolist()

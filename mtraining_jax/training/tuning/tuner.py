@@ -1,5 +1,6 @@
 """Tunes the mass fraction of each data-parallel replica during a run (`sparsity.tune`)."""
 
+import itertools
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from mtraining_jax.training.tuning.replica_load import (
     ReplicaLoad,
     assumed_densities,
     attention_size,
+    document_lengths,
 )
 from mtraining_jax.utils.errors import UserError
 
@@ -34,8 +36,8 @@ class Tuner:
     """Adds mass fractions to each batch, and learns from the measurements of finished steps.
 
     It needs no communication: every process knows the documents of the global batch, and the
-    densities of all replicas are among the metrics of a step. `load` is None if replicas have
-    equal work.
+    densities of all replicas are among the metrics of a step. Without `load`, replicas have equal
+    work.
     """
 
     def __init__(
@@ -59,39 +61,34 @@ class Tuner:
         if self._load is not None:
             self._load.begin(batch)
         step, documents = self._loader.step, self._documents()
-        known = self._after[max(step - DELAY, min(self._after))]
-        tuned = self._tuning.tune(documents, known)
+        tuned = self._tuning.tune(documents, self._after[max(step - DELAY, min(self._after))])
         self._unfinished[step] = documents, tuned
         units = np.rint(tuned.fractions * (1 << self._kept.bits)).astype(np.int32)
-        shares = np.repeat(units, self._config.data.batch_size // len(documents), axis=0)
-        array = jax.make_array_from_callback(
-            shares.shape, self._sharding, lambda index: shares[index]
-        )
+        units = np.repeat(units, self._config.data.batch_size // len(documents), axis=0)
+        array = jax.make_array_from_callback(units.shape, self._sharding, units.__getitem__)
         return {**batch, "mass_fraction": array}
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
 
-        tuned is the name of the fraction, tuned_by_group [M] and tuned_per_layer [L] are means, and
-        infeasible is the fraction of replicas that are too slow even at the lower bound. If
-        replicas differ, imbalances are _untuned (predicted at the configured fraction), _predicted
-        (at the tuned ones) and without suffix (from measured densities).
+        If replicas differ, imbalances are _untuned (predicted at the configured fraction),
+        _predicted (at the tuned ones) and without suffix (from measured densities).
         """
         step = int(metrics["step"])
         documents, tuned = self._unfinished.pop(step)
         measured = np.asarray(metrics["density_by_group"], np.float64)
         before = self._after[max(self._after)]
-        record = {} if self._load is None else self._load.finish(metrics)
-        record |= {
+        record: Record = {
             "tuned": self._kept.name,
             "tuned_by_group": tuned.fractions.mean(1).tolist(),
             "tuned_per_layer": tuned.fractions.mean(0).tolist(),
             "infeasible": float(tuned.infeasible.mean()),
         }
-        if self._load is not None:
-            record |= self._load.imbalances(tuned.untuned_ms, "_untuned")
-            record |= self._load.imbalances(tuned.tuned_ms, "_predicted")
-            record |= self._load.imbalances(self._measured_ms(documents, before, measured), "")
+        if (load := self._load) is not None:
+            record = load.finish(metrics) | record
+            record |= load.imbalances(tuned.untuned_ms, "_untuned")
+            record |= load.imbalances(tuned.tuned_ms, "_predicted")
+            record |= load.imbalances(self._measured_ms(documents, before, measured), "")
         recent = {past: x for past, x in self._after.items() if past >= step - DELAY}
         self._after = {**recent, step: before.after(documents, tuned.fractions, measured)}
         return record
@@ -109,19 +106,17 @@ class Tuner:
         self._after = {at: start.of_state(x) for at, x in after.items()} or {step: start}
 
     def _documents(self) -> list[ReplicaDocuments]:
-        config, loader = self._config, self._loader
-        packs, sequences = loader.packs, loader.sequences
-        if packs is None or sequences is None:
-            # Every sequence is one document with sparse attention.
+        """Returns the documents of each replica in the batch that the loader returned last."""
+        config = self._config
+        if config.data.has_documents:
+            rows = document_lengths(self._loader)
+            min_sparse_tokens = getattr(config.sparsity.pattern, "min_sparse_tokens", 0)
+        else:  # every sequence is one document with sparse attention
             rows = [np.array([config.data.seq_len])] * config.data.batch_size
             min_sparse_tokens = 0
-        else:
-            rows = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-            min_sparse_tokens = getattr(config.sparsity.pattern, "min_sparse_tokens", 0)
-        each = len(rows) // config.parallel.replicas
         return [
-            ReplicaDocuments(rows[i : i + each], config.sparsity.block_size, min_sparse_tokens)
-            for i in range(0, len(rows), each)
+            ReplicaDocuments(of_replica, config.sparsity.block_size, min_sparse_tokens)
+            for of_replica in itertools.batched(rows, len(rows) // config.parallel.replicas)
         ]
 
     def _measured_ms(
