@@ -60,10 +60,8 @@ def writing_into(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:  # Orbax raises many types
         causes = _causes(error)
-        full = _first(causes, (), _NO_ROOM)
-        if full is None:
-            reason, when = _line(causes[-1]), "after fixing this"
-        else:
+        reason, when = _line(causes[-1]), "after fixing this"
+        if (full := _first(causes, (), _NO_ROOM)) is not None:
             reason = next(name for name in _NO_ROOM if name in str(full))
             when = "when there is free space"
         raise UserError(
@@ -84,10 +82,9 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _first(
     causes: list[BaseException], types: tuple[type[Exception], ...], texts: tuple[str, ...]
 ) -> BaseException | None:
-    for cause in causes:
-        if isinstance(cause, types) or any(text in str(cause) for text in texts):
-            return cause
-    return None
+    """Returns the first cause of one of the types, or with one of the texts in its message."""
+    known = (x for x in causes if isinstance(x, types) or any(text in str(x) for text in texts))
+    return next(known, None)
 
 
 def _line(error: BaseException) -> str:

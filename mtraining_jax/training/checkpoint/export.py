@@ -24,8 +24,7 @@ _COPIED = (
 def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Path:
     """Writes a state into RUN_FOLDER/hf, replacing an older export; all processes call it.
 
-    Tensors are bfloat16. The tokenizer is data.tokenizer, or that of model.init_from if training
-    read token ids. Returns the folder.
+    The tokenizer is data.tokenizer, or that of model.init_from if training read token ids.
     """
     return save_hf(
         config.run.folder / HF_NAME,

@@ -3,8 +3,6 @@
 Orbax reads and writes many arrays at once in an event loop of its own, raises the first failure and
 closes the loop. Each remaining array would later fail to wake the closed loop, and Python would
 print a traceback. Orbax also logs a failure once in every thread that it passes through.
-
-Only Orbax is affected: its event loops and its log records.
 """
 
 import asyncio

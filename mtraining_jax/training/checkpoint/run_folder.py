@@ -11,7 +11,8 @@ from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.utils.errors import UserError
 
 CHECKPOINTS_NAME = "checkpoints"
-_FILE_SYSTEM_DELAY = 60.0  # seconds, the longest attribute cache of NFS by default
+# NFS may show a new checkpoint to other hosts only after so many seconds.
+_FILE_SYSTEM_DELAY = 60.0
 
 
 def checkpoint_folder(config: Config) -> Path:
@@ -48,10 +49,7 @@ def resume_step(config: Config) -> int | None:
 
 
 def wait_for_resume_step(config: Config, step: int | None, seconds: float) -> int | None:
-    """Waits until this process sees the resume step of process 0; returns the one it sees.
-
-    Network file systems may show a new checkpoint to other hosts only after a minute.
-    """
+    """Waits until this process sees the resume step of process 0; returns the one it sees."""
     end = time.monotonic() + min(seconds, _FILE_SYSTEM_DELAY)
     while True:
         seen = None
@@ -63,10 +61,7 @@ def wait_for_resume_step(config: Config, step: int | None, seconds: float) -> in
 
 
 def move_aside(config: Config) -> Path | None:
-    """Renames the folder of an earlier run of this name, if it has a checkpoint, to `NAME.1`.
-
-    Returns the new folder; it has the next number that is free.
-    """
+    """Renames the folder of an earlier run, if it has a checkpoint, to the next free `NAME.1`."""
     folder = config.run.folder
     if newest_step(checkpoint_folder(config)) is None:
         return None

@@ -16,10 +16,9 @@ _FREE_MODEL_FIELDS = (
 
 
 def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
-    """Stops a run that would resume from the checkpoint of another model.
+    """Compares the configuration in a checkpoint with that of the run.
 
-    `saved` is the configuration in the checkpoint at `path`. It lacks fields that were added later;
-    they had their defaults.
+    Fields that were added later had their defaults.
     """
     # The folder of the initial weights may no longer exist.
     model = saved["model"] | {"init_from": None, "override": []}

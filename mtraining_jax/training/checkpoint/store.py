@@ -1,4 +1,4 @@
-"""Saves checkpoints of the full training state in the background.
+"""Saves checkpoints of the full training state in the background, and reads them onto any mesh.
 
 A checkpoint is the folder `checkpoints/STEP` of a run. Orbax writes it under a temporary name and
 renames it when it is complete, so a killed run leaves no partial checkpoint. It contains the arrays
@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+from jax import Array
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.training.checkpoint.checksums import checksums
-from mtraining_jax.training.checkpoint.errors import writing_into
+from mtraining_jax.training.checkpoint.errors import damaged, unreadable, writing_into
 from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
+from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.state import TrainState
+
+_RECORD_PARTS = {"config", "loader", "shapes", "checksums"}
 
 
 def newest_step(folder: Path) -> int | None:
@@ -35,17 +39,11 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int, async_save: bool) -> None:
         self.folder = folder.absolute()
         print_errors_once()
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
-                enable_async_checkpointing=async_save,
-                cleanup_tmp_directories=True,
-            ),
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=async_save, cleanup_tmp_directories=True
         )
-
-    def newest(self) -> int | None:
-        return self._manager.latest_step()
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self.newest = self._manager.latest_step
 
     def save(self, step: int, state: TrainState, loader_state: Any, config: Config) -> None:
         """Saves a checkpoint, unless this step already has one; all processes call it together.
@@ -55,7 +53,7 @@ class Checkpoints:
         """
         if self.newest() == step:
             return
-        arrays = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        arrays = _fields(state)
         record = {
             "config": config_to_dict(config),
             "loader": loader_state,
@@ -75,3 +73,63 @@ class Checkpoints:
                 self._manager.wait_until_finished()
         finally:
             self._manager.close()
+
+
+def read_record(folder: Path, step: int) -> dict[str, Any]:
+    """Reads the record of a checkpoint: `config`, `loader`, `shapes` and `checksums`."""
+    record = _read(folder, step, record=ocp.args.JsonRestore()).record
+    if not isinstance(record, dict) or not _RECORD_PARTS <= record.keys():
+        raise damaged(folder / str(step), "its record is incomplete")
+    return record
+
+
+def read_state(
+    folder: Path, step: int, abstract: TrainState, config: Config
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads the state and the position of the data loader.
+
+    `abstract` has the shapes and shardings to restore; the mesh may differ from that of the save.
+    Raises a UserError if the checkpoint cannot be read, or is of another model.
+    """
+    record = read_record(folder, step)
+    check_same_model(folder / str(step), record["config"], config)
+    check_shapes(folder / str(step), record["shapes"], abstract.parameters)
+    restore = ocp.args.StandardRestore(_fields(abstract))
+    return TrainState(**_read_arrays(folder, step, restore, record)), record["loader"]
+
+
+def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[str, Array]:
+    """Reads the fp32 parameters of a checkpoint by name, without optimizer state.
+
+    `abstract` has a `jax.ShapeDtypeStruct` with target sharding of each. Raises a UserError if the
+    checkpoint cannot be read, or has other parameters.
+    """
+    record = read_record(folder, step)
+    check_shapes(folder / str(step), record["shapes"], abstract)
+    wanted = {"parameters": abstract}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    restore = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    return _read_arrays(folder, step, restore, record)["parameters"]
+
+
+def _read_arrays(folder: Path, step: int, restore: Any, record: dict[str, Any]) -> dict[str, Any]:
+    arrays = _read(folder, step, arrays=restore).arrays
+    for name, number in checksums(arrays).items():
+        if record["checksums"].get(name) != number:
+            raise damaged(folder / str(step), f"the checksum of {name} does not match")
+    return arrays
+
+
+def _read(folder: Path, step: int, **items: Any) -> Any:
+    # Not with `ocp.CheckpointManager`, which deletes what a run that is still active is writing.
+    path = folder / str(step)
+    print_errors_once()
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            return reader.restore(path.absolute(), args=ocp.args.Composite(**items))
+    except Exception as error:  # Orbax raises many types, for parsing and I/O
+        raise unreadable(path, error) from error
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
