@@ -56,15 +56,13 @@ def check_same_configuration(config: Config) -> None:
 
 
 def check_same_data(identity: Mapping[str, Any], section: str) -> None:
-    """Checks that all processes read the same data, as each of them opens its own files.
+    """Compares the identities of the loaders of `section`, as each process opens its own files.
 
-    Otherwise they would silently train on batches of mismatched sequence shards. `identity` is that
-    of the loader, serializable as JSON; `section` names the configuration for the message.
+    Otherwise they would silently train on batches of mismatched sequence shards.
     """
+    values = {f"{section}: {name}": value for name, value in identity.items()}
     # Opening files may take one process much longer; JAX notices if a process dies meanwhile.
-    assert_same_on_all_processes(
-        {f"{section}: {name}": x for name, x in identity.items()}, _WHILE_ALL_LIVE
-    )
+    assert_same_on_all_processes(values, _WHILE_ALL_LIVE)
 
 
 def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> None:

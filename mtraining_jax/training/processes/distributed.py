@@ -32,24 +32,20 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
 
     Sources, in order: the three fields of the configuration; a SLURM step (`srun`) with several
     tasks; Open MPI (`mpirun`) with several processes; an indexed Kubernetes job. Without any of
-    them, the process runs alone.
+    them, the process runs alone. After joining, call `shutdown` at the end or `abort` after an
+    error.
 
     A single SLURM task per node uses all GPUs of its node. With several SLURM tasks per node, or
     with Open MPI, each process uses the GPU of its local rank. Otherwise, and for SLURM tasks that
     see a single GPU each (`--gpus-per-task=1`), every process uses the GPUs that it sees.
 
-    After joining, call `shutdown` at the end or `abort` after an error. JAX ends this process with
-    a message if another one sends no heartbeat for `config.heartbeat_timeout_seconds`.
-
     Raises:
         UserError: if the others cannot be reached within `config.timeout_seconds`, or the
             variables of a scheduler are invalid.
     """
-    if config.initialize == "never":
+    if config.initialize == "never" or (source := _find(config, environment)) is None:
         return False
-    how, arguments = _find(config, environment)
-    if arguments is None:
-        return False
+    how, arguments = source
     timeout, failed = config.timeout_seconds, []
 
     def join() -> None:
@@ -57,23 +53,23 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
             jax.distributed.initialize(
                 # JAX aborts the process at its own timeout, so ours must be shorter.
                 initialization_timeout=timeout + 60,
+                # JAX ends this process with a message if another one sends none for so long.
                 heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
                 **arguments,
             )
         except Exception as error:
             failed.append(error)
 
+    waits = (
+        f"waiting up to {timeout} s (distributed.timeout_seconds) for the other processes of the "
+        f"run ({how}) ..."
+    )
+    message = threading.Timer(_SAY_AFTER, print, [waits], {"file": sys.stderr, "flush": True})
     thread = threading.Thread(target=join, daemon=True)
+    message.start()
     thread.start()
-    thread.join(min(timeout, _SAY_AFTER))
-    if thread.is_alive() and timeout > _SAY_AFTER:
-        print(
-            f"waiting up to {timeout} s (distributed.timeout_seconds) for the other processes of "
-            f"the run ({how}) ...",
-            file=sys.stderr,
-            flush=True,
-        )
-        thread.join(timeout - _SAY_AFTER)
+    thread.join(timeout)
+    message.cancel()
     if thread.is_alive():
         reason = f"no answer within {timeout} s (distributed.timeout_seconds)"
     elif failed:
@@ -112,11 +108,8 @@ def abort(error: Exception) -> NoReturn:
     """
     reason = _first_line(error)
     if any(name in reason for name in _TRANSPORTS):
-        print(
-            f"error: another process of the run ended during a collective ({reason}); see its "
-            "output for the reason",
-            file=sys.stderr,
-        )
+        sentence = f"another process of the run ended during a collective ({reason})"
+        print(f"error: {sentence}; see its output for the reason", file=sys.stderr)
     else:
         traceback.print_exception(error)
     _exit(1)
@@ -139,7 +132,7 @@ def is_first() -> bool:
 
 def _find(
     config: DistributedConfig, environment: Mapping[str, str]
-) -> tuple[str, dict[str, Any] | None]:
+) -> tuple[str, dict[str, Any]] | None:
     """Returns the source of the process list, and arguments of `jax.distributed.initialize`."""
     if config.coordinator is not None:
         return f"distributed.coordinator = {config.coordinator}", dict(
@@ -154,16 +147,16 @@ def _find(
     if _count(environment, "OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI", dict(cluster_detection_method="ompi")
     # Every pod has KUBERNETES_SERVICE_HOST; only pods of an indexed job have an index.
-    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
-        if importlib.util.find_spec("kubernetes") is None:
-            raise UserError(
-                "this pod belongs to an indexed Kubernetes job, but the package kubernetes "
-                "(jax[k8s]) that finds the other pods is not installed; install it, or set "
-                "distributed.coordinator, distributed.num_processes and distributed.process_id, "
-                "or set distributed.initialize=never to run alone"
-            )
-        return "Kubernetes", dict(cluster_detection_method="k8s")
-    return "", None
+    if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys():
+        return None
+    if importlib.util.find_spec("kubernetes") is None:
+        raise UserError(
+            "this pod belongs to an indexed Kubernetes job, but the package kubernetes (jax[k8s]) "
+            "that finds the other pods is not installed; install it, or set "
+            "distributed.coordinator, distributed.num_processes and distributed.process_id, or set "
+            "distributed.initialize=never to run alone"
+        )
+    return "Kubernetes", dict(cluster_detection_method="k8s")
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
