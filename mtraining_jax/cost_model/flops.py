@@ -64,7 +64,7 @@ def step_flops(
     heads = causal * data.batch_size * model.num_layers * model.num_heads
     product = 2.0 * heads * model.head_dim * causal_pairs(data.seq_len)
     return StepFlops(
-        matrices=6.0 * matrix_parameters(config) * config.tokens_per_step,
+        matrices=6.0 * _matrix_parameters(config) * config.tokens_per_step,
         attention_executed=7 * product * executed,
         attention_dense=7 * product,
         attention_model=6 * product * density,
@@ -85,7 +85,7 @@ def audit_flops(config: Config) -> tuple[float, float]:
     tokens = config.tokens_per_step * short / data.seq_len / parts
     return (
         14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim,
-        2 * (6.0 * matrix_parameters(config) * tokens + attention),
+        2 * (6.0 * _matrix_parameters(config) * tokens + attention),
     )
 
 
@@ -103,11 +103,9 @@ def layer_products(config: Config) -> dict[str, int]:
 
 
 def head_products(config: Config) -> int:
-    """Number of entries of the output matrix."""
-    spec = ModelSpec.from_config(config.model)
-    return family_of(spec.family).head_products(spec)
+    """Number of entries of the output matrix, tied or not."""
+    return config.model.vocab_size * config.model.hidden_size
 
 
-def matrix_parameters(config: Config) -> int:
-    """Number of matrix parameters, without the token embedding lookup."""
+def _matrix_parameters(config: Config) -> int:
     return config.model.num_layers * sum(layer_products(config).values()) + head_products(config)

@@ -36,21 +36,6 @@ class Parameter:
 ParamTable = Mapping[str, Parameter]
 
 
-def subtable(table: ParamTable, prefix: str) -> dict[str, Parameter]:
-    """The parameters below a prefix such as "mlp", without it in their names."""
-    start = f"{prefix}."
-    return {name.removeprefix(start): x for name, x in table.items() if name.startswith(start)}
-
-
-def layer_params(table: ParamTable) -> dict[str, Parameter]:
-    """The parameters of one layer by their name in it, e.g. "mlp.up_proj.weight"."""
-    layers = subtable(table, LAYERS.removesuffix("."))
-    return {
-        name: dataclasses.replace(x, shape=x.shape[1:], axes=x.axes[1:])
-        for name, x in layers.items()
-    }
-
-
 def matrix(rows: int, columns: int, axes: tuple[str, str], stddev: float) -> Parameter:
     """A matrix [out, in] with normal initialization."""
     return Parameter((rows, columns), axes, stddev=stddev)

@@ -1,8 +1,7 @@
 """A decoder in Flax NNX for all families, with attention as an argument.
 
-Parameters, their shapes and their initialization come from the family's table; parts that the table
-does not list are omitted. Modules and parameters have the names of Hugging Face checkpoints (a
-matrix is [out, in]), except that layers are stacked on a leading axis and run in one `lax.scan`.
+The family's table has all parameters by name; parts that it does not list are omitted. Names are
+those of Hugging Face checkpoints, but layers are stacked and run in one `lax.scan`.
 """
 
 import functools
@@ -18,8 +17,9 @@ from jax.sharding import Mesh
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
+from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.fsdp import compute_weights, fsdp_apply
-from mtraining_jax.models.parameters import Parameter, ParamTable, layer_params, subtable
+from mtraining_jax.models.parameters import Parameter, ParamTable
 from mtraining_jax.models.products import dot, dot32
 from mtraining_jax.models.remat import POST_ATTENTION, QKV, RESIDUAL, remat
 from mtraining_jax.models.rope.rotary import apply_rope, rope_tables
@@ -44,9 +44,10 @@ def _init_param(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
 class Linear(nnx.Module):
     """y = x W^T + b, in the dtype of x. weight fp32 [out, in], bias fp32 [out] or absent."""
 
-    def __init__(self, table: ParamTable, rngs: nnx.Rngs) -> None:
-        self.weight = _init_param(table["weight"], rngs)
-        self.bias = _init_param(table["bias"], rngs) if "bias" in table else None
+    def __init__(self, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
+        self.weight = _init_param(table[f"{name}.weight"], rngs)
+        bias = table.get(f"{name}.bias")
+        self.bias = _init_param(bias, rngs) if bias else None
 
     def __call__(self, x: Array) -> Array:
         y = dot("...i,oi->...o", x, self.weight[...].astype(x.dtype))
@@ -59,8 +60,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32, returned in the dtype of x."""
 
-    def __init__(self, table: ParamTable, eps: float, rngs: nnx.Rngs) -> None:
-        self.weight = _init_param(table["weight"], rngs)
+    def __init__(self, table: ParamTable, name: str, eps: float, rngs: nnx.Rngs) -> None:
+        self.weight = _init_param(table[f"{name}.weight"], rngs)
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -72,21 +73,25 @@ class RMSNorm(nnx.Module):
 class Embed(nnx.Module):
     """An embedding table. weight fp32 [V, E]."""
 
-    def __init__(self, table: ParamTable, rngs: nnx.Rngs) -> None:
-        self.weight = _init_param(table["weight"], rngs)
+    def __init__(self, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
+        self.weight = _init_param(table[f"{name}.weight"], rngs)
 
 
 class SelfAttention(nnx.Module):
     """Projections and RoPE around an attention that the caller provides."""
 
-    def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
         self.head_dim = spec.head_dim
-        self.q_proj = Linear(subtable(table, "q_proj"), rngs)
-        self.k_proj = Linear(subtable(table, "k_proj"), rngs)
-        self.v_proj = Linear(subtable(table, "v_proj"), rngs)
-        self.o_proj = Linear(subtable(table, "o_proj"), rngs)
-        self.q_norm = _norm_if_any(subtable(table, "q_norm"), spec, rngs)
-        self.k_norm = _norm_if_any(subtable(table, "k_norm"), spec, rngs)
+        self.q_proj = Linear(table, f"{name}.q_proj", rngs)
+        self.k_proj = Linear(table, f"{name}.k_proj", rngs)
+        self.v_proj = Linear(table, f"{name}.v_proj", rngs)
+        self.o_proj = Linear(table, f"{name}.o_proj", rngs)
+
+        def norm(name: str) -> RMSNorm | None:
+            exists = f"{name}.weight" in table
+            return RMSNorm(table, name, spec.rms_norm_eps, rngs) if exists else None
+
+        self.q_norm, self.k_norm = norm(f"{name}.q_norm"), norm(f"{name}.k_norm")
 
     def project(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """[B, S, E] -> rotated queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
@@ -107,10 +112,10 @@ class SelfAttention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
-        self.gate_proj = Linear(subtable(table, "gate_proj"), rngs)
-        self.up_proj = Linear(subtable(table, "up_proj"), rngs)
-        self.down_proj = Linear(subtable(table, "down_proj"), rngs)
+    def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
+        self.gate_proj = Linear(table, f"{name}.gate_proj", rngs)
+        self.up_proj = Linear(table, f"{name}.up_proj", rngs)
+        self.down_proj = Linear(table, f"{name}.down_proj", rngs)
         # Without rematerialization everything is saved, which needs no chunks but more memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
         self.kept_chunks = spec.mlp_kept_chunks
@@ -130,12 +135,10 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
         eps = spec.rms_norm_eps
-        self.input_layernorm = RMSNorm(subtable(table, "input_layernorm"), eps, rngs)
-        self.self_attn = SelfAttention(spec, subtable(table, "self_attn"), rngs)
-        self.post_attention_layernorm = RMSNorm(
-            subtable(table, "post_attention_layernorm"), eps, rngs
-        )
-        self.mlp = MLP(spec, subtable(table, "mlp"), rngs)
+        self.input_layernorm = RMSNorm(table, "input_layernorm", eps, rngs)
+        self.self_attn = SelfAttention(spec, table, "self_attn", rngs)
+        self.post_attention_layernorm = RMSNorm(table, "post_attention_layernorm", eps, rngs)
+        self.mlp = MLP(spec, table, "mlp", rngs)
 
     def before_attention(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin)
@@ -147,26 +150,22 @@ class DecoderLayer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A causal language model with fp32 parameters and the compute dtype `spec.dtype`.
-
-    `config` is a `ModelSpec`, or any object or mapping with its fields.
-    """
+    """A causal language model, from a `ModelSpec` or any object or mapping with its fields."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         spec = ModelSpec.from_config(config)
-        table = spec.parameters
+        table, layer = spec.parameters, family_of(spec.family).layer(spec)
         self.spec = spec
-        self.embed_tokens = Embed(subtable(table, "embed_tokens"), rngs)
+        self.embed_tokens = Embed(table, "embed_tokens", rngs)
 
         @nnx.split_rngs(splits=spec.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(layer_rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(spec, layer_params(table), layer_rngs)
+            return DecoderLayer(spec, layer, layer_rngs)
 
         self.layers = stacked(rngs)
-        self.norm = RMSNorm(subtable(table, "norm"), spec.rms_norm_eps, rngs)
-        head = subtable(table, "lm_head")
-        self.lm_head = Linear(head, rngs) if head else None
+        self.norm = RMSNorm(table, "norm", spec.rms_norm_eps, rngs)
+        self.lm_head = None if spec.tie_word_embeddings else Linear(table, "lm_head", rngs)
 
     def __call__(
         self,
@@ -184,34 +183,34 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: int32 [B, S], in any order along S.
-            positions: int32 [S] or [B, S], global positions of these tokens, in the same order.
-                Only RoPE uses them; `attention` has its own mask.
-            attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, in the order of
-                `tokens`, rotated and unscaled. `stats` are arrays without gradients. With
-                `remat="attention"` it is recomputed in the backward pass unless it names the values
-                it needs there, by `checkpoint_name`, as in `pallas_kernels.names.SAVED_NAMES`.
+            positions: int32 [S] or [B, S], global positions of these tokens, for RoPE only.
+            attention: `(q_BSHD, k_BSHkD, v_BSHkD) -> (out_BSHD, stats)`, rotated and unscaled.
+                `stats` are arrays without gradients. With `remat="attention"` the backward pass
+                recomputes it, except for values named by `checkpoint_name` as in
+                `pallas_kernels.names.SAVED_NAMES`.
             attention_inputs: optional; those of a layer are the fourth argument of `attention`.
             capture_kv: maps the rotated keys and the values of a layer, in the compute dtype and
-                sharded over the mesh, to what `stats["kv"]` has of them.
+                sharded over the mesh, to `stats["kv"]`.
             mesh: axes ('data', 'node', 'device') of type Auto. Each device computes its own tokens,
                 [B over data, S over (node, device), E]. None: everything is on one device.
-            fsdp: whether parameters are sharded as in `param_shardings(..., fsdp=True)`. Those of a
-                layer are gathered in the compute dtype just before use, and again in the backward
-                pass, where gradients are reduce-scattered.
+            fsdp: whether parameters are sharded as in `param_shardings(..., fsdp=True)`.
             length: sequence length if it is not S, because of padding or future tokens; or int32
-                [B, S], the length of each token's document in packed sequences. Some RoPE scalings
-                use it.
+                [B, S], the length of each token's document. Some RoPE scalings use it.
 
         Returns:
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
             over layers, [L, ...] each.
         """
-        dtype = jnp.dtype(self.spec.dtype)
+        dtype, table = jnp.dtype(self.spec.dtype), self.spec.parameters
         positions = jnp.broadcast_to(positions, tokens.shape)
         cos, sin = rope_tables(positions, self.spec, length)
-        x_BSE = self._embed(tokens, mesh, fsdp)
+        with jax.named_scope("embedding"):
+            table_VE = self.embed_tokens.weight[...]
+            specs = mesh and parameter_spec(table["embed_tokens.weight"], mesh, fsdp)
+            lookup = functools.partial(embed, dtype=dtype)
+            x_BSE = fsdp_apply(lookup, table_VE, tokens, specs=specs, mesh=mesh)
         graphdef, layers = nnx.split(self.layers)
-        specs = None if mesh is None else layer_specs(layers, self.spec.parameters, mesh, fsdp)
+        specs = mesh and layer_specs(layers, table, mesh, fsdp)
 
         def run_half_layer(method: Callable[..., Any], parameters: nnx.State, *x: Array) -> Any:
             def run(parameters: nnx.State, *x: Array) -> Any:
@@ -238,18 +237,6 @@ class Transformer(nnx.Module):
         x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, per_layer))
         return self.norm(x_BSE), stats
 
-    @jax.named_scope("embedding")
-    def _embed(self, tokens: Array, mesh: Mesh | None, fsdp: bool) -> Array:
-        dtype = jnp.dtype(self.spec.dtype)
-        spec = mesh and parameter_spec(self.spec.parameters["embed_tokens.weight"], mesh, fsdp)
-        return fsdp_apply(
-            lambda table_VE, tokens: embed(table_VE, tokens, dtype),
-            self.embed_tokens.weight[...],
-            tokens,
-            specs=spec,
-            mesh=mesh,
-        )
-
     def lm_head_weight(self) -> Array:
         """The output matrix, fp32 [V, E]: the embedding if tied."""
         table = self.embed_tokens if self.lm_head is None else self.lm_head
@@ -262,12 +249,12 @@ class Transformer(nnx.Module):
 
 
 def graph_definition(config: Any) -> nnx.GraphDef:
-    """The static, hashable structure of a model, from a `ModelSpec` or its fields."""
+    """The static structure of a model, from a `ModelSpec` or its fields; for `nnx.merge`."""
     return _traced_model(ModelSpec.from_config(config))[0]
 
 
 def abstract_state(config: Any) -> nnx.State:
-    """The state of a model as `jax.ShapeDtypeStruct`, without computing anything."""
+    """The state of a model as `jax.ShapeDtypeStruct`."""
     _, state = _traced_model(ModelSpec.from_config(config))
     return jax.tree.map(lambda x: x, state)  # a copy, because states are mutable
 
@@ -281,10 +268,9 @@ def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
 def init_model(
     config: Any, *, seed: int | Array, mesh: Mesh | None = None, fsdp: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Initializes a model, each device only its shards; the values do not depend on the mesh.
+    """Returns the graph definition and an initial state, each device only its shards.
 
-    `seed` is an integer or a `jax.random.key`; without a mesh, the model is on the default device.
-    `nnx.merge` joins the graph definition (static, hashable) and the state.
+    The values do not depend on the mesh. `seed` is an integer or a `jax.random.key`.
     """
     spec = ModelSpec.from_config(config)
     return graph_definition(spec), _init_state(seed, spec, mesh, fsdp)
@@ -310,7 +296,3 @@ def _as_statistic(value: Any) -> Array:
     """Casts floating-point values to fp32, but not integers, such as the bits of a mask."""
     value = jnp.asarray(value)
     return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
-
-
-def _norm_if_any(table: ParamTable, spec: ModelSpec, rngs: nnx.Rngs) -> RMSNorm | None:
-    return RMSNorm(table, spec.rms_norm_eps, rngs) if table else None

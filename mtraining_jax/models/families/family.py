@@ -5,14 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.parameters import (
-    LAYERS,
-    Parameter,
-    ParamTable,
-    layer_params,
-    matrix,
-    vector,
-)
+from mtraining_jax.models.parameters import LAYERS, Parameter, ParamTable, matrix, vector
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
 from mtraining_jax.models.spec import ModelSpec
 
@@ -86,12 +79,7 @@ class Family:
 
     def layer_products(self, spec: ModelSpec) -> dict[str, int]:
         """The multiplications per token with each matrix of a layer, by name."""
-        layer = layer_params(self.parameters(spec))
-        return {name: x.size for name, x in layer.items() if len(x.shape) == 2}
-
-    def head_products(self, spec: ModelSpec) -> int:
-        """The multiplications per token with the output matrix, tied or not."""
-        return spec.vocab_size * spec.hidden_size
+        return {name: x.size for name, x in self.layer(spec).items() if len(x.shape) == 2}
 
     def layer_tensors(self, spec: ModelSpec) -> dict[str, tuple[str, ...]]:
         """The tensors of a checkpoint layer, with the parameters in each of them."""
