@@ -13,7 +13,6 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.document_blocks import DocumentBlocks
-from mtraining_jax.selection.row_attention import RowAttention
 from pallas_kernels.index import Index
 
 Stats = dict[str, Any]
@@ -80,10 +79,11 @@ class AttentionSpec:
     by_length: bool = False
     mask_heads: tuple[int, ...] = ()
 
-    def context(self, q: Array, block_size: int, inputs: AttentionInputs) -> SelectionContext:
+    def context(self, q: Array, inputs: AttentionInputs) -> SelectionContext:
         """Describes the shard of queries [B, n, Hq, D] to a selection."""
+        assert inputs.pattern is not None
         if self.layout is None or self.placement.ranks == 1:
-            axes, num_blocks = (), q.shape[1] // block_size
+            axes, num_blocks = (), q.shape[1] // inputs.pattern.block_size
             block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
         else:
             axes, num_blocks = self.placement.sequence, self.layout.num_blocks
@@ -107,11 +107,9 @@ class AttentionOutput(NamedTuple):
     Attributes:
         out, lse, index: see `sparse_attention`.
         statistics: see `make_attention`; empty unless requested.
-        rows: exact attention of the audited rows; None without an audit.
     """
 
     out: Array
     lse: Array
     index: Index
     statistics: Stats
-    rows: RowAttention | None = None

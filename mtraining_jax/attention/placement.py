@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
-from mtraining_jax.parallel.replicas import shard_map_remaining
+from mtraining_jax.parallel.replicas import remaining_axes, shard_map_remaining
 
 Axes = tuple[str, ...]
 
@@ -41,6 +41,20 @@ class Placement:
     @property
     def ranks(self) -> int:
         return self.size(self.sequence)
+
+    @property
+    def other_axes(self) -> Axes:
+        """The axes of other sequences and heads."""
+        return self.batch + self.heads
+
+    @property
+    def axes(self) -> Axes:
+        return self.other_axes + self.sequence
+
+    def remaining(self) -> "Placement":
+        """The placement inside `per_replica`; elsewhere the same."""
+        batch, heads = remaining_axes(self.batch), remaining_axes(self.heads)
+        return dataclasses.replace(self, batch=batch, heads=heads)
 
     @property
     def explicit(self) -> Mesh | AbstractMesh | None:

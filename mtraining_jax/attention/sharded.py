@@ -10,18 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.all_blocks import all_blocks
-from mtraining_jax.attention.audit.auditing import keys_of, mask_of_heads, tapped
-from mtraining_jax.attention.audit.figures import forward_figures, gradient_figures
+from mtraining_jax.attention.audit.auditing import audit
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionOutput, AttentionSpec, Stats
 from mtraining_jax.attention.placement import Placement, take
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
-from mtraining_jax.parallel.replicas import remaining_axes
 from mtraining_jax.parallel.ring import check_ring, ring_attention
 from mtraining_jax.patterns.base import Pattern, select_pairs
 from mtraining_jax.selection import collectives
@@ -30,7 +27,6 @@ from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import attention as attention_on_one_device
-from pallas_kernels import names
 from pallas_kernels.composed import chunk_attention
 from pallas_kernels.index import Index, TokenChunksIndex
 
@@ -46,7 +42,6 @@ def attend(
     pattern, placement = inputs.pattern, spec.placement
     if inputs.mass_fraction is not None and isinstance(pattern, Index):
         raise ValueError("mass_fraction overrides that of a pattern, but pattern is an index")
-    others = remaining_axes((*placement.batch, *placement.heads))
     batch = P(placement.batch)
     heads = P(placement.batch, placement.sequence, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
@@ -54,18 +49,20 @@ def attend(
     of_index = rows if row_sharded else P(placement.batch, placement.heads)
     of_pattern = of_index if isinstance(pattern, Index) else P(placement.heads)
     of_inputs = AttentionInputs(*cast(Any, (of_pattern, batch, P(), batch, P(), P())))
-    out_specs = AttentionOutput(*cast(Any, (heads, rows, of_index, P(), batch)))
-    order = _order_of_rows(spec) if row_sharded else None
-    if order is not None and isinstance(pattern, Index):
-        pattern = jax.tree.map(lambda x: take(x, order, axis=2), pattern)
+    out_specs = AttentionOutput(*cast(Any, (heads, rows, of_index, P())))
+    order = None
+    if row_sharded and spec.layout is not None and placement.ranks > 1:
+        order = spec.layout.block_order()
+        if isinstance(pattern, Index):
+            pattern = jax.tree.map(lambda x: take(x, order, axis=2), pattern)
+            inputs = dataclasses.replace(inputs, pattern=pattern)
+    on_shard = dataclasses.replace(spec, placement=placement.remaining())
     output = placement.run(
-        functools.partial(_attend_on_shard, spec, others),
+        functools.partial(_attend_on_shard, on_shard),
         (heads, heads, heads, of_inputs),
         out_specs,
-        (q, k, v, dataclasses.replace(inputs, pattern=pattern, grad_tap=None)),
+        (q, k, v, inputs),
     )
-    if inputs.grad_tap is not None:
-        output = output._replace(out=_tap_gradient(spec, others, output, k, v, inputs, of_index))
     if order is None:
         return output
     back = functools.partial(take, order=np.argsort(order), axis=2)
@@ -73,53 +70,46 @@ def attend(
 
 
 def _attend_on_shard(
-    spec: AttentionSpec,
-    others: tuple[str, ...],
-    q: Array,
-    k: Array,
-    v: Array,
-    inputs: AttentionInputs,
+    spec: AttentionSpec, q: Array, k: Array, v: Array, inputs: AttentionInputs
 ) -> AttentionOutput:
-    """Attention on one device's shards; `others` are the axes of other sequences and heads."""
-    assert inputs.pattern is not None
-    context = spec.context(q, inputs.pattern.block_size, inputs)
+    context = spec.context(q, inputs)
     selection = _select(q, k, inputs, context)
     index = selection.index
     statistics: Stats = {}
     if spec.statistics:
         statistics = _measure(selection, context, spec.by_length)
+        others = spec.placement.other_axes
         statistics = lax.pmean(statistics, others) if others else statistics
         statistics = lax.stop_gradient(statistics)
-    audited = None
+    out, lse = _attend_to_index(spec, q, k, v, index, context)
     if inputs.audit_rows is not None:
-        keys = keys_of(k, v, index, context)
-        statistics["audit"], audited = forward_figures(q, inputs.audit_rows, keys, others)
-        if spec.mask_heads:
-            statistics["masks"] = mask_of_heads(spec.mask_heads, index, context, others)
-    numerics = {"scale": spec.scale, "backend": spec.backend}
-    if context.axis_names:
-        run = functools.partial(
-            ring_attention,
-            layout=cast(Layout, spec.layout),
-            axis_names=context.axis_names,
-            axis_sizes=tuple(spec.placement.size((axis,)) for axis in context.axis_names),
-            ring=spec.ring,
-            return_lse=True,
-            **numerics,
-        )
-    else:
-        run = functools.partial(attention_on_one_device, return_lse=True, **numerics)
-    run = cast(Callable[..., tuple[Array, Array]], run)
-    if isinstance(index, TokenChunksIndex):
-        # The own chunk first, then past ones over the keys of all ranks, across nodes too.
-        own = run(q, k, v, index.own(context.block_ids))
-        if context.axis_names:
-            where = context.num_blocks, context.axis_names
-            k, v = (cast(Array, all_blocks(*where, x, context.block_ids)) for x in (k, v))
-        out, lse = chunk_attention(q, k, v, index, context.block_ids, own, **numerics)
-    else:
-        out, lse = run(q, k, v, index)
-    return AttentionOutput(out, lse, index, statistics, audited)
+        out, figures = audit(spec, (q, k, v), out, index, inputs)
+        statistics |= figures
+    return AttentionOutput(out, lse, index, statistics)
+
+
+def _attend_to_index(
+    spec: AttentionSpec, q: Array, k: Array, v: Array, index: Index, context: SelectionContext
+) -> tuple[Array, Array]:
+    """Attention to the pairs of an index, on one device or over the ranks of a sequence."""
+    numerics: dict[str, Any] = {"scale": spec.scale, "backend": spec.backend}
+    if not context.axis_names:
+        return cast(Any, attention_on_one_device(q, k, v, index, return_lse=True, **numerics))
+    run = functools.partial(
+        ring_attention,
+        layout=cast(Layout, spec.layout),
+        axis_names=context.axis_names,
+        ring=spec.ring,
+        return_lse=True,
+        **numerics,
+    )
+    if not isinstance(index, TokenChunksIndex):
+        return cast(Any, run(q, k, v, cast(Any, index)))
+    # The own chunk first, then past ones over the keys of all ranks, across nodes too.
+    own = run(q, k, v, index.own(context.block_ids))
+    where = context.num_blocks, context.axis_names
+    k, v = (cast(Array, all_blocks(*where, x, context.block_ids)) for x in (k, v))
+    return chunk_attention(q, k, v, index, context.block_ids, cast(Any, own), **numerics)
 
 
 def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionContext) -> Selection:
@@ -147,49 +137,11 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
 
 
 def _row_sharded(inputs: AttentionInputs) -> bool:
-    if isinstance(inputs.pattern, Index):
-        return inputs.pattern.row_sharded
-    assert inputs.pattern is not None
-    return inputs.pattern.row_sharded(inputs.documents is not None)
-
-
-def _order_of_rows(spec: AttentionSpec) -> np.ndarray | None:
-    """Returns the global block numbers of all ranks in layout order, or None on one device."""
-    if spec.layout is None or spec.placement.ranks == 1:
-        return None
-    size = spec.layout.block_size
-    return spec.layout.permutation()[::size] // size
-
-
-def _tap_gradient(
-    spec: AttentionSpec,
-    others: tuple[str, ...],
-    output: AttentionOutput,
-    k: Array,
-    v: Array,
-    inputs: AttentionInputs,
-    of_index: P,
-) -> Array:
-    """Returns the output unchanged; its gradient is measured as the cotangent of `grad_tap`."""
-    assert inputs.audit_rows is not None and inputs.grad_tap is not None
-    # Same checkpoint name as attention's results: the backward pass must not recompute attention
-    # over all keys.
-    rows = jax.tree.map(lambda x: checkpoint_name(x, names.INDEX), output.rows)
-    batch = P(spec.placement.batch)
-    heads = P(spec.placement.batch, spec.placement.sequence, spec.placement.heads)
-
-    def measure_shard(d_out, rows, k, v, positions, index, documents):
-        context = spec.context(d_out, index.block_size, AttentionInputs(documents=documents))
-        return gradient_figures(rows, d_out, positions, keys_of(k, v, index, context), others)
-
-    def measure(*args):
-        specs = heads, batch, heads, heads, P(), of_index, batch
-        return spec.placement.run(measure_shard, specs, P(), args)
-
-    residuals = *lax.stop_gradient((rows, k, v)), inputs.audit_rows.everywhere
-    return tapped(
-        measure, output.out, inputs.grad_tap, (*residuals, output.index, inputs.documents)
-    )
+    pattern = inputs.pattern
+    assert pattern is not None
+    if isinstance(pattern, Index):
+        return pattern.row_sharded
+    return pattern.row_sharded(inputs.documents is not None)
 
 
 def _measure(selection: Selection, context: SelectionContext, by_length: bool) -> Stats:

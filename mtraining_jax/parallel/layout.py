@@ -119,19 +119,20 @@ class Layout:
             gathered = jnp.where(local >= 0, number * size + local, gathered)
         return gathered
 
-    def permutation(self) -> np.ndarray:
-        """Returns the position of each token in layout order: int64 [S], `x_layout = x[perm]`."""
+    def block_order(self) -> np.ndarray:
+        """Returns the global number of each block in layout order: int64 [S / g]."""
         blocks = [
             segment.first_block + segment.stride * np.arange(segment.num_blocks)
             for rank in range(self.num_ranks)
             for segment in self.segments(rank)
         ]
-        starts = np.concatenate(blocks).astype(np.int64) * self.block_size
-        return (starts[:, None] + np.arange(self.block_size)).reshape(-1)
+        return np.concatenate(blocks).astype(np.int64)
+
+    def permutation(self) -> np.ndarray:
+        """Returns the position of each token in layout order: int64 [S], `x_layout = x[perm]`."""
+        tokens = np.arange(self.seq_len).reshape(self.num_blocks, self.block_size)
+        return tokens[self.block_order()].reshape(-1)
 
     def inverse(self) -> np.ndarray:
         """Returns the layout index of each position: int64 [S], `x = x_layout[inverse]`."""
-        permutation = self.permutation()
-        inverse = np.empty_like(permutation)
-        inverse[permutation] = np.arange(permutation.size)
-        return inverse
+        return np.argsort(self.permutation())
