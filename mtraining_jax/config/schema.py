@@ -1,58 +1,37 @@
 """The configuration of a run, and sizes derived from it."""
 
-from dataclasses import field
-
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from mtraining_jax.config import sections
 from mtraining_jax.config.dense_steps import DenseSteps
-from mtraining_jax.config.sections import (
-    AuditConfig,
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    EvalConfig,
-    LossConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ProfileConfig,
-    RunConfig,
-    SparsityConfig,
-)
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Config:
     """A run. `validate` checks that all divisions of its derived sizes are exact."""
 
-    run: RunConfig = RunConfig()
-    model: ModelConfig
-    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
-    parallel: ParallelConfig = ParallelConfig()
-    data: DataConfig = field(default_factory=DataConfig)
-    eval: EvalConfig = EvalConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    audit: AuditConfig = AuditConfig()
-    profile: ProfileConfig = ProfileConfig()
-    distributed: DistributedConfig = DistributedConfig()
+    run: sections.RunConfig = sections.RunConfig()
+    model: sections.ModelConfig
+    sparsity: sections.SparsityConfig = sections.SparsityConfig()
+    parallel: sections.ParallelConfig = sections.ParallelConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    loss: sections.LossConfig = sections.LossConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    metrics: sections.MetricsConfig = sections.MetricsConfig()
+    audit: sections.AuditConfig = sections.AuditConfig()
+    profile: sections.ProfileConfig = sections.ProfileConfig()
+    distributed: sections.DistributedConfig = sections.DistributedConfig()
 
     @property
     def dense_steps(self) -> DenseSteps:
         """Dense steps of a sparse run; none if the run is dense."""
-        steps, sparsity = self.run.steps, self.sparsity
-        if not sparsity.pattern.sparse:
-            return DenseSteps(steps)
-        return DenseSteps(
-            steps,
-            sparsity.dense_warmup_steps,
-            sparsity.dense_cooldown_steps,
-            sparsity.dense_interval,
-        )
+        if not self.sparsity.pattern.sparse:
+            return DenseSteps(self.run.steps)
+        ends = self.sparsity.dense_warmup_steps, self.sparsity.dense_cooldown_steps
+        return DenseSteps(self.run.steps, *ends, self.sparsity.dense_interval)
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:

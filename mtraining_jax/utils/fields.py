@@ -21,7 +21,7 @@ class Field:
 
     Attributes:
         default: its default; `dataclasses.MISSING` if required.
-        doc: its entry under "Attributes:" in the docstring of its class.
+        doc: its description, see `attribute_docs`.
         words: description of valid values, instead of the one that follows from the type.
     """
 
@@ -78,7 +78,9 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The entries under "Attributes:" in the docstrings of a class and its bases, by name."""
+    """Descriptions of fields, from pydantic or else from "Attributes:" in the docstrings."""
+    if dataclass_fields := getattr(cls, "__pydantic_fields__", None):
+        return {name: field.description or "" for name, field in dataclass_fields.items()}
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         _, _, text = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
