@@ -1,14 +1,16 @@
 """Triton kernel calls as data, run on a GPU or, by tests, interpreted or only compiled."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import jax
 from jax import Array, lax
 
 from pallas_kernels.triton import device
 from pallas_kernels.triton.configs import Config
+
+type Run = Callable[[Call], dict[str, Array]]  # runs a call on a GPU, or as tests want it
 
 # Compiler options. A product and a sum of fp32 are fused to one instruction, as in XLA; the default
 # changes in Triton 3.10. The assembler is that of JAX's CUDA, which may not support PTX versions as
@@ -25,6 +27,27 @@ class Call:
     constants: dict[str, int | bool]  # compile-time constants
     grid: tuple[int, ...]  # number of programs, in one, two or three dimensions
     config: Config
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Any,
+        values: dict[str, Any],
+        outputs: dict[str, jax.ShapeDtypeStruct],
+        grid: tuple[int, ...],
+        config: Config,
+    ) -> Self:
+        """Selects the arguments of a kernel by name: constants have upper case names."""
+        values = values | {"ROWS": config.rows, "KEYS": config.keys}
+        values = {name: values[name] for name in kernel.arg_names if name not in outputs}
+        constants = {name: x for name, x in values.items() if name.isupper()}
+        numbers = {
+            name: x
+            for name, x in values.items()
+            if isinstance(x, int | float) and name not in constants
+        }
+        arrays = {name: x for name, x in values.items() if name not in constants | numbers}
+        return cls(kernel, arrays, outputs, numbers, constants, grid, config)
 
 
 def run_on_gpu(call: Call, capability: int | None = None) -> dict[str, Array]:

@@ -57,8 +57,3 @@ def table_for(capability: int) -> dict[int, Configs]:
     if capability in _WITH_LESS_MEMORY:
         return LESS_MEMORY
     return AMPERE if capability < 90 else HOPPER
-
-
-def configs_for(capability: int, head_dim: int) -> Configs:
-    """Returns the configurations for a compute capability (80 for 8.0) and head dim (64 or 128)."""
-    return table_for(capability)[head_dim]

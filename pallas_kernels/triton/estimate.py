@@ -1,7 +1,6 @@
 """Scores of key blocks by probe queries, by Triton kernels."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax import Array
 from pallas_kernels.checks import Shaped
 from pallas_kernels.interface import Estimate, Pair, ProbeCall
 from pallas_kernels.masses import LOG2E
-from pallas_kernels.triton.call import Call, run_on_gpu
+from pallas_kernels.triton.call import Call, Run, run_on_gpu
 from pallas_kernels.triton.configs import Config
 
 NUM_QUERIES = 64
@@ -22,7 +21,7 @@ CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=4, stages=3)
 
 @dataclasses.dataclass(frozen=True)
 class TritonEstimate(Estimate):
-    run: Callable[[Call], dict[str, Array]] | None = None  # None for jax-triton on a GPU
+    run: Run = run_on_gpu
 
     def unsupported(self, q: Shaped) -> str | None:
         if q.shape[2] == NUM_QUERIES:
@@ -61,20 +60,9 @@ class TritonEstimate(Estimate):
         if queries is None:
             queries = jnp.arange(batch, dtype=jnp.int32)
         shifts = jnp.broadcast_to(shifts.astype(jnp.int32), (batch, num_local))
+        values = rows | dict(q=q, k=k, shifts=shifts, queries=queries)
+        values |= dict(HEADS=q.shape[1], KV_HEADS=k.shape[2], DIM=q.shape[3])
+        values["log2_scale"] = float(of.scale) * LOG2E
         output = jax.ShapeDtypeStruct((batch, q.shape[1], num_local, size), jnp.float32)
-        call = Call(
-            kernel,
-            {"q": q, "k": k, "shifts": shifts, "queries": queries, **rows},
-            dict.fromkeys(outputs, output),
-            {"log2_scale": float(of.scale) * LOG2E},
-            {
-                "HEADS": q.shape[1],
-                "KV_HEADS": k.shape[2],
-                "DIM": q.shape[3],
-                "ROWS": CONFIG.rows,
-                "KEYS": CONFIG.keys,
-            },
-            (batch * k.shape[2], num_local),
-            CONFIG,
-        )
-        return (self.run or run_on_gpu)(call)
+        grid = batch * k.shape[2], num_local
+        return self.run(Call.of(kernel, values, dict.fromkeys(outputs, output), grid, CONFIG))
