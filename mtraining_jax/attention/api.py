@@ -20,6 +20,7 @@ from pallas_kernels.index import Index
 Axes = str | tuple[str, ...] | None
 
 
+@jax.numpy_rank_promotion("allow")
 def sparse_attention(
     q: Array,
     k: Array,

@@ -124,6 +124,7 @@ class Inspection:
         draw(path, panels, self.seq_len, borders)
 
 
+@jax.numpy_rank_promotion("allow")
 def inspect(
     index: Index,
     q: Array | None = None,

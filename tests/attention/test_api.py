@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 import mtraining_jax
-from mtraining_jax import Dense, FixedBudget, Layout, sparse_attention, stripe, unstripe
+from mtraining_jax import (
+    Dense,
+    Documents,
+    FixedBudget,
+    FlexPrefill,
+    Layout,
+    MoBA,
+    SampledRows,
+    sparse_attention,
+    stripe,
+    unstripe,
+)
 from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.reference import mask_from_index, reference_attention
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
@@ -117,6 +128,25 @@ def test_layers_under_scan_and_remat_with_a_policy_match_a_plain_loop():
 
     again = str(jax.make_jaxpr(jax.grad(recomputed))(weights, x)).count("name=sparse_index")
     assert kept < again
+
+
+@pytest.mark.parametrize("name", ["vertical_slash", "sampled_rows", "moba", "flex_prefill"])
+@pytest.mark.parametrize("option", ["valid_len", "documents"])
+def test_programs_that_forbid_rank_promotion_are_traced(name, option):
+    pattern = {
+        "vertical_slash": PATTERN,
+        "sampled_rows": SampledRows(block_size=BLOCK, probe_queries_per_block=4),
+        "moba": MoBA(block_size=BLOCK, chunk_size=32, top_k=3),
+        "flex_prefill": FlexPrefill(block_size=BLOCK),
+    }[name]
+    documents = Documents.from_lengths([[50, 40], [TOKENS]], TOKENS, BLOCK)
+    options = {"valid_len": {"valid_len": 100}, "documents": {"documents": documents}}[option]
+
+    def value(q, k, v):
+        return sparse_attention(q, k, v, pattern=pattern, **options).sum()
+
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(jax.grad(value, argnums=(0, 1, 2)), *inputs())
 
 
 def test_a_given_index_is_used_unchanged():
@@ -237,6 +267,7 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped((64, 8)), {}, r"q has shape \(64, 8\); expected \[batch, tokens, heads, dim\]"),
         (shaped((2, 64, 3, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k.* 2 or 4"),
         (shaped(dtype=jnp.int32), {}, "q has dtype int32; it must be bfloat16, float16 or float32"),
+        (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
         (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
         (shaped(k_dtype=jnp.bfloat16), {}, "k has dtype bfloat16 but q has float32"),
         (shaped(v=(2, TOKENS, KV_HEADS, 16)), {}, "v has shape .* but k has"),
