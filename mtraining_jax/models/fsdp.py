@@ -1,8 +1,7 @@
-"""Per-device computation on local tokens, with weights that are sharded over the devices.
+"""Fully sharded data parallelism (FSDP) with minimal traffic.
 
-This is an explicit form of fully sharded data parallelism (FSDP) with minimal traffic: each weight
-is gathered once per pass in its compute dtype, and its gradient needs one reduce-scatter, for any
-number of token chunks.
+Each weight is gathered once per pass in its compute dtype, and its gradient needs one
+reduce-scatter, for any number of token chunks.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from mtraining_jax.parallel.mesh import TOKENS
+from mtraining_jax.parallel.mesh import DATA_AXIS, TOKENS
 from mtraining_jax.parallel.ordering import serialize_collectives
 from mtraining_jax.parallel.replicas import shard_map_remaining
 
@@ -41,21 +40,22 @@ def fsdp_apply(
 
 def gather_weight(shard: Array, spec: PartitionSpec) -> Array:
     """All-gathers a shard inside `shard_map`; the gradient is reduce-scattered in its dtype."""
-    cut = sharded_axis(spec)
+    cut = _sharded_axis(spec)
     if cut is None:
         return shard
     return lax.all_gather(shard, spec[cut], axis=cut, tiled=True)
 
 
-def reduce_scatter_gradient(whole: Array, spec: PartitionSpec) -> Array:
-    """Sums `whole` over the mesh axes of `spec` and shards it; inside `shard_map`."""
-    cut = sharded_axis(spec)
+def reduce_gradient(gradient: Array, spec: PartitionSpec, axes: tuple[str, ...]) -> Array:
+    """Sums a gradient over mesh axes and shards it as its weight; inside `shard_map`."""
+    cut = _sharded_axis(spec)
     if cut is None:
-        return whole
-    return lax.psum_scatter(whole, spec[cut], scatter_dimension=cut, tiled=True)
+        return lax.psum(gradient, axes)
+    gradient = lax.psum_scatter(gradient, spec[cut], scatter_dimension=cut, tiled=True)
+    return lax.psum(gradient, DATA_AXIS) if DATA_AXIS in axes else gradient
 
 
-def sharded_axis(spec: PartitionSpec) -> int | None:
+def _sharded_axis(spec: PartitionSpec) -> int | None:
     """The axis of an array that `spec` shards; None if it is replicated."""
     return next((axis for axis, names in enumerate(spec) if names is not None), None)
 

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.models.chunks import num_chunks
-from mtraining_jax.models.fsdp import gather_weight, reduce_scatter_gradient, sharded_axis
+from mtraining_jax.models.fsdp import gather_weight, reduce_gradient
 from mtraining_jax.models.label_scores import check_output_layer, score_chunk
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.models.products import dot, dot32
-from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, DATA_AXIS, REPLICATED, TOKENS
+from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, REPLICATED, TOKENS
 from mtraining_jax.parallel.replicas import remaining_axes, shard_map_remaining
 
 
@@ -40,10 +40,10 @@ def linear_cross_entropy(
 ) -> Array:
     """Sums -log softmax(hidden @ weight.T)[label] over counted labels, without the full logits.
 
-    Gradients are always computed; `label_scores` computes losses only. Divide the sum by the number
-    of counted labels (`count_labels`) of the whole batch, over all devices and accumulation steps.
-    The reference implementation divides by all S tokens although
-    the last one of a sequence has no label: its loss is this one times (S-1)/S.
+    Gradients are always computed; `label_scores` computes losses only. Divide the sum by
+    `count_labels` of the whole batch, over all devices and accumulation steps. The reference
+    implementation divides by S, although the last token has no label: its loss is this one times
+    (S-1)/S.
 
     Logits, log-softmax and the sum are fp32. Matrix products use the dtype of `hidden_BSE`, also
     for the gradients of the logits. The gradient of the weight accumulates in fp32.
@@ -85,12 +85,7 @@ def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
     def summed_over_devices(hidden, weight, of_labels):
         full_weight = gather_weight(weight, weight_spec)
         loss, (d_hidden, d_weight) = local(hidden, full_weight, of_labels)
-        if sharded_axis(weight_spec) is None:
-            d_weight = lax.psum(d_weight, axes)
-        else:
-            d_weight = reduce_scatter_gradient(d_weight, weight_spec)
-            if DATA_AXIS in axes:
-                d_weight = lax.psum(d_weight, DATA_AXIS)
+        d_weight = reduce_gradient(d_weight, weight_spec, axes)
         return lax.psum(loss, axes), (d_hidden, d_weight)
 
     in_specs, out_specs = (ACTIVATIONS, weight_spec, TOKENS), (P(), (ACTIVATIONS, weight_spec))
