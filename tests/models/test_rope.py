@@ -11,14 +11,16 @@ from mtraining_jax.models.rope import (
     LongRopeScaling,
     YarnScaling,
     make_scaling,
-    rope_frequencies,
 )
-from mtraining_jax.models.rope.rotary import apply_rope, rope_tables
+from mtraining_jax.models.rope.rotary import apply_rope, rope_frequencies, rope_tables
 from tests.models.common import tiny_spec
 
 
 def frequencies(scaling=None, head_dim=128, theta=1e6, context=32768, length=4096):
-    return rope_frequencies(head_dim, theta, scaling, context=context, length=length)
+    spec = tiny_spec(
+        head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, max_position_embeddings=context
+    )
+    return rope_frequencies(spec, length)
 
 
 @pytest.mark.parametrize(("original", "first", "last"), [(32768, 23, 40), (None, 36, 53)])

@@ -39,7 +39,10 @@ class RopeScaling:
             yield f"factor = {self.factor} must be at least 1"
 
     def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
-        """Scales the frequencies `plain` of base `theta`; see `rope_frequencies`."""
+        """Scales the frequencies `plain` of base `theta`.
+
+        Some scalings depend on `context`, that of the model, or on `length`, that of the sequence.
+        """
         raise NotImplementedError
 
     @property

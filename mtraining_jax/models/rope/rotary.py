@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.models.rope import rope_frequencies
+from mtraining_jax.models.rope.kind import Scaled
 from mtraining_jax.models.spec import ModelSpec
 
 _LOW_BITS = 11  # p = high + low, low < 2**11: with 12 bits of f, both products fit 24 bits.
@@ -26,16 +26,15 @@ def rope_tables(
             belong to several sequences.
     """
     length = positions.shape[-1] if length is None else length
-    scaling = spec.rope_scaling
-    if isinstance(length, int):
-        (head, tail), factor = _split_frequencies(spec, length)
-    elif scaling is None or scaling.switches_at is None:
-        (head, tail), factor = _split_frequencies(spec, 1)
+    switch = None if spec.rope_scaling is None else spec.rope_scaling.switches_at
+    if switch is None or isinstance(length, int):
+        # Without a switch the length has no effect.
+        (head, tail), factor = _split_frequencies(spec, length if isinstance(length, int) else 1)
     else:
         # The factor on cosines and sines is the same for both.
-        short, factor = _split_frequencies(spec, scaling.switches_at)
-        long, _ = _split_frequencies(spec, scaling.switches_at + 1)
-        longer = (length > scaling.switches_at)[:, :, None, None]
+        short, factor = _split_frequencies(spec, switch)
+        long, _ = _split_frequencies(spec, switch + 1)
+        longer = (length > switch)[:, :, None, None]
         head, tail = (jnp.where(longer, x, y) for x, y in zip(long, short, strict=True))
 
     positions = positions if positions.ndim == 2 else positions[None]
@@ -49,15 +48,18 @@ def rope_tables(
     return cos * factor, sin * factor
 
 
+def rope_frequencies(spec: ModelSpec, length: int) -> Scaled:
+    """Frequencies, float64 [D/2] in radians per token, and the factor on cosines and sines."""
+    dimensions = np.arange(0, spec.head_dim, 2, dtype=np.float64)
+    plain = spec.rope_theta ** -(dimensions / spec.head_dim)
+    if spec.rope_scaling is None:
+        return plain, 1.0
+    return spec.rope_scaling.stretch(plain, spec.rope_theta, spec.max_position_embeddings, length)
+
+
 def _split_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[Array, Array], float]:
     """Returns frequencies as the sum of two fp32 [D/2], the first with 12 bits, and the factor."""
-    frequencies, factor = rope_frequencies(
-        spec.head_dim,
-        spec.rope_theta,
-        spec.rope_scaling,
-        context=spec.max_position_embeddings,
-        length=length,
-    )
+    frequencies, factor = rope_frequencies(spec, length)
     mantissa, exponent = np.frexp(frequencies)
     head = np.ldexp(np.round(np.ldexp(mantissa, 12)), exponent - 12)
     tail = jnp.asarray(frequencies - head, jnp.float32)
