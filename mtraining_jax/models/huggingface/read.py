@@ -36,8 +36,7 @@ def load_hf(
 ) -> nnx.State:
     """Reads a checkpoint into the stacked fp32 state of a `Transformer`.
 
-    Names, shapes and dtypes are checked from the file headers before any tensor is read. With
-    several processes, each reads only the slices of its devices.
+    Everything is checked before any tensor is read. Each process reads only its devices' slices.
 
     Args:
         directory: folder of config.json and either model.safetensors or the shards listed in
@@ -54,7 +53,6 @@ def load_hf(
     spec = ModelSpec.from_config(config)
     check_same_model(spec, directory, override)
     wanted = abstract_state(spec)
-    names = parameter_names(wanted)
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, wanted)
@@ -63,52 +61,47 @@ def load_hf(
     def load(name: str, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
         return _load_parameter(sources[name], leaf.shape, sharding)
 
-    return jax.tree.map(load, names, wanted, shardings)
+    return jax.tree.map(load, parameter_names(wanted), wanted, shardings)
 
 
 class Tensors:
-    """The tensors of a checkpoint by name, read lazily."""
+    """The tensors of a checkpoint, read lazily, and their files by name."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._handles: dict[Path, Any] = {}
-        self.files = self._find_files()
-
-    def open(self, name: str) -> Any:
-        return self._handle(self.files[name]).get_slice(name)
-
-    def _find_files(self) -> dict[str, Path]:
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
         if single.exists():
-            return dict.fromkeys(self._handle(single).keys(), single)
+            self._handles = {single: _open_file(single)}
+            self.files = dict.fromkeys(self._handles[single].keys(), single)
+            return
         if not index.exists():
             raise UserError(f"{self.directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f'{index} has no "weight_map"')
-        files: dict[str, Path] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or not is_plain_name(file):
                 raise UserError(f"{index}: the file of {name} is {file!r}, not a plain file name")
-            files[name] = self.directory / file
-        for path in sorted(set(files.values())):
-            if not path.exists():
-                raise UserError(f"{path} is missing, but {INDEX_FILE} lists it")
-            inside = set(self._handle(path).keys())
-            for name, file in files.items():
-                if file == path and name not in inside:
-                    raise UserError(f"{path} lacks tensor {name}, but {INDEX_FILE} lists it there")
-        return files
+        self.files = {name: self.directory / file for name, file in weight_map.items()}
+        self._handles = {path: _open_file(path) for path in sorted(set(self.files.values()))}
+        inside = {path: set(handle.keys()) for path, handle in self._handles.items()}
+        for name, path in self.files.items():
+            if name not in inside[path]:
+                raise UserError(f"{path} lacks tensor {name}, but {INDEX_FILE} lists it there")
 
-    def _handle(self, path: Path) -> Any:
-        if path not in self._handles:
-            try:
-                self._handles[path] = safe_open(path, framework="numpy")
-            except SafetensorError as error:
-                raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error}") from None
-        return self._handles[path]
+    def open(self, name: str) -> Any:
+        return self._handles[self.files[name]].get_slice(name)
+
+
+def _open_file(path: Path) -> Any:
+    if not path.exists():
+        raise UserError(f"{path} is missing, but {INDEX_FILE} lists it")
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error}") from None
 
 
 def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]]:
@@ -120,16 +113,13 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
         if name not in tensors.files:
             raise UserError(f"{tensors.directory} has no tensor {name}")
         found = tensors.open(name)
-        if tuple(found.get_shape()) != tensor.shape:
-            raise UserError(
-                f"{tensors.files[name]}: tensor {name} has shape {list(found.get_shape())}, "
-                f"but the model needs {list(tensor.shape)}"
-            )
-        if (dtype := found.get_dtype()) not in _DTYPES:
-            raise UserError(
-                f"{tensors.files[name]}: tensor {name} has dtype {dtype}; it must be one of "
-                f"{', '.join(_DTYPES)}"
-            )
+        shape, dtype, where = found.get_shape(), found.get_dtype(), f"{tensors.files[name]}: tensor"
+        if tuple(shape) != tensor.shape:
+            needed = list(tensor.shape)
+            raise UserError(f"{where} {name} has shape {shape}, but the model needs {needed}")
+        if dtype not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise UserError(f"{where} {name} has dtype {dtype}; it must be one of {known}")
         for part in tensor.parts:
             sources.setdefault(part.parameter, []).append((found, part))
     names = {tensor.name for tensor in expected}

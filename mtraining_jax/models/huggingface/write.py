@@ -72,8 +72,8 @@ def save_hf(
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
 
-    others = {} if like is None else read_json(Path(like) / CONFIG_FILE)
-    config_json = _UNKNOWN_TOKENS | others | hf_config(spec, dtype)
+    first = {} if like is None else read_json(Path(like) / CONFIG_FILE)
+    config_json = _UNKNOWN_TOKENS | first | hf_config(spec, dtype)
     if config_json["eos_token_id"] is None and eos is not None and eos < spec.vocab_size:
         config_json["eos_token_id"] = eos
     names, leaves = jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state)
@@ -95,12 +95,11 @@ def save_hf(
                     arrays = [np.asarray(part) for part in parts]
                     tensors[tensor.name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
             _on_first(folder, folder.write_tensors, file, tensors)
+        others = {CONFIG_FILE: config_json, **copied}
         if len(shards) > 1:
             size = sum(_size(tensor, jnp.dtype(dtype)) for shard in shards for tensor in shard)
-            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            _on_first(folder, folder.write_json, INDEX_FILE, index)
-        _on_first(folder, folder.write_json, CONFIG_FILE, config_json)
-        _on_first(folder, folder.copy, copied)
+            others[INDEX_FILE] = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        _on_first(folder, folder.write_others, others)
         _on_first(folder, folder.publish)
     finally:
         if is_first:
@@ -166,17 +165,14 @@ class _Folder:
         path.chmod(0o666 & ~mask)  # safetensors creates files that only their owner can read
         _flush(path)
 
-    def write_json(self, file: str, content: dict[str, Any]) -> None:
-        path = self.temporary / file
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _flush(path)
-
-    def copy(self, files: Mapping[str, Path | dict[str, Any]]) -> None:
+    def write_others(self, files: Mapping[str, Path | dict[str, Any]]) -> None:
         for name, content in files.items():
+            path = self.temporary / name
             if isinstance(content, Path):
-                _flush(Path(shutil.copyfile(content, self.temporary / name)))
+                shutil.copyfile(content, path)
             else:
-                self.write_json(name, content)
+                path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _flush(path)
 
     def publish(self) -> None:
         _flush(self.temporary)
