@@ -1,7 +1,4 @@
-"""Sharding of parameters: one table from logical axes to mesh axes.
-
-The table for activations is in `mtraining_jax.parallel.mesh`.
-"""
+"""Sharding of parameters over the mesh; for activations see `mtraining_jax.parallel.mesh`."""
 
 import functools
 import logging
@@ -28,11 +25,15 @@ def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpe
     """Shards the first axis of a parameter that the devices divide, or replicates it."""
     if not fsdp:
         return PartitionSpec()
-    ranks = math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
+    ranks = _ranks(mesh)
     for axis, (logical, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
         if logical in FSDP_AXES and size % ranks == 0:
             return PartitionSpec(*[None] * axis, SEQUENCE_AXES)
     return PartitionSpec()
+
+
+def _ranks(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
 
 
 def parameter_names(state: Any) -> Any:
@@ -41,28 +42,17 @@ def parameter_names(state: Any) -> Any:
     def dotted(path: tuple[Any, ...], _: Any) -> str:
         return ".".join(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
-    return jax.tree_util.tree_map_with_path(dotted, state)
+    return jax.tree.map_with_path(dotted, state)
 
 
 def state_shardings(state: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) -> nnx.State:
     """The `NamedSharding` of every parameter; warns of matrices that FSDP cannot shard."""
+    specs = {name: parameter_spec(x, mesh, fsdp) for name, x in table.items()}
     if fsdp:
-        devices = math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
-        _warn_of_replicated(replicated_matrices(table, mesh), devices)
-    return jax.tree.map(
-        lambda name: NamedSharding(mesh, parameter_spec(table[name], mesh, fsdp)),
-        parameter_names(state),
-    )
-
-
-def replicated_matrices(table: ParamTable, mesh: Mesh) -> tuple[str, ...]:
-    """The matrices that FSDP replicates, because no axis is divisible."""
-    return tuple(
-        name
-        for name, parameter in table.items()
-        if "vector" not in parameter.axes
-        and parameter_spec(parameter, mesh, True) == PartitionSpec()
-    )
+        replicated = (name for name, spec in specs.items() if spec == PartitionSpec())
+        matrices = tuple(name for name in replicated if "vector" not in table[name].axes)
+        _warn_of_replicated(matrices, _ranks(mesh))
+    return jax.tree.map(lambda name: NamedSharding(mesh, specs[name]), parameter_names(state))
 
 
 @functools.cache  # once per model and mesh
