@@ -1,5 +1,6 @@
 """The command `evaluate.py`: parses arguments, and writes results, tables and pictures."""
 
+import argparse
 import itertools
 import shlex
 import textwrap
@@ -11,13 +12,13 @@ from rich.console import Console
 from mtraining_jax.cli.model_command import (
     at_least,
     check_required,
+    expanded_path,
     forwarded_options,
     model_parser,
     run_command,
     token_count,
 )
-from mtraining_jax.evaluation.request import Request
-from mtraining_jax.evaluation.tasks import GROUPS, TASKS, Task, option_docs
+from mtraining_jax.evaluation.tasks import GROUPS, TASKS, option_docs
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
 
@@ -53,14 +54,15 @@ usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
 Tasks:"""
 
 
-def parse(arguments: Sequence[str]) -> Request | Path:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses and validates arguments, as far as possible without tasks and models.
 
-    Returns the request, or the folder of --report.
+    Returns the options, with `models` by label, `attentions`, `options` of tasks, and `overrides`
+    of the configuration; with --report only that one counts.
     """
     parser = model_parser("evaluate.py")
     for name in ("second-model", "output", "report"):
-        parser.add_argument(f"--{name}", type=Path)
+        parser.add_argument(f"--{name}", type=expanded_path)
     # Separated by commas, spaces or both.
     parser.add_argument("--tasks", nargs="+", type=_listed, default=[])
     parser.add_argument("--lengths", nargs="+", type=_lengths, default=[])
@@ -71,43 +73,31 @@ def parse(arguments: Sequence[str]) -> Request | Path:
         parser.add_argument(f"--{name}", action="store_true")
     found, rest = parser.parse_known_args(arguments)
     if found.report is not None:
-        return found.report.expanduser()
+        return found
     forwarded = forwarded_options(rest, ("sparsity", "parallel", "task"))
     found.tasks, found.lengths = (
         list(itertools.chain(*parts)) for parts in (found.tasks, found.lengths)
     )
     check_required(found, "model", "tasks", "lengths")
-    models = {"model": found.model}
+    found.models = {"model": found.model}
     if found.second_model:
-        models["second"] = found.second_model.expanduser()
-    for path in models.values():
+        found.models["second"] = found.second_model
+    for path in found.models.values():
         if not path.is_dir():
             raise UserError(f"{path} is not a folder; give a run folder or Hugging Face checkpoint")
-    if len({path.resolve() for path in models.values()}) < len(models):
+    if len({path.resolve() for path in found.models.values()}) < len(found.models):
         raise UserError(f"--second-model={found.second_model} is the same folder as --model")
-    options = {
+    found.attentions = ("dense", "sparse") if found.attention == "both" else (found.attention,)
+    found.output = found.output or Path("evaluations", found.model.resolve().name)
+    found.options = {
         name.removeprefix("task."): value
         for name, value in forwarded.items()
         if name.startswith("task.")
     }
     if found.depths is not None:
-        options["depths"] = str(found.depths)
-    return Request(
-        models=models,
-        tasks=found.tasks,
-        lengths=found.lengths,
-        attentions=("dense", "sparse") if found.attention == "both" else (found.attention,),
-        samples=found.samples,
-        seed=found.seed,
-        generate=found.generate,
-        sparse_answers=found.sparse_answers,
-        output=(found.output or Path("evaluations", found.model.resolve().name)).expanduser(),
-        options=options,
-        overrides=[pair for pair in forwarded.items() if not pair[0].startswith("task.")],
-        dtype=found.dtype,
-        tokenizer=found.tokenizer,
-        cpu_devices=found.cpu_devices,
-    )
+        found.options["depths"] = str(found.depths)
+    found.overrides = [pair for pair in forwarded.items() if not pair[0].startswith("task.")]
+    return found
 
 
 def _listed(text: str) -> list[str]:
@@ -131,15 +121,12 @@ def _run(arguments: list[str]) -> int:
     # Imported here: evaluation.command imports JAX, and the report matplotlib.
     from mtraining_jax.evaluation.report import write_report
 
-    if isinstance(request, Path):
-        folder = request
-    else:
+    if request.report is None:
         from mtraining_jax.evaluation.command import run
 
         set_platform(request.cpu_devices)
         run(request, console, command=shlex.join(["evaluate.py", *arguments]))
-        folder = request.output
-    for path in write_report(folder, console):
+    for path in write_report(request.report or request.output, console):
         console.print(f"wrote {path}", markup=False)
     return 0
 
@@ -147,15 +134,11 @@ def _run(arguments: list[str]) -> int:
 def help_text() -> str:
     """Returns the text of `--help`: usage, tasks, and options of tasks."""
     lines = [_USAGE.format(groups=", ".join(GROUPS))]
-    names: dict[type[Task], list[str]] = {}
     docs: dict[str, str] = {}
-    for name in TASKS.names:
-        names.setdefault(TASKS.get(name), []).append(name)
-    for cls, own in names.items():
-        lines += _wrapped(", ".join(own), 2)
+    for cls, names in itertools.groupby(TASKS.names, TASKS.get):
+        lines += _wrapped(", ".join(names), 2)
         lines += _wrapped((cls.__doc__ or "").strip().splitlines()[0], 6)
-        options = option_docs(cls)
-        if options:
+        if options := option_docs(cls):
             lines += _wrapped(f"Options: {', '.join(options)}", 6)
         docs |= options
     lines += ["", "Options of tasks:"]

@@ -37,7 +37,7 @@ def run_command(
 def model_parser(prog: str) -> ArgumentParser:
     """Creates a parser with the options of all these commands."""
     parser = ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
-    parser.add_argument("--model", type=_expanded_path)
+    parser.add_argument("--model", type=expanded_path)
     parser.add_argument("--tokenizer")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--cpu-devices", type=at_least(1))
@@ -91,5 +91,6 @@ def token_count(text: str) -> int:
     return int(digits) * unit
 
 
-def _expanded_path(text: str) -> Path:
+def expanded_path(text: str) -> Path:
+    """A type of arguments: paths, with ~."""
     return Path(text).expanduser()

@@ -1,5 +1,6 @@
 """Runs a complete evaluation: loads, checks and evaluates one model after the other."""
 
+import argparse
 import dataclasses
 import datetime
 import hashlib
@@ -12,7 +13,6 @@ from rich.console import Console
 
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.progress import Watch
-from mtraining_jax.evaluation.request import Request
 from mtraining_jax.evaluation.results import Results
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
@@ -24,10 +24,11 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.version import VERSION
 
 
-def run(request: Request, console: Console, command: str) -> None:
+def run(request: argparse.Namespace, console: Console, command: str) -> None:
     """Evaluates all models on all tasks, and appends new lines to the folder of results.
 
-    `command` is the command line, for the report. Raises UserError after an interruption, too.
+    `request` is that of `cli/evaluate.py`; `command` is the command line, for the report. Raises
+    UserError after an interruption, too.
     """
     tasks = make_tasks(request.tasks, request.options)
     plan = Plan(tasks, request.lengths, request.samples, request.seed, request.generate)
@@ -38,17 +39,20 @@ def run(request: Request, console: Console, command: str) -> None:
     results = Results(request.output, _settings(request, plan, names))
     for label, path in request.models.items():
         check_lengths(plan.lengths, _max_positions(path), names[label])
-    engines = _load(request, "model", console)
-    check(plan, next(iter(engines.values())), names["model"])
+
+    def load(label: str) -> dict[str, Engine]:
+        engines = _load(request, label, console)
+        check(plan, next(iter(engines.values())), names[label])
+        return engines
+
+    engines = load("model")
     with results, Watch(console) as watch:
         results.note(_facts(command))
         try:
-            for label in request.models:
-                if label != "model":
-                    engines.clear()  # frees memory for the next model
-                    engines = _load(request, label, console)
-                    check(plan, next(iter(engines.values())), names[label])
-                evaluate(plan, engines, label, results, watch)
+            evaluate(plan, engines, "model", results, watch)
+            if "second" in request.models:
+                engines.clear()  # frees memory
+                evaluate(plan, load("second"), "second", results, watch)
         except KeyboardInterrupt:
             raise UserError(
                 f"interrupted after {watch.done} of {watch.total} samples; run the same command "
@@ -56,7 +60,7 @@ def run(request: Request, console: Console, command: str) -> None:
             ) from None
 
 
-def _settings(request: Request, plan: Plan, names: Mapping[str, str]) -> dict[str, Any]:
+def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str]) -> dict[str, Any]:
     """Returns what all lines of a folder must have in common; see `Results`."""
     sparsity = [
         f"{name.removeprefix('sparsity.')}={value}"
@@ -107,7 +111,6 @@ def _max_positions(folder: Path) -> int:
 
 
 def _facts(command: str) -> dict[str, str]:
-    """Returns date, devices, versions and command of an evaluation."""
     devices = jax.devices()
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -117,23 +120,20 @@ def _facts(command: str) -> dict[str, str]:
     }
 
 
-def _load(request: Request, label: str, console: Console) -> dict[str, Engine]:
+def _load(request: argparse.Namespace, label: str, console: Console) -> dict[str, Engine]:
     """Loads the engines of one model by attention kind; they share its parameters."""
-    sparse = "sparse" in request.attentions
+    attention = "sparse" if "sparse" in request.attentions else "dense"
     engine = Engine.load(
         request.models[label],
-        attention="sparse" if sparse else "dense",
+        attention=attention,
         overrides=request.overrides,
         dtype=request.dtype,
         tokenizer=request.tokenizer,
         sparse_answers=request.sparse_answers,
     )
     console.print(f"{label}: {engine.loaded.source}", markup=False)
-    if not sparse and (note := engine.loaded.note_on_dense_use()) is not None:
+    if attention == "dense" and (note := engine.loaded.note_on_dense_use()) is not None:
         console.print(note, markup=False)
-    dense_too = sparse and "dense" in request.attentions
-    return (
-        {"dense": engine.dense(), "sparse": engine}
-        if dense_too
-        else {request.attentions[0]: engine}
-    )
+    if len(request.attentions) == 2:
+        return {"dense": engine.dense(), "sparse": engine}
+    return {attention: engine}

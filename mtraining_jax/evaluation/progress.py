@@ -17,7 +17,6 @@ class Watch:
     """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
         self._bar = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -34,7 +33,7 @@ class Watch:
 
     def start(self, total: int, done: int) -> None:
         """Adds the number of planned lines, and of those that exist already."""
-        self._finish_cell()
+        self.at("")
         self.total, self.done = self.total + total, self.done + done
         if done:
             self._print(f"{done} of {total} samples are already evaluated")
@@ -44,8 +43,10 @@ class Watch:
     def at(self, cell: str) -> None:
         """Sets the task and length of the next lines."""
         if cell != self._cell:
-            self._finish_cell()
-            self._cell = cell
+            if self._values:
+                count = max(map(len, self._values.values()))
+                self._print(f"{self._cell}: {self._means()} ({counted(count, 'sample')})")
+            self._values, self._cell = {}, cell
             self._update()
 
     def add(self, line: Line) -> None:
@@ -54,21 +55,12 @@ class Watch:
         self._values.setdefault(line["attention"], []).append(value)
         self._update()
 
-    def stop(self) -> None:
-        self._finish_cell()
-        self._bar.stop()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _finish_cell(self) -> None:
-        if self._values:
-            count = max(map(len, self._values.values()))
-            self._print(f"{self._cell}: {self._means()} ({counted(count, 'sample')})")
-        self._values, self._cell = {}, ""
+        self.at("")
+        self._bar.stop()
 
     def _means(self) -> str:
         return ", ".join(f"{name} {np.mean(x):.3f}" for name, x in self._values.items())
@@ -78,4 +70,4 @@ class Watch:
         self._bar.update(self._row, total=self.total, completed=self.done, description=status)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._bar.console.print(text, markup=False, highlight=False)

@@ -1,12 +1,10 @@
 """The results of an evaluation: one JSON line per sample, appended when the sample is finished.
 
-The same command resumes a killed evaluation at the sample that it was working on. The folder also
-stores the settings that make its lines comparable, and refuses lines with other settings.
+The same command resumes a killed evaluation at the sample that it was working on.
 """
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -31,6 +29,13 @@ class Key(NamedTuple):
     length: int
     number: int
 
+    @classmethod
+    def of(cls, line: Line) -> Self:
+        try:
+            return cls(*(line[name] for name in cls._fields))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a line of results must have {', '.join(cls._fields)}") from error
+
 
 class Results:
     """A folder of results, open for new lines in a `with` block.
@@ -41,7 +46,7 @@ class Results:
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
-        self._lines = {_key_of(line): line for line in read_lines(self.folder)}
+        self._lines = {Key.of(line): line for line in read_lines(self.folder)}
         # Settings without any line are ignored.
         before = read_settings(self.folder) if self._lines else {}
         now = json.loads(json.dumps(settings))  # turns tuples into lists
@@ -55,7 +60,7 @@ class Results:
 
     def add(self, line: Line) -> None:
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
-        self._lines[_key_of(line)] = line
+        self._lines[Key.of(line)] = line
         # A single write, so an interruption cannot split the line.
         self._file.write(text + "\n")
         self._file.flush()
@@ -70,15 +75,16 @@ class Results:
         return list(self._lines.values())
 
     def __enter__(self) -> Self:
-        path = self.folder / SAMPLES_NAME
+        path, settings = self.folder / SAMPLES_NAME, self.folder / SETTINGS_NAME
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _cut_torn_line(path)
             self._file = path.open("a", encoding="utf-8")
+            # The last line may be incomplete after a kill.
+            self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
             if self.settings != read_settings(self.folder):
-                new = self.folder / f"{SETTINGS_NAME}.new"
+                new = settings.with_suffix(".json.new")
                 new.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
-                new.replace(self.folder / SETTINGS_NAME)
+                new.replace(settings)
         except OSError as error:
             raise UserError(f"{self.folder}: results are not writable: {error.strerror}") from None
         return self
@@ -88,10 +94,11 @@ class Results:
 
 
 def _joined(before: Any, now: Any, name: str, folder: Path) -> Any:
+    """Merges nested settings; values that both have must be equal."""
     if isinstance(before, dict) and isinstance(now, dict):
-        both = {key: now[key] for key in now.keys() & before.keys()}
         prefix = name and f"{name}."
-        joined = {key: _joined(before[key], x, prefix + key, folder) for key, x in both.items()}
+        both = before.keys() & now.keys()
+        joined = {key: _joined(before[key], now[key], prefix + key, folder) for key in both}
         return before | now | joined
     if before != now:
         raise UserError(
@@ -101,59 +108,44 @@ def _joined(before: Any, now: Any, name: str, folder: Path) -> Any:
     return now
 
 
-def _key_of(line: Line) -> Key:
-    try:
-        return Key(*(line[name] for name in Key._fields))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"a line of results must have {', '.join(Key._fields)}") from error
-
-
 def read_lines(folder: Path) -> Iterator[Line]:
     """Yields the complete lines of a folder, none without a file; a damaged one is a UserError."""
     path = folder / SAMPLES_NAME
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):
-                return
-            try:
-                line = json.loads(text)
-                _key_of(line)
-            except ValueError:
-                raise UserError(
-                    f"{path}, line {number} is not a result of an evaluation; delete the line to "
-                    "evaluate its sample again"
-                ) from None
-            yield line
+    for number, text in enumerate(_lines_of(path), 1):
+        try:
+            line = json.loads(text)
+            Key.of(line)
+        except ValueError:
+            raise UserError(
+                f"{path}, line {number} is not a result of an evaluation; delete the line to "
+                "evaluate its sample again"
+            ) from None
+        yield line
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Returns the settings of a folder's lines; empty without a file."""
     path = folder / SETTINGS_NAME
-    if not path.is_file():
-        return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError:
-        raise UserError(f"{path} is not JSON; use another --output") from None
+        found = None
     if not isinstance(found, dict):
         raise UserError(f"{path} is not a JSON object; use another --output")
     return found
 
 
 def read_invocations(folder: Path) -> list[dict[str, Any]]:
-    """Returns what `Results.note` has written; incomplete lines are skipped."""
-    path = folder / INVOCATIONS_NAME
+    """Returns what `Results.note` has written; damaged lines are skipped."""
     found = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for text in _lines_of(folder / INVOCATIONS_NAME):
         with contextlib.suppress(ValueError):
             found.append(json.loads(text))
     return found
 
 
-def _cut_torn_line(path: Path) -> None:
-    content = path.read_bytes() if path.is_file() else b""
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """Yields the complete lines of a file, none without it; a kill may leave the last one torn."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from (text for text in file if text.endswith(b"\n"))

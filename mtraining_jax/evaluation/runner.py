@@ -1,10 +1,11 @@
 """Runs tasks on a model, sample by sample, through the `Model` interface."""
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,18 +24,13 @@ LAST_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to evaluate: tasks, each at every length of prompt and answer together.
-
-    Attributes:
-        samples: number of samples per task and length, limited by the data set.
-        generate: generate answers even where teacher forcing is enough.
-    """
+    """What to evaluate: tasks, each at every length of prompt and answer together."""
 
     tasks: Sequence[Task]
     lengths: Sequence[int]
-    samples: int
+    samples: int  # per task and length, limited by the data set
     seed: int = 0
-    generate: bool = False
+    generate: bool = False  # answers even where teacher forcing is enough
 
 
 def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None:
@@ -78,10 +74,8 @@ def evaluate(
     """Evaluates samples without a result, and appends a line for each.
 
     Samples are made once and given to all of `models`, by attention kind, so that their scores
-    can be compared pairwise. `label` is that of the models in the results.
-
-    Raises:
-        UserError: from a task or a model, or if existing lines have other prompts.
+    can be compared pairwise. `label` is that of the models in the results. Raises UserError from a
+    task or a model, or if existing lines have other prompts.
     """
     tokenizer = next(iter(models.values())).tokenizer
     questions = [
@@ -93,7 +87,8 @@ def evaluate(
     keys = [key for question in questions for key in question.keys]
     watch.start(len(keys), sum(key in results for key in keys))
     for question, sample in _samples(_to_ask(questions, results), plan.seed, tokenizer):
-        watch.at(f"{question.task.name}, {question.length} tokens")
+        task = question.task
+        watch.at(f"{task.name}, {question.length} tokens")
         for key in question.keys:
             if key in results and results[key]["prompt_hash"] != sample.prompt_hash:
                 raise UserError(
@@ -101,7 +96,6 @@ def evaluate(
                     f"{key.length} had another prompt, so data, tokenizer or options have "
                     "changed; use another --output"
                 )
-        task = question.task
         # Answers of token ids are never generated.
         forced = task.teacher_forced and not (plan.generate and task.needs_tokenizer)
         for key in question.keys:
@@ -114,33 +108,30 @@ def evaluate(
                 watch.add(line)
 
 
-def _to_ask(questions: Sequence[_Question], results: Results) -> list[_Question]:
-    """Returns questions with a missing line, and one per task and length to compare prompts."""
-    asked, compared = [], set()
+def _to_ask(questions: Sequence[_Question], results: Results) -> Iterator[_Question]:
+    """Yields questions with a missing line, and one per task and length to compare prompts."""
+    compared = set()
     for question in questions:
         cell = question.task.name, question.length
         there = [key in results for key in question.keys]
         if not all(there) or cell not in compared:
-            asked.append(question)
+            yield question
         if any(there):
             compared.add(cell)
-    return asked
 
 
 def _samples(
-    questions: Sequence[_Question], seed: int, tokenizer: Tokenizer | None
+    questions: Iterable[_Question], seed: int, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[_Question, Sample | Document]]:
     """Makes each sample while the model reads the previous one."""
-
-    def make(question: _Question) -> Sample | Document:
-        return question.task.sample(question.length, question.number, seed, tokenizer)
-
     with ThreadPoolExecutor(1, "prompts") as maker:
-        following = None
-        for i, question in enumerate(questions):
-            sample = make(question) if following is None else following.result()
-            following = maker.submit(make, questions[i + 1]) if i + 1 < len(questions) else None
-            yield question, sample
+        submitted = (
+            (x, maker.submit(x.task.sample, x.length, x.number, seed, tokenizer)) for x in questions
+        )
+        # In pairs, so that the next sample is submitted before this one is yielded.
+        ahead: Iterator[Any] = itertools.chain(submitted, [(None, None)])
+        for (question, sample), _ in itertools.pairwise(ahead):
+            yield question, sample.result()
 
 
 def _answer(task: Task, sample: Sample | Document, model: Model, forced: bool) -> Line:
@@ -180,7 +171,7 @@ def _answer(task: Task, sample: Sample | Document, model: Model, forced: bool) -
             "right_tokens": int(is_argmax[asked].sum()),
             "density": found.density,
         }
-    options = GenerateOptions(max_new_tokens=sample.max_new_tokens, stop=sample.stop)
+    options = GenerateOptions(sample.max_new_tokens, stop=sample.stop)
     generated = model.generate(sample.prompt_ids, options)
     return {
         "how": "generated",

@@ -31,7 +31,7 @@ def test_arguments_are_parsed(tmp_path):
     assert list(request.models) == ["model", "second"] and request.output == Path("out")
     request = parsed(tmp_path, "--tasks needle, passkey recall --lengths 4K 8K")
     assert request.tasks == ["needle", "passkey", "recall"] and request.lengths == [4096, 8192]
-    assert parse(["--report", "somewhere"]) == Path("somewhere")
+    assert parse(["--report", "somewhere"]).report == Path("somewhere")
 
 
 @pytest.mark.parametrize(

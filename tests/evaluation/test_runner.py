@@ -1,5 +1,6 @@
 """Evaluations of a fake model: what they write, how they resume, what they refuse."""
 
+import contextlib
 import io
 import json
 import shutil
@@ -40,12 +41,9 @@ def models(**changes):
 
 def run(folder, plan, models, settings=None, label="model"):
     console = Console(file=io.StringIO(), width=200)
-    with Results(folder, settings or {"seed": 0}) as results, Watch(console) as watch:
-        try:
+    with contextlib.suppress(KeyboardInterrupt):
+        with Results(folder, settings or {"seed": 0}) as results, Watch(console) as watch:
             evaluate(plan, models, label, results, watch)
-        except KeyboardInterrupt:
-            watch.stop()
-            return console.file.getvalue()
     return console.file.getvalue()
 
 
