@@ -10,6 +10,21 @@ from mtraining_jax.reporting.audit import PER_HEAD, worst_head
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.errors import UserError
 
+# By metric: its limit, when it is beyond that, and the sentence about the worst head.
+_LIMITS = {
+    "recall": ("alarm_recall", np.less, "has a recall of {:.1%}, less"),
+    "local_gradient_cosine": (
+        "alarm_gradient",
+        np.less,
+        "has a cosine of {:.3f} between its query gradients and those of dense attention, less",
+    ),
+    "index_gap": (
+        "alarm_gap",
+        np.greater,
+        "has a recall {:.3f} higher for the last queries than for others, more",
+    ),
+}
+
 
 class Alarms:
     """Checks the audits of a run against the limits `audit.alarm_...`.
@@ -39,27 +54,8 @@ class Alarms:
         more = less_local = sparsity.pattern.more_pairs()
         if sparsity.kind != "sampled_rows":
             less_local = 'sparsity.kind = "sampled_rows" probes queries of the entire sequence'
-        # Names of metrics, their limits, and what is said about the worst head beyond one.
-        limits = (
-            ("recall", np.less, "alarm_recall", "has a recall of {:.1%}, less", more),
-            (
-                "local_gradient_cosine",
-                np.less,
-                "alarm_gradient",
-                "has a cosine of {:.3f} between its query gradients and those of dense attention, "
-                "less",
-                more,
-            ),
-            (
-                "index_gap",
-                np.greater,
-                "alarm_gap",
-                "has a recall {:.3f} higher for the last queries than for others, more",
-                less_local,
-            ),
-        )
         sentences = []
-        for name, is_beyond, field, what, advice in limits:
+        for name, (field, is_beyond, what) in _LIMITS.items():
             if name + PER_HEAD not in record:
                 continue
             values = np.array(record[name + PER_HEAD], np.float64)
@@ -69,7 +65,7 @@ class Alarms:
             others = f" (as do {number - 1} of {values.size - 1} others)" if number > 1 else ""
             sentences.append(
                 f"layer {at[0]} head {at[1]} {what.format(values[at])} than audit.{field} = "
-                f"{getattr(audit, field)}{others}; {advice}"
+                f"{getattr(audit, field)}{others}; {less_local if name == 'index_gap' else more}"
             )
         cosine = record.get("global_gradient_cosine")
         if cosine is not None and self._is_due("global", cosine < audit.alarm_gradient):

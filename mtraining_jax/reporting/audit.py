@@ -25,8 +25,7 @@ PER_HEAD = "_per_head"
 def audit_record(figures: Mapping[str, np.ndarray], compared: Mapping[str, np.ndarray]) -> Record:
     """JSON-serializable metrics of an audit, merged into the step's record.
 
-    For each NAME in `figures`, fp32 [L, Hq]: NAME (mean over layers and heads), NAME_per_layer,
-    NAME_worst, NAME_worst_per_layer and NAME_per_head (nested lists, four digits). The results of
+    `figures` are fp32 [L, Hq] by NAME; NAME_per_head has four digits. The results of
     `make_gradient_comparison` keep their names. None replaces non-finite values.
     """
     record: Record = {}

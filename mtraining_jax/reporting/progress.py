@@ -15,6 +15,7 @@ from mtraining_jax.reporting.record import (
     density_of,
     note_on_density,
     number,
+    rate,
     validation_text,
 )
 from mtraining_jax.utils.errors import UserError
@@ -119,8 +120,8 @@ def step_line(record: Record, total: int) -> str:
     parts += [_speed(record), f"{record['step_seconds']:.2f} s/step"]
     if record["mfu"] is not None:  # FLOP rates are not useful on devices of unknown peak
         parts += [
-            f"{_rate(record['tflops_per_device_executed'])} TFLOP/s per device executed",
-            f"{_rate(record['tflops_per_device_dense_equivalent'])} dense-equivalent",
+            f"{rate(record['tflops_per_device_executed'])} TFLOP/s per device executed",
+            f"{rate(record['tflops_per_device_dense_equivalent'])} dense-equivalent",
             f"MFU {record['mfu']:.1%}",
         ]
     if record["memory_bytes_peak"] is not None:
@@ -140,8 +141,3 @@ def _density(record: Record) -> str:
 
 def _speed(record: Record) -> str:
     return f"{record['tokens_per_second']:,.0f} tokens/s"
-
-
-def _rate(tflops: float) -> str:
-    """Three significant digits: 412, 41.2, 4.12, 0.412."""
-    return format(tflops, ".0f" if tflops >= 100 else ".3g")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mtraining_jax.config import Config
@@ -17,33 +16,14 @@ _REPLAYED = "replayed_density"
 
 
 def step_record(
-    metrics: dict[str, Any],
-    seconds: float,
-    config: Config,
-    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    metrics: dict[str, Any], seconds: float, config: Config, devices: Sequence[Any]
 ) -> Record:
-    """JSON-serializable metrics of one step; non-finite values become None.
+    """JSON-serializable metrics of one step, as in docs/metrics.md; non-finite values become None.
 
-    Args:
-        metrics: from the train step, on the host.
-        seconds: wall-clock time of the step.
-        config: the run.
-        devices: local devices.
-
-    Returns:
-        - step, loss, grad_norm, lr, skipped_steps (so far), tokens (so far), tokens_per_second,
-          step_seconds; dense_step = True in dense steps of a sparse run.
-        - attention_flops_executed, attention_flops_dense_equivalent, flops_executed,
-          flops_dense_equivalent, flops_model: FLOP of the step on all devices, see `flops`.
-        - tflops_per_device_executed, tflops_per_device_dense_equivalent: 10^12 FLOP/s per device.
-        - mfu: model FLOP/s over the bf16 peak; None for devices not listed in `flops`.
-        - memory_bytes_in_use (now), memory_bytes_peak (since startup): in JAX's allocator, maximum
-          over local devices; None if they do not report it (CPUs).
-        - density, density_per_layer: computed pairs over causal pairs of all sequences. Patterns
-          that do not select pairs have instead sparsity (the pattern's name for its density),
-          replayed_density and replayed_density_per_layer.
-        - document_pairs, with documents: causal pairs within documents over all causal pairs.
-        - Each statistic NAME of the pattern, mean over layers, and NAME_per_layer.
+    `metrics` come from the train step, on the host; `seconds` is the wall-clock time of the step;
+    memory is the maximum over local `devices`. Patterns that do not select pairs have, instead of
+    density, sparsity (the pattern's name for it), replayed_density and replayed_density_per_layer.
+    Each other statistic NAME of the pattern is the mean over layers, next to NAME_per_layer.
     """
     layers = {name: [float(x) for x in values] for name, values in metrics["layers"].items()}
     if "document_pairs" in layers:
@@ -61,7 +41,7 @@ def step_record(
     step, tokens = int(metrics["step"]), config.tokens_per_step
     device_seconds = seconds * config.devices
     peak = PEAK_BF16_FLOPS.get(devices[0].device_kind)
-    memory = [device.memory_stats() for device in devices]
+    memory = [device.memory_stats() for device in devices]  # None on CPUs
     settings = config.sparsity.pattern
     record = {
         "step": step,
@@ -102,9 +82,8 @@ def validation_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds
     """JSON-serializable metrics of an evaluation, merged into the step's record.
 
     `sums` are sums of losses in nats and numbers of labels by bucket of positions, by NAME:
-    eval_loss and eval_loss_dense. Returns for each the mean over all labels, and NAME_by_position:
-    entry k is the mean over positions 2^k to 2^(k+1) - 1; also eval_seconds, which is not included
-    in step_seconds. None replaces non-finite values.
+    eval_loss and eval_loss_dense. Entry k of NAME_by_position is the mean over positions 2^k to
+    2^(k+1) - 1. Non-finite values become None.
     """
     record: Record = {}
     for name, (losses, labels) in sums.items():
@@ -134,6 +113,11 @@ def note_on_density(record: Record) -> str | None:
 def number(value: float | None, form: str) -> str:
     """A number of a record as text."""
     return "not finite" if value is None else format(value, form)
+
+
+def rate(tflops: float) -> str:
+    """Three significant digits: 412, 41.2, 4.12, 0.412."""
+    return format(tflops, ".0f" if tflops >= 100 else ".3g")
 
 
 def _by_layer(name: str, values: list[float]) -> Record:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.reporting.history import History
-from mtraining_jax.reporting.record import Record, note_on_density
+from mtraining_jax.reporting.record import Record, note_on_density, rate
 from mtraining_jax.utils.text import counted
 
 
@@ -120,8 +120,8 @@ def _speed(history: History) -> str:
         steps = f"one {kind}step after warm-up"
     text = (
         f"{median('step_seconds'):.3f} s/step ({steps}), {median('tokens_per_second'):,.0f}"
-        f" tokens/s, {median('tflops_per_device_executed'):.3g} TFLOP/s per device executed,"
-        f" {median('tflops_per_device_dense_equivalent'):.3g} dense-equivalent"
+        f" tokens/s, {rate(median('tflops_per_device_executed'))} TFLOP/s per device executed,"
+        f" {rate(median('tflops_per_device_dense_equivalent'))} dense-equivalent"
     )
     if last["mfu"] is not None:
         text += f", MFU {median('mfu'):.1%}"

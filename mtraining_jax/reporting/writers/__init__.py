@@ -3,6 +3,7 @@
 A new writer needs a module, a switch in the `metrics` section and a line in `WRITERS`.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,11 +16,7 @@ from mtraining_jax.utils.errors import UserError
 
 
 class Writer(Protocol):
-    """Interface of metric writers.
-
-    Attributes:
-        where: what the run prints about the place of its metrics.
-    """
+    """Interface of metric writers; `where` is the place of the metrics, as the run prints it."""
 
     where: str
 
@@ -44,16 +41,15 @@ def open_writers(config: Config, last_step: int) -> list[Writer]:
     Records after `last_step`, from which the run resumes, are removed.
     """
     writers: list[Writer] = []
-    try:
-        for switch, open_writer in WRITERS.items():
-            if getattr(config.metrics, switch):
-                writers.append(open_writer(config, last_step))
-    except BaseException as error:
-        for writer in writers:
-            writer.close()
-        if isinstance(error, OSError):
+    with contextlib.ExitStack() as opened:
+        try:
+            for switch, open_writer in WRITERS.items():
+                if getattr(config.metrics, switch):
+                    writers.append(open_writer(config, last_step))
+                    opened.callback(writers[-1].close)
+        except OSError as error:
             raise UserError(
                 f"{config.run.folder}: metrics cannot be written: {error.strerror}"
             ) from error
-        raise
+        opened.pop_all()
     return writers

@@ -16,14 +16,11 @@ _PATIENCE = 10.0
 
 
 class TensorBoardWriter:
-    """Writes one curve per metric, or per layer for lists, and warnings as text.
-
-    Uses tensorboardX to create events, but not its writer: that writes in a thread, where a full
-    disk causes a traceback instead of an error of the run.
-    """
+    """Writes one curve per metric, or per layer for lists, and warnings as text."""
 
     def __init__(self, config: Config, last_step: int) -> None:
-        # A slow import, so only if the writer is enabled.
+        # Slow imports, so only if the writer is enabled. The writer of tensorboardX writes in a
+        # thread, where a full disk causes a traceback instead of an error of the run.
         from tensorboardX import summary
         from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import RecordWriter
