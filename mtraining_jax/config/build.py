@@ -11,7 +11,7 @@ from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
-from mtraining_jax.config.tables import Table, all_fields, nearest, table_of, table_type
+from mtraining_jax.config.tables import Table, nearest, table_of, table_type
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, joined, shortened, toml_value
 from mtraining_jax.utils.limits import LARGEST_INT
@@ -47,15 +47,21 @@ class Builder:
 
     Args:
         layers: the first one is the command line, the second one the file of the configuration.
+        fields: all fields, with the options of the selected plug-ins, by dotted name.
         problems: those of the command line.
         stored: whether the values were saved by a run: they may have options of other plug-ins.
     """
 
-    def __init__(self, layers: Sequence[Layer], problems: list[str], stored: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        fields: Mapping[str, Field],
+        problems: list[str],
+        stored: bool,
+    ) -> None:
         self._labels = [label for label, _ in layers]
         self._table, self._origins = merged(layers)
-        self._fields = all_fields(with_data_of_training(self._table)[0])
-        self._problems, self._stored = problems, stored
+        self._fields, self._problems, self._stored = fields, problems, stored
         self._meant: set[str] = set()  # fields that were probably misspelled
         self._inherited: set[str] = set()  # fields of eval.data, reported as those of data
 

@@ -28,34 +28,26 @@ def available_configs() -> list[str]:
     return sorted(path.stem for path in config_folder().glob("*.toml"))
 
 
-def read_chain(name_or_path: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+def read_chain(path: Path, derived: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
     """Reads a file and its chain of base files: their paths and tables, the file itself first.
 
-    `run.name` is not inherited: every file has its own run folder.
-
-    Raises:
-        UserError: a file is missing, unreadable or malformed, or the base files form a cycle.
+    `run.name` is not inherited: every file has its own run folder. `derived` are the files that
+    inherit from this one.
     """
-    return _read_chain(_find(str(name_or_path)), ())
-
-
-def _read_chain(path: Path, derived: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
     table = _read(path)
     if "base" not in table:
         return [(path, table)]
     name = table.pop("base")
     what = f"{path}: base = {toml_value(name) if isinstance(name, str) else name}"
     if not isinstance(name, str) or not name:
-        raise UserError(
-            f"{what} is not allowed: it must be the name of a configuration or the path of a TOML "
-            "file"
-        )
+        allowed = "the name of a configuration or the path of a TOML file"
+        raise UserError(f"{what} is not allowed: it must be {allowed}")
     try:
-        base = path.parent / Path(name).expanduser() if _is_path(name) else _find(name)
+        base = path.parent / Path(name).expanduser() if _is_path(name) else find_config(name)
         if base.resolve() in [file.resolve() for file in (*derived, path)]:
             files = " -> ".join(str(file) for file in (*derived, path, base))
             raise UserError(f"the base files form a cycle: {files}")
-        bases = _read_chain(base, (*derived, path))
+        bases = read_chain(base, (*derived, path))
     except UserError as error:
         raise UserError(f"{what}: {error}") from None
     for _, inherited in bases:
@@ -68,8 +60,8 @@ def _is_path(name: str) -> bool:
     return name.endswith(".toml") or len(Path(name).parts) > 1
 
 
-def _find(name: str) -> Path:
-    """Resolves a name or path to a file."""
+def find_config(name: str) -> Path:
+    """The file of a name or path."""
     if _is_path(name):
         return Path(name).expanduser()
     names = available_configs()

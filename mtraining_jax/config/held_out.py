@@ -16,12 +16,11 @@ def with_data_of_training(table: Mapping[str, Any]) -> tuple[dict[str, Any], set
     Returns:
         The completed table, and the dotted names of the filled fields.
     """
-    held_out, data = table.get("eval"), table.get("data", {})
-    if not isinstance(held_out, dict) or not isinstance(data, dict):
-        return dict(table), set()
-    given = held_out.get("data")
-    if not isinstance(given, dict):
-        return dict(table), set()
+    match {"data": {}, **table}:
+        case {"eval": {"data": dict() as given} as held_out, "data": dict() as data}:
+            pass
+        case _:
+            return dict(table), set()
     inherited = {
         name: value
         for name, value in data.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.config.build import Builder, Layer, merged
-from mtraining_jax.config.files import read_chain
+from mtraining_jax.config.files import find_config, read_chain
 from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.renamed import RENAMED, notify, with_current_names
 from mtraining_jax.config.schema import Config
@@ -75,7 +75,7 @@ def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Fie
 
 
 def _file_layers(name_or_path: str | Path) -> list[Layer]:
-    chain = read_chain(name_or_path)
+    chain = read_chain(find_config(str(name_or_path)))
     return [(str(path), with_current_names(table, str(path))) for path, table in chain]
 
 
@@ -85,6 +85,17 @@ def _load(layers: Sequence[Layer], overrides: Overrides = (), stored: bool = Fal
     for _, values in layers:
         all_fields(values)  # loads their plug-ins, so that options of those are known
     fields = _selected_fields(layers, overrides)
+    table, problems = _command_line(overrides, fields)
+    return Builder([table, *layers], fields, problems, stored).config()
+
+
+def _selected_fields(layers: Sequence[Layer], overrides: Overrides) -> dict[str, Field]:
+    untyped, _ = _command_line(overrides, {})
+    return all_fields(with_data_of_training(merged([untyped, *layers])[0])[0])
+
+
+def _command_line(overrides: Overrides, fields: Mapping[str, Field]) -> tuple[Layer, list[str]]:
+    """The table of the command line, and the problems of values that cannot be parsed."""
     table: dict[str, Any] = {}
     problems: list[str] = []
     for name, text in overrides:
@@ -92,14 +103,7 @@ def _load(layers: Sequence[Layer], overrides: Overrides = (), stored: bool = Fal
             _put(table, name, parse_value(name, text, fields.get(name)))
         except UserError as error:
             problems.append(f"{_COMMAND_LINE}: {error}")
-    return Builder([(_COMMAND_LINE, table), *layers], problems, stored).config()
-
-
-def _selected_fields(layers: Sequence[Layer], overrides: Overrides) -> dict[str, Field]:
-    table: dict[str, Any] = {}
-    for name, text in overrides:
-        _put(table, name, parse_value(name, text, None))
-    return all_fields(with_data_of_training(merged([(_COMMAND_LINE, table), *layers])[0])[0])
+    return (_COMMAND_LINE, table), problems
 
 
 def _put(table: dict[str, Any], name: str, value: Any) -> None:

@@ -40,12 +40,13 @@ def with_current_names(table: Mapping[str, Any], source: str | None = None) -> d
 
     Prints a notice if there is a `source` that a user wrote; stored records have none.
     """
-    found = copy.deepcopy(dict(table))
-    renamed = []
+    found, renamed = copy.deepcopy(dict(table)), []
     for old, new in RENAMED.items():
         (section, name), (new_section, new_name) = old.rsplit(".", 1), new.rsplit(".", 1)
-        values = _at(found, section)
-        if values is None or name not in values:
+        values: Any = found
+        for part in section.split("."):
+            values = values.get(part) if isinstance(values, dict) else None
+        if not isinstance(values, dict) or name not in values:
             continue
         target = values if section == new_section else found.setdefault(new_section, {})
         if isinstance(target, dict) and new_name not in target:
@@ -62,12 +63,3 @@ def notify(source: str, *names: str) -> None:
     if names:
         text = ", ".join(f"{name} is now {RENAMED[name]}" for name in names)
         logging.getLogger(__name__).warning("note: %s: %s", source, text)
-
-
-def _at(table: dict[str, Any], dotted: str) -> dict[str, Any] | None:
-    for name in dotted.split("."):
-        inner = table.get(name)
-        if not isinstance(inner, dict):
-            return None
-        table = inner
-    return table

@@ -20,13 +20,10 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def _table(kind: Any, section: Any) -> dict[str, Any]:
-    empty = table_of(kind, {})
-    options = getattr(section, empty.holder, section)
-    selector = None if empty.plugin is None else empty.plugin.selector
-    selected = {} if selector is None else {selector: getattr(section, selector)}
-    values = {}
-    for name, field in table_of(kind, selected).fields.items():
-        value = getattr(section if hasattr(section, name) else options, name)
+    table, values = table_of(kind, section), {}
+    for name, field in table.fields.items():
+        holder = section if hasattr(section, name) else getattr(section, table.holder)
+        value = getattr(holder, name)
         inner = table_type(field)
         if inner is not None and value is not None:
             value = _table(inner, value)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 from mtraining_jax.config.kinds import OptionsOf
 from mtraining_jax.config.schema import Config
@@ -31,17 +32,16 @@ class Table:
 
     @property
     def own(self) -> dict[str, Field]:
-        """The fields of the section."""
-        fields = {} if self.section is None else fields_of(self.section)
-        return {name: field for name, field in fields.items() if name != self.holder}
+        """The selector and the fields of the section."""
+        own = {} if self.plugin is None else {self.plugin.selector: self.plugin.field}
+        own |= {} if self.section is None else fields_of(self.section)
+        return {name: field for name, field in own.items() if name != self.holder}
 
     @property
     def fields(self) -> dict[str, Field]:
-        """The selector, the fields of the section and the options of the selected kind."""
-        selector = {} if self.plugin is None else {self.plugin.selector: self.plugin.field}
-        fields = selector | self.own
+        """The fields of the section and the options of the selected kind."""
         options = {} if self.options is None else fields_of(self.options)
-        return fields | {name: field for name, field in options.items() if name not in fields}
+        return self.own | options | self.own  # first in order, and first if both have a name
 
     def kinds_with(self, name: str) -> dict[str, Field]:
         """The built-in kinds that have an option of this name, and the option."""
@@ -62,41 +62,42 @@ class Table:
         options = self.options(**{name: values[name] for name in names if name in values})
         if self.section is None:
             return options
-        own = {name: value for name, value in values.items() if name in self.own}
+        own = fields_of(self.section)
+        own = {name: value for name, value in values.items() if name in own}
         return self.section(**own, **{self.holder: options})
 
 
 def table_type(field: Field) -> Any:
     """What a field holds if it is a table: the class of a section, or `OptionsOf`; else None."""
-    for option in (field.annotation, *get_args(field.annotation)):
-        if mark := _mark(option):
-            return mark
-        if isinstance(option, type) and dataclasses.is_dataclass(option):
+    for option, marks in field.options:
+        for mark in marks:
+            if isinstance(mark, OptionsOf):
+                return mark
+        if dataclasses.is_dataclass(option):
             return option
     return None
 
 
 def table_of(kind: Any, values: Any) -> Table:
-    """The table of a `table_type`, with the options that `values` select."""
+    """The table of a `table_type`, with the options that `values`, or an object, select."""
+    section, holder, plugin = kind, "", None
     if isinstance(kind, OptionsOf):
-        section, plugin, holder = None, kind, ""
+        section, plugin = None, kind
     else:
-        marks = {name: mark for name, f in fields_of(kind).items() if (mark := _mark(f.annotation))}
-        section, (holder, plugin) = kind, next(iter(marks.items()), ("", None))
+        for name, field in fields_of(kind).items():
+            mark = table_type(field)
+            if isinstance(mark, OptionsOf) and type(None) not in field.kinds:
+                holder, plugin = name, mark
     if plugin is None:
         return Table(section)
-    selected = values.get(plugin.selector) if isinstance(values, Mapping) else None
+    get = values.get if isinstance(values, Mapping) else functools.partial(getattr, values)
+    selected = get(plugin.selector, None)
     selected = plugin.default if selected is None else selected
     try:
         options = plugin.classes.get(selected) if isinstance(selected, str) else None
     except UserError:
         options = None
     return Table(section, plugin, holder, selected, options)
-
-
-def _mark(annotation: Any) -> OptionsOf | None:
-    marks = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
-    return next((mark for mark in marks if isinstance(mark, OptionsOf)), None)
 
 
 def all_fields(values: Mapping[str, Any] | None = None) -> dict[str, Field]:

@@ -6,7 +6,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
@@ -17,42 +17,37 @@ _NOUNS = {int: "an integer", float: "a finite number"}
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A typed field.
-
-    Attributes:
-        default: its default; `dataclasses.MISSING` if required.
-        doc: its description, see `attribute_docs`.
-        words: description of valid values, instead of the one that follows from the type.
-    """
+    """A typed field."""
 
     name: str
     annotation: Any
-    default: Any = dataclasses.MISSING
+    default: Any = dataclasses.MISSING  # if required
     doc: str = ""
-    words: str | None = None
+    words: str | None = None  # valid values, if they do not follow from the type
 
     @property
     def required(self) -> bool:
         return self.default is dataclasses.MISSING
 
     @functools.cached_property
+    def options(self) -> list[tuple[Any, list[Any]]]:
+        """The members of a union with their limits; another type counts as a union of one."""
+        return list(_options(self.annotation))
+
+    @functools.cached_property
     def allowed(self) -> str:
         """Description of valid values, e.g. `an integer (at least 1) or none`."""
         if self.words is not None:
             return self.words
-        return " or ".join(_in_words(*option) for option in _options(self.annotation))
+        return " or ".join(_in_words(*option) for option in self.options)
 
     @functools.cached_property
     def kinds(self) -> frozenset[type]:
         """Accepted Python types; `NoneType` for optional fields, `dict` for tables of fields."""
-        return frozenset(kind for kind, _ in _options(self.annotation) for kind in _kinds(kind))
+        return frozenset(kind for kind, _ in self.options for kind in _kinds(kind))
 
     def converted(self, value: Any) -> Any:
-        """Checks a value and converts it to the field's type, e.g. lists to tuples.
-
-        Raises:
-            pydantic.ValidationError: invalid value.
-        """
+        """Converts a value to the field's type, e.g. lists to tuples, or raises ValidationError."""
         return self._adapter.validate_python(value)
 
     @functools.cached_property
@@ -62,7 +57,7 @@ class Field:
 
 
 @functools.cache
-def fields_of(cls: type) -> Mapping[str, Field]:
+def fields_of(cls: type) -> dict[str, Field]:
     """The fields of a dataclass that its constructor takes, by name."""
     hints, docs = typing.get_type_hints(cls, include_extras=True), attribute_docs(cls)
     return {
@@ -128,7 +123,6 @@ def joined(words: typing.Sequence[str], last: str = "or") -> str:
 
 
 def _options(annotation: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """The members of a union with their limits; another type counts as a union of one."""
     limits: list[Any] = []
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, *limits = typing.get_args(annotation)

@@ -46,9 +46,8 @@ def check_size(path: str | Path, limit: int) -> None:
     if not stat.S_ISREG(info.st_mode) and not stat.S_ISDIR(info.st_mode):
         raise UserError(f"{path} is not a regular file")
     if info.st_size > limit:
-        raise UserError(
-            f"{path} is {info.st_size / MIB:,.0f} MiB; the limit is {limit / MIB:,.0f} MiB"
-        )
+        size, most = (f"{number / MIB:,.0f} MiB" for number in (info.st_size, limit))
+        raise UserError(f"{path} is {size}; the limit is {most}")
 
 
 def read_text(path: Path, limit: int = LARGEST_CONFIG) -> str:

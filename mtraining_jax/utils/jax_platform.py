@@ -22,15 +22,10 @@ def host_memory() -> int:
 
 
 def set_platform(cpu_devices: int | None) -> None:
-    """Sets up virtual CPU devices, or the memory limits of GPUs and host.
+    """Sets up virtual CPU devices; None: the memory limits of GPUs and host.
 
-    Must run before JAX starts a backend. Environment variables of the user take precedence.
-
-    Args:
-        cpu_devices: number of virtual CPU devices; None uses the devices that JAX finds.
-
-    Raises:
-        RuntimeError: JAX has already started a backend with other devices.
+    Must run before JAX starts a backend: later it may raise a RuntimeError. Environment variables
+    of the user take precedence.
     """
     if cpu_devices is None:
         # JAX defaults to 75 % of a GPU and 64 GiB of host memory.
@@ -58,9 +53,7 @@ def check_devices() -> None:
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or ["no platform is available"])[0].rstrip(". ")
         allowed = os.environ.get("JAX_PLATFORMS")
-        way = (
-            f"JAX_PLATFORMS={allowed} in the environment excludes other platforms"
-            if allowed
-            else "use --parallel.cpu_devices=1 to run on the CPU"
-        )
+        way = "use --parallel.cpu_devices=1 to run on the CPU"
+        if allowed:
+            way = f"JAX_PLATFORMS={allowed} in the environment excludes other platforms"
         raise UserError(f"JAX finds no device to run on ({reason}); {way}") from error

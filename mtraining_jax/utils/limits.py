@@ -12,29 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from mtraining_jax.utils.fields import fields_of
 
-__all__ = [
-    "LARGEST_INT",
-    "MAX_BLOCKS",
-    "MAX_POSITIONS",
-    "Decay",
-    "Ge",
-    "Gt",
-    "Le",
-    "Lt",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "PathText",
-    "PositiveFloat",
-    "PositiveFraction",
-    "PositiveInt",
-    "Seed",
-    "Text",
-    "TextList",
-    "UnitFraction",
-    "check_at_most",
-    "check_limits",
-]
-
 # Beyond any token count, and far from overflowing 64 bits.
 LARGEST_INT = 2**53 - 1
 # Longest sequences: rotary embeddings are exact below 2^22 positions (models/rope/rotary.py), and

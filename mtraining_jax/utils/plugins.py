@@ -38,20 +38,15 @@ class Registry:
         return f"one of {', '.join(f'"{name}"' for name in self.names)} or package.module:Class"
 
     def get(self, name: str) -> Any:
-        """The class of a built-in name or of `package.module:Class`.
+        """The class of a built-in name or of `package.module:Class`, or raises UserError.
 
         The module of the latter may also be in the current folder.
-
-        Raises:
-            UserError: unknown name, failed import or wrong base class.
         """
         if name in self._loaded:
             return self._loaded[name]
         if name not in self._built_in and ":" not in name:
-            known = ", ".join(self._built_in)
-            raise UserError(
-                f'unknown {self.what} "{name}"; choose one of {known} or pass package.module:Class'
-            )
+            ways = f"{', '.join(self._built_in)} or pass package.module:Class"
+            raise UserError(f'unknown {self.what} "{name}"; choose one of {ways}')
         if name not in self._built_in and (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         found = _load(self._built_in.get(name, name), name, self.what)
