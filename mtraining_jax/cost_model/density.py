@@ -31,9 +31,7 @@ def reach(shares: np.ndarray | float) -> np.ndarray:
 def density_of_lists(tokens: int, share: float = _LISTS_SHARE) -> float:
     """Returns the expected density of patterns with block lists per query block, at most 1.
 
-    Args:
-        tokens: length of a sequence, or of a document in one; clamped to the measured range.
-        share: fraction of the estimated mass kept, 0 to 1.
+    `tokens` is clamped to the measured range; `share` is the fraction of the estimated mass kept.
     """
     growth = np.exp(EXPONENT * (reach(share) - reach(_LISTS_SHARE)))
     return min(1.0, float(_between(_LISTS, tokens) * growth))

@@ -1,15 +1,9 @@
 """Floating point operations (FLOP) of a training step, and hardware peak rates for MFU.
 
-Attention is counted in two ways:
-
-- *Model FLOP*: required by the mathematics. Each query-key pair takes 4 D forward (two matrix
-  products) and 8 D backward (four) per head. MFU is their rate over the hardware peak.
-- *Executed FLOP*: done by the kernels, as in the benchmark tables. Backward recomputes the logits,
-  a fifth product, so 10 D; and entire tiles count, with their masked part.
-
-A matrix parameter takes 6 FLOP per token: 2 forward, 4 backward. The output layer counts, also with
-tied embeddings; the token embedding is a lookup and does not. Rematerialized layers (model.remat)
-count once.
+- *Model FLOP*: required by the mathematics. Each query-key pair takes 4 D forward (two products)
+  and 8 D backward (four) per head; a matrix parameter 2 and 4 per token. MFU is their rate over
+  the hardware peak. The output layer counts, the token embedding and rematerialization do not.
+- *Executed FLOP*: done by the kernels. Backward recomputes the logits, so 10 D; entire tiles count.
 """
 
 import dataclasses
@@ -57,8 +51,8 @@ def step_flops(
 ) -> StepFlops:
     """Counts the FLOP of one step.
 
-    `density` and `executed` are computed pairs and pairs in executed tiles over causal pairs, mean
-    over layers and heads; `causal` are causal pairs over S (S + 1) / 2, less than 1 with documents.
+    `density` and `executed` are computed pairs and pairs in executed tiles over causal pairs;
+    `causal` are causal pairs over S (S + 1) / 2, less than 1 with documents.
     """
     model, data = config.model, config.data
     heads = causal * data.batch_size * model.num_layers * model.num_heads
@@ -74,9 +68,8 @@ def step_flops(
 def audit_flops(config: Config) -> tuple[float, float]:
     """FLOP on all devices of audited rows and of a gradient comparison, whether enabled or not.
 
-    Audited rows have dense attention: seven products, three of them forward. Finding starved keys
-    needs only comparisons, which do not count. The comparison of gradients takes two forward and
-    backward passes over the first tokens of a micro-batch, both counted with dense attention.
+    Rows have dense attention: seven products. A comparison takes two passes over the first tokens
+    of a micro-batch, both counted with dense attention.
     """
     model, data, parts = config.model, config.data, config.optimizer.accumulation_steps
     heads = data.batch_size * model.num_layers * model.num_heads

@@ -1,7 +1,4 @@
-"""Measured rates of attention and matrix products on the H200, and the times they imply.
-
-Used by the dry run and by load balancing between data-parallel replicas. Imports no JAX.
-"""
+"""Measured rates of attention and matrix products on the H200, and the times they imply."""
 
 import dataclasses
 import math
@@ -64,8 +61,8 @@ def matmul_rate(hidden_size: int, ranks: int) -> float:
 def rates_at(head_dim: int, density: float | np.ndarray) -> tuple[Any, ...]:
     """FLOP/s forward and backward, and the fraction of them in a ring, at densities of any shape.
 
-    Interpolates the table linearly; constant outside of it. Head dimensions missing in the table
-    use the nearest one, which is good enough to compare sequences, but not to predict times.
+    Interpolates linearly. Head dimensions missing in the table use the nearest one, which is good
+    enough to compare sequences, but not to predict times.
     """
     rows = KERNEL_RATES[min(KERNEL_RATES, key=lambda known: abs(known - head_dim))]
     densities, *columns = zip(*rows, strict=True)
@@ -91,13 +88,11 @@ class AttentionSize:
 
 
 def documents_ms(lengths: np.ndarray, densities: np.ndarray, size: AttentionSize) -> np.ndarray:
-    """Predicted time of attention per document, forward and backward, in all layers.
+    """Predicted milliseconds of attention per document, forward and backward, float64 [d].
 
     ``t = layers * Hq * D * P * (4 * passes / R_f + 10 / R_b) / (W * e)``, with P computed pairs per
-    head, R the kernel rates at the density, and e the fraction of them reached in a ring of W GPUs.
-    e falls with log(W) to the value measured with 8 GPUs; larger rings were not measured. Excludes
-    selection and the rest of the step. `lengths` [d] are tokens without padding; `densities` [d]
-    (or one number) are computed over causal pairs. Returns milliseconds, float64 [d].
+    head, R the kernel rates, and e their fraction in a ring of W GPUs: it falls with log(W) to the
+    value measured with 8. `lengths` [d] are without padding, `densities` [d] over causal pairs.
     """
     lengths = np.asarray(lengths, np.int64)
     padded = -(-lengths // size.block_size) * size.block_size

@@ -113,10 +113,7 @@ def softmax_share(options: PatternOptions) -> float:
 def capacities(
     options: PatternOptions, num_blocks: int, documents: bool = False
 ) -> tuple[int, int]:
-    """Returns the int32 numbers an index stores per head, and how many of them are columns.
-
-    Of sequences of NB blocks with or without packed documents. Columns are keys gathered per head.
-    """
+    """Returns the int32 numbers an index stores per head, and how many are gathered columns."""
     row_bits, column_bits = -(-num_blocks // 32), -(-options.block_size // 32)
     match options:
         case DenseOptions():

@@ -1,8 +1,7 @@
 """Embedding lookup with a deterministic gradient, also on GPUs.
 
-The gradient sums the rows of all tokens with the same id. On GPUs, XLA uses atomic additions in the
-order in which thread blocks arrive, and fp32 sums depend on the order, so two runs of one program
-may differ. Here tokens are sorted, and sums are products with 0/1 matrices.
+XLA would add the rows of equal ids by atomic additions, in the order in which thread blocks arrive.
+Here tokens are sorted, and sums are products with 0/1 matrices.
 """
 
 import functools
@@ -45,10 +44,9 @@ def _add_in_order(rows_NE: Array, numbers: Array, size: int) -> Array:
 def sum_rows(rows_NE: Array, numbers: Array, size: int) -> Array:
     """Sums rows [N, E] with equal ids, int32 [N], in an order that depends only on the ids.
 
-    Rows are sorted by id and split into blocks. In each block, one product with the 0/1 matrix of
-    equal ids gives all sums. An id that continues in later blocks has a sum in each of them; one
-    more product adds these up where the id ends. Each sum is written once. Returns fp32 [size, E];
-    rows with an id of `size` or more are ignored.
+    In each block of sorted rows, one product with the 0/1 matrix of equal ids gives all sums. One
+    more product adds up the sums of an id that continues in later blocks. Returns fp32 [size, E];
+    ids of `size` or more are ignored.
     """
     exact = lax.Precision.HIGHEST
     numbers = jnp.pad(numbers, (0, -len(numbers) % BLOCK), constant_values=size)

@@ -20,11 +20,9 @@ from mtraining_jax.parallel.replicas import shard_map_remaining
 def fsdp_apply(
     function: Callable[..., Any], weights: Any, *arrays: Array, specs: Any, mesh: Mesh | None
 ) -> Any:
-    """Computes `function(weights, *arrays)` on every device, for its local tokens.
+    """Computes `function(weights, *arrays)` on every device, for its local tokens [B, S, ...].
 
-    `function` gets full weights, in its compute dtype, and local arrays [B, S, ...]. `specs` shard
-    the weights, each with at most one axis over ('node', 'device'). Without a mesh, everything is
-    on one device.
+    `function` gets full weights; `specs` shard them, each with at most one axis.
     """
     if mesh is None:
         return function(weights, *arrays)

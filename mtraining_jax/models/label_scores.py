@@ -1,8 +1,4 @@
-"""Scores the label of each token with a chunked output layer, without gradients.
-
-Only the logits of `chunk_size` tokens per device exist at a time. `models/loss.py` also computes
-gradients.
-"""
+"""Scores labels with a chunked output layer, without gradients; `loss.py` also computes those."""
 
 import functools
 from typing import NamedTuple
@@ -21,16 +17,10 @@ from mtraining_jax.parallel.mesh import REPLICATED
 
 
 class LabelScores(NamedTuple):
-    """Scores of the labels of tokens, [B, S] each; 0 and False where a label is ignored.
+    """Scores of labels, [B, S] each; 0 and False where a label is ignored."""
 
-    Attributes:
-        loss: fp32, -log softmax(logits)[label] in nats.
-        is_argmax: whether the label has the highest logit (the first one among equal logits), as
-            in greedy decoding.
-    """
-
-    loss: Array
-    is_argmax: Array
+    loss: Array  # fp32, -log softmax(logits)[label] in nats
+    is_argmax: Array  # whether the label has the (first) highest logit, as in greedy decoding
 
 
 class ChunkScores(NamedTuple):
@@ -63,10 +53,7 @@ def label_scores(
     mesh: Mesh | None = None,
     weight_spec: P = REPLICATED,
 ) -> LabelScores:
-    """Computes the loss of every token, without the full logits and without gradients.
-
-    The arguments are those of `loss.linear_cross_entropy`.
-    """
+    """Scores every token without the full logits; arguments as in `loss.linear_cross_entropy`."""
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     # Cast before the gather, which halves its traffic.
     return fsdp_apply(
@@ -82,7 +69,7 @@ def label_scores(
 def check_output_layer(
     hidden_BSE: Array, weight_VE: Array, labels_BS: Array, chunk_size: int
 ) -> None:
-    """Checks that the shapes fit, and that `chunk_size` is positive."""
+    """Checks shapes and `chunk_size`."""
     if hidden_BSE.shape[:2] != labels_BS.shape or hidden_BSE.shape[-1] != weight_VE.shape[1]:
         raise ValueError(
             f"hidden {hidden_BSE.shape}, weight {weight_VE.shape} and labels {labels_BS.shape} "

@@ -1,8 +1,7 @@
-"""The output layer fused with its cross entropy, computed in chunks of tokens.
+"""Cross entropy fused with the output layer, in chunks of tokens.
 
-The logits of a long sequence do not fit in memory (S = 524288, V = 151936: 297 GiB in fp32). Each
-device therefore computes the logits of `chunk_size` of its tokens, takes the loss and both
-gradients from them, and discards them.
+The logits of a long sequence do not fit in memory (S = 524288, V = 151936: 297 GiB in fp32), so
+each device discards those of a chunk after taking the loss and both gradients from them.
 """
 
 import functools
@@ -40,27 +39,21 @@ def linear_cross_entropy(
 ) -> Array:
     """Sums -log softmax(hidden @ weight.T)[label] over counted labels, without the full logits.
 
-    Gradients are always computed; `label_scores` computes losses only. Divide the sum by
-    `count_labels` of the whole batch, over all devices and accumulation steps. The reference
-    implementation divides by S, although the last token has no label: its loss is this one times
-    (S-1)/S.
-
-    Logits, log-softmax and the sum are fp32. Matrix products use the dtype of `hidden_BSE`, also
-    for the gradients of the logits. The gradient of the weight accumulates in fp32.
+    Divide by `count_labels` of the whole batch for a mean; the reference implementation divides by
+    S, although the last token has no label. Logits and the sum are fp32; products use the dtype of
+    `hidden_BSE`, also for gradients of the logits. The weight's gradient accumulates in fp32.
 
     Args:
         hidden_BSE: fp32 or bf16.
         weight_VE: fp32.
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
         chunk_size: number of tokens per device with logits in memory at a time.
-        mesh: shards B over 'data' and S over ('node', 'device'), in any token order; None if
-            everything is on one device.
+        mesh: shards B over 'data' and S over ('node', 'device'), in any token order; or None.
         weight_spec: sharding of the weight and its gradient.
-        label_weights_BS: fp32 [B, S], optional weights of the labels, sharded as they are.
+        label_weights_BS: fp32 [B, S], optional weights of the labels.
 
     Returns:
-        fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`. Inside `per_replica`, it and
-        its gradients are those of one replica.
+        fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`; in `per_replica`, of a replica.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     of_labels = (labels_BS,) if label_weights_BS is None else (labels_BS, label_weights_BS)

@@ -1,7 +1,4 @@
-"""A model's parameters as a table of shapes, axis names and initial values.
-
-Initialization, sharding, FLOPs and memory all follow from it. Does not import JAX.
-"""
+"""A model's parameters as a table of shapes, axis names and initial values, without JAX."""
 
 import dataclasses
 import math

@@ -1,7 +1,6 @@
 """Losses by context length, in buckets [2^k, 2^(k+1)).
 
-A token at position p (from 0) has p tokens before it, so the first token has no loss, and bucket k
-has the tokens at positions 2^k to 2^(k+1) - 1. One long forward pass covers all context lengths.
+Bucket k has the tokens at positions 2^k to 2^(k+1) - 1, counted from 0; the first has no loss.
 """
 
 import jax.numpy as jnp
@@ -27,10 +26,7 @@ def bucket_names(count: int) -> list[str]:
 def sums_by_bucket(
     losses_BS: Array, labels_BS: Array, positions_BS: Array, buckets: int
 ) -> tuple[Array, Array]:
-    """Sums losses, fp32 in nats, and counts labels, int32, in each bucket; under `jax.jit`.
-
-    `positions_BS` are those of the predicting tokens; their labels are one position later.
-    """
+    """Sums losses, fp32 in nats, and counts labels, int32, by bucket of the predicting position."""
     # Exactly floor(log2(position of the label)).
     bucket_BS = 31 - lax.clz((positions_BS + 1).astype(jnp.int32))
     inside_KBS = bucket_BS == jnp.arange(buckets, dtype=jnp.int32)[:, None, None]

@@ -5,11 +5,7 @@ from jax import Array, lax
 
 
 def dot(equation: str, a: Array, b: Array) -> Array:
-    """An einsum in the dtype of `a`.
-
-    The hardware accumulates in fp32 either way. With an fp32 result and a cast, XLA would write
-    fp32 to memory: twice the bytes.
-    """
+    """An einsum in the dtype of `a`; an fp32 result and a cast would write twice the bytes."""
     return jnp.einsum(equation, a, b, precision=_precision(a))
 
 

@@ -19,11 +19,9 @@ class ModelSpec:
 
     Attributes:
         family: a name of `models.families`, or package.module:Name.
-        rope_scaling: None for plain RoPE.
         dtype: compute dtype of the layers; parameters are always fp32.
         remat: what the backward pass recomputes; see `remat.py`.
-        mlp_chunk_size: tokens per device with intermediate activations in memory at a time; not
-            used with remat "none".
+        mlp_chunk_size: tokens per device with MLP activations in memory at a time; not with "none".
         mlp_kept_chunks: number of such chunks that save their first two products with remat "mlp".
         initializer_range: standard deviation of initial matrices.
     """
@@ -62,10 +60,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """Takes the fields from any object or mapping; missing ones keep their defaults.
-
-        Raises ValueError if a field without a default is missing or a value is invalid.
-        """
+        """Takes the fields from any object or mapping; ValueError if one is missing or invalid."""
         if isinstance(config, cls):
             return config
         names = [field.name for field in dataclasses.fields(cls)]

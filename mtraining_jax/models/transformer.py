@@ -254,7 +254,7 @@ def graph_definition(config: Any) -> nnx.GraphDef:
 
 
 def abstract_state(config: Any) -> nnx.State:
-    """The state of a model as `jax.ShapeDtypeStruct`."""
+    """The shapes of a model's state, in `jax.ShapeDtypeStruct`."""
     _, state = _traced_model(ModelSpec.from_config(config))
     return jax.tree.map(lambda x: x, state)  # a copy, because states are mutable
 

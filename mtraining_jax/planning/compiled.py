@@ -54,10 +54,7 @@ def target_mesh(config: Config, gpu: Gpu) -> Mesh:
 
 
 def compile_step(config: Config, gpu: Gpu) -> Compiled:
-    """Compiles the training step, with its kernels, for the GPU mesh of the run.
-
-    Without a device XLA cannot autotune matrix products, which may change workspaces a little.
-    """
+    """Compiles the training step for the GPU mesh; without a device XLA cannot autotune."""
     begin = time.perf_counter()
     compiled = lower_step(config, gpu).compile()
     memory = compiled.memory_analysis()

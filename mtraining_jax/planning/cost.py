@@ -61,10 +61,7 @@ def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
 
 
 def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str, float]:
-    """Predicts the seconds of each part of a step, assuming that ring communication is hidden.
-
-    `rates_missing` must return None; `memory` is that of one device.
-    """
+    """Predicts the seconds of each part of a step, assuming that ring communication is hidden."""
     model, devices, settings = config.model, config.devices, config.sparsity.pattern
     micro_batches, width = config.optimizer.accumulation_steps, model.head_dim
     forward = (flops.attention * 4 / 14 + flops.attention_recomputed) / gpu.forward_share

@@ -31,9 +31,8 @@ _REMAT = {
 def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     """Prints the predicted memory, FLOP and step time of a run; returns 0 if it fits, 1 if not.
 
-    "compile" compiles the training step for the GPU mesh, and raises a UserError where that is not
-    possible; "estimate" uses formulas; "auto" compiles if possible: not for virtual CPU devices or
-    unknown GPUs.
+    `mode` "compile" compiles the step for the GPU mesh, "estimate" uses formulas, "auto" compiles
+    if possible.
     """
     # Avoids reserving memory of a GPU.
     jax.config.update("jax_platforms", "cpu")

@@ -1,7 +1,4 @@
-"""Memory sizes and rates of GPUs for the dry run, with their sources.
-
-Rates of attention and matrix products on the H200: `mtraining_jax/cost_model/kernel_times.py`.
-"""
+"""Memory sizes and rates of GPUs for the dry run, with their sources."""
 
 import dataclasses
 

@@ -1,7 +1,6 @@
 """Formulas for the memory of one device in a training step.
 
-Temporary buffers are estimated as multiples of a layer's activations, by the number of arrays that
-XLA keeps alive at the peak of the backward pass (see `_layer`); all else is exact.
+Temporary buffers are multiples of a layer's activations; all else is exact.
 """
 
 import dataclasses

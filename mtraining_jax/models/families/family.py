@@ -23,9 +23,6 @@ SIZES = {
 class Family:
     """A pre-norm decoder: attention with RoPE, then a SwiGLU MLP; subclasses define differences.
 
-    The decoder (`models.transformer`) follows the table of parameters: it has a bias if there is a
-    `q_proj.bias`, and a query norm if there is a `q_norm.weight`.
-
     Attributes:
         model_type, architecture: as in config.json.
         title: display name.
@@ -66,7 +63,7 @@ class Family:
         }
 
     def parameters(self, spec: ModelSpec) -> ParamTable:
-        """All parameters by dotted name, with stacked layers."""
+        """All parameters by dotted name, with stacked layers; the decoder has exactly these."""
         std = spec.initializer_range
         embedding = matrix(spec.vocab_size, spec.hidden_size, ("vocab", "embed"), std)
         table = {"embed_tokens.weight": embedding}

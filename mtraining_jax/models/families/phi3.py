@@ -1,8 +1,4 @@
-"""Phi-3: fused projections in its checkpoints, and LongRoPE.
-
-A checkpoint has one matrix for queries, keys and values, and one for gate and up. Here they are
-separate parameters, so that sharded layers and the chunked MLP work unchanged.
-"""
+"""Phi-3: fused projections in its checkpoints, separate parameters here; and LongRoPE."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -27,8 +27,8 @@ FREE = (
 def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
     """Reads the model of a checkpoint, in the format of transformers 4 or 5.
 
-    `overrides` are fields of `ModelSpec` that config.json does not determine, such as `dtype` and
-    `remat`. Raises UserError if the file is missing or damaged, or has an unsupported value.
+    `overrides` are fields of `ModelSpec` that config.json lacks, for example `dtype`. Raises
+    UserError if the file is missing or damaged, or has an unsupported value.
     """
     values = read_hf_values(directory, overrides.get("family"))
     try:
@@ -38,10 +38,7 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
 
 
 def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
-    """Reads the fields of `ModelSpec` that a checkpoint determines: `FIXED` and `FREE`.
-
-    `own_family` may be a user-defined family, as package.module:Name, of the model_type.
-    """
+    """Reads `FIXED` and `FREE`; `own_family` may be a user's family for the model_type."""
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
     kind, architectures = raw.get("model_type"), raw.get("architectures") or [None]

@@ -39,16 +39,13 @@ def load_hf(
     Everything is checked before any tensor is read. Each process reads only its devices' slices.
 
     Args:
-        directory: folder of config.json and either model.safetensors or the shards listed in
-            model.safetensors.index.json. Tensors are F32, BF16 or F16.
+        directory: folder of config.json and safetensors (F32, BF16 or F16), in shards or not.
         config: the model: a `ModelSpec`, or any object or mapping with its fields.
         shardings: from `param_shardings`; None is the default device.
-        override: fields of `config.FREE` in which `config` may differ from the checkpoint's
-            config.json, for example to extend a context.
+        override: fields of `config.FREE` in which `config` may differ from config.json.
 
     Raises:
-        UserError: if a file is missing or damaged; a tensor is missing, unknown, or has another
-            shape or dtype; or the checkpoint is of another model.
+        UserError: a file is missing or damaged, or the checkpoint is of another model.
     """
     spec = ModelSpec.from_config(config)
     check_same_model(spec, directory, override)

@@ -44,27 +44,22 @@ def save_hf(
 ) -> Path:
     """Writes config.json and safetensors for transformers.
 
-    Tensors are gathered one at a time, so a host holds at most the tensors of one file. All
-    processes of a run must call this; the first one writes. Files go to a hidden folder next to
-    `directory`, which is renamed when everything is on disk.
+    All processes must call this. A host holds at most the tensors of one file. The folder appears
+    under its name when everything is on disk.
 
     Args:
         directory: target folder; must not exist, or be empty.
         config: a `ModelSpec`, or any object or mapping with its fields.
         state: state of a `Transformer` (`nnx.State` or pure dict), arrays with any sharding.
         dtype: dtype of the written tensors, "bfloat16" or "float32".
-        max_shard_bytes: maximum size of a file; a larger tensor gets its own file. A single file is
-            named model.safetensors and has no index.
-        copied: extra files by name, such as those of a tokenizer: a file to copy, or the contents
-            of a JSON file.
+        max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
+        copied: extra files by name: a file to copy, or the contents of a JSON file.
         replace: replace an older folder, which is deleted when the new one is complete.
-        like: folder of the checkpoint that the model started from; its config.json provides fields
-            that are not in `ModelSpec`, such as the ids of special tokens.
-        eos: id of the end token, if `like` has none; None leaves it unset.
+        like: folder with a config.json that provides fields that are not in `ModelSpec`.
+        eos: id of the end token, if `like` has none.
 
     Raises:
-        UserError: if the folder is in use or not writable, or an argument is invalid. No files are
-            left behind.
+        UserError: the folder is in use or not writable, or an argument is invalid; nothing is left.
     """
     spec, directory = ModelSpec.from_config(config), Path(directory)
     if dtype not in get_args(ComputeDtype):
@@ -191,10 +186,7 @@ class _Folder:
 
 
 def _on_first(folder: _Folder, step: Callable[..., None], *arguments: Any) -> None:
-    """Runs a step on the first process, and raises its error on every process.
-
-    Otherwise one process would stop at a full disk, and the others would wait for it forever.
-    """
+    """Runs a step on the first process; all processes raise its error, so that none waits."""
     problem = ""
     if jax.process_index() == 0:
         try:

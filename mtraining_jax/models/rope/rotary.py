@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE), exact enough for millions of tokens.
 
-The angle of position p and frequency f is p * f. One fp32 product has an error of up to
-p * 2**-24 radians: 0.06 at a million tokens. Here p and f are split so that every large product
-is exact, which keeps the error within 2e-4 radians up to 2**22 tokens.
+An fp32 product of position p and frequency f has an error of up to p * 2**-24 radians: 0.06 at a
+million tokens. Here both are split so that every large product is exact: at most 2e-4 radians up
+to 2**22 tokens.
 """
 
 import jax.numpy as jnp
@@ -20,10 +20,8 @@ def rope_tables(
 ) -> tuple[Array, Array]:
     """Computes cosines and sines, fp32 [1 or B, S, 1, D/2], times the factor of the scaling.
 
-    Args:
-        positions: int32 [S] or [B, S], global token positions, in any order, below 2**22.
-        length: sequence length, for length-dependent scalings; None is S. Int32 [B, S] if tokens
-            belong to several sequences.
+    `positions`, int32 [S] or [B, S], are global and below 2**22. `length` is the sequence length,
+    for scalings that depend on it: S if None, or int32 [B, S], that of each token's document.
     """
     length = positions.shape[-1] if length is None else length
     switch = None if spec.rope_scaling is None else spec.rope_scaling.switches_at
@@ -67,10 +65,7 @@ def _split_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[Array, Array
 
 
 def apply_rope(x_BSHD: Array, cos: Array, sin: Array) -> Array:
-    """Rotates dimension i against i + D/2 (the Hugging Face order), in fp32.
-
-    `cos` and `sin` are from `rope_tables`; the result has the dtype of `x_BSHD`.
-    """
+    """Rotates dimension i against i + D/2 (the Hugging Face order), in fp32."""
     first, second = jnp.split(x_BSHD.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BSHD.dtype)
