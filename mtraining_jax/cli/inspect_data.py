@@ -28,14 +28,7 @@ _PICTURE_TYPES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: without the program name; None uses `sys.argv`.
-
-    Returns:
-        Exit status: 0 on success, 2 after a user error, printed to stderr.
-    """
+    """Runs the command and returns its exit status: 0, or 2 after a user error."""
     return run_command(arguments, lambda: _USAGE, _run)
 
 

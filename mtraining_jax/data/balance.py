@@ -17,11 +17,8 @@ def even_order(costs: np.ndarray, replicas: int, parts: int = 1) -> np.ndarray:
     All replicas get equally many sequences, the most expensive ones first, so that micro-batches
     (`parts`) computed at the same time are balanced too. Keeps an order that is as balanced.
 
-    Args:
-        costs: cost of each sequence, floats [B] above 0; replicas take consecutive rows.
-
-    Returns:
-        int64 [B]: the index of the sequence for each row.
+    Maps the costs of sequences, floats [B] above 0, to the index of the sequence for each row,
+    int64 [B]. Replicas take consecutive rows.
     """
     costs = np.asarray(costs, np.float64)
     room, odd = divmod(costs.size, replicas)
@@ -64,10 +61,7 @@ class Balance:
     def order(
         self, step: int, lengths: Sequence[np.ndarray], generation: int | None = None
     ) -> np.ndarray:
-        """The index of the sequence for each row of a batch, int64 [B]; see `even_order`.
-
-        Waits for the densities that the batch of this step, from 1, requires.
-        """
+        """See `even_order`; waits for the densities that the batch of a step, from 1, requires."""
         known = None if self.densities is None else self.densities.before(step, generation)
         costs = [sequence_cost(pack, known, self.cost, self.block_size) for pack in lengths]
         return even_order(np.array(costs), self.replicas, self.parts)

@@ -25,21 +25,15 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences of `data.seq_len` tokens in a stream.
-
-    Attributes:
-        vocab_size: all token ids are below this.
-        tokenizer: None if the source holds token ids.
-        summary: description for the log.
-        starts: first position of each sequence in the stream, int64; empty if they are packed.
-        pack: packs the documents, for `data` and the tokens per block; None if unknown.
-    """
+    """Sequences of `data.seq_len` tokens in a stream."""
 
     stream: Stream
-    vocab_size: int
-    tokenizer: Tokenizer | None
-    summary: str
+    vocab_size: int  # all token ids are below this
+    tokenizer: Tokenizer | None  # None if the source holds token ids
+    summary: str  # description for the log
+    # First position of each sequence in the stream, int64; empty if they are packed.
     starts: np.ndarray | range = range(0)
+    # Packs the documents, for `data` and the tokens per block; None if they are unknown.
     pack: Callable[[DataSpec, int], Packs] | None = None
 
 

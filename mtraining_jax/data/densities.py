@@ -48,7 +48,7 @@ class Densities:
         """
         with self._changed:
             generation = self.generation if generation is None else generation
-            self._changed.wait_for(lambda: self.generation != generation or self._knows(step))
+            self._changed.wait_for(lambda: self.generation != generation or self.known_before(step))
             if self.generation != generation:
                 raise Repositioned
             return self._after[max(step - DELAY, min(self._after))]
@@ -56,10 +56,7 @@ class Densities:
     def known_before(self, step: int) -> bool:
         """Whether `before` would return immediately."""
         with self._changed:
-            return self._knows(step)
-
-    def _knows(self, step: int) -> bool:
-        return max(step - DELAY, min(self._after)) <= max(self._after)
+            return max(step - DELAY, min(self._after)) <= max(self._after)
 
     def add(self, step: int, measured: np.ndarray) -> None:
         """Adds the measurements of the next step, floats [K]; not finite if not measured."""

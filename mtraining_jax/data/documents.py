@@ -23,11 +23,11 @@ Document = str | np.ndarray  # text or token ids [n]
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSource(Source):
-    """A source that yields documents.
+    """A source that yields documents, which are tokenized at startup into a temporary file.
 
-    Documents are tokenized once at startup into a temporary file. ``concat`` joins documents, each
-    followed by eos, and splits them every `seq_len` tokens. ``exact`` keeps documents of exactly
-    `seq_len` tokens without eos. ``pack`` packs documents, each followed by eos.
+    ``concat`` joins documents, each followed by eos, and splits them every `seq_len` tokens.
+    ``exact`` keeps documents of exactly `seq_len` tokens without eos. ``pack`` packs documents,
+    each followed by eos.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
@@ -94,6 +94,14 @@ class TableSource(FileSource, DocumentSource):
     @property
     def holds_ids(self) -> bool:
         return self.token_field is not None
+
+    @property
+    def column(self) -> str:
+        return self.token_field or self.text_field
+
+    @property
+    def column_field(self) -> str:
+        return f'data.{"token_field" if self.holds_ids else "text_field"} = "{self.column}"'
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Resolves paths, folders and globs to sorted lists of files; helpers for error messages."""
 
+import contextlib
 import glob
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mtraining_jax.utils.errors import UserError
@@ -13,9 +14,7 @@ _LONGEST_NAME = 255  # bytes, in common file systems
 def find_files(
     paths: Sequence[str], suffixes: Sequence[str], field: str = "data.paths"
 ) -> list[Path]:
-    """Lists files in a deterministic order: the order of ``paths``, sorted within each entry.
-
-    Omits duplicates, and hidden files that are not named explicitly.
+    """Lists files without duplicates: in the order of ``paths``, sorted within each entry.
 
     Args:
         paths: files, folders (searched recursively) or globs (``**`` crosses folders).
@@ -24,17 +23,12 @@ def find_files(
     """
     files: dict[Path, None] = {}
     for entry in paths:
-        path = Path(entry).expanduser()
-        kind = ""
-        if path.is_file():
-            found = [path]
-        elif path.is_dir():
+        path, kind = Path(entry).expanduser(), ""
+        if path.is_dir():
             found = _in_folder(path, suffixes)
             kind = " " + " or ".join(f"*{suffix}" for suffix in suffixes) if suffixes else ""
-        elif _is_pattern(entry):
-            found = [match for match in _matches(path) if match.is_file()]
         else:
-            raise UserError(f'{field}: "{entry}" {absence(entry)}')
+            found = [match for match in _matches(entry, field) if match.is_file()]
         if not found:
             raise UserError(f'{field}: "{entry}" has no file{kind}')
         for file in found:
@@ -48,28 +42,21 @@ def find_files(
 
 
 def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
-    """Lists folders in a deterministic order, without duplicates."""
+    """Lists folders without duplicates: in the order of ``paths``, sorted within a glob."""
     folders: dict[Path, None] = {}
     for entry in paths:
-        path = Path(entry).expanduser()
-        found = [path]
-        if not path.exists() and _is_pattern(entry):
-            found = [match for match in _matches(path) if match.is_dir()]
-            if not found:
-                raise UserError(f'{field}: "{entry}" matches no folder')
-        elif not path.is_dir():
-            problem = "is not a folder" if path.exists() else absence(entry)
+        matches = _matches(entry, field)
+        found = [match for match in matches if match.is_dir()]
+        if not found:
+            problem = "is not a folder" if matches else "matches no folder"
             raise UserError(f'{field}: "{entry}" {problem}')
         folders |= dict.fromkeys(found)
     return list(folders)
 
 
 def inside(folder: Path, name: str, origin: Path) -> Path:
-    """Joins a folder and an untrusted file name from `origin`, which must not leave the folder.
-
-    Symbolic links may: their creator has access to the target anyway.
-    """
-    path = Path(name)
+    """Joins a folder and an untrusted file name from `origin`, which must not leave the folder."""
+    path = Path(name)  # symbolic links may leave it: their creator has access to the target anyway
     longest = max((len(part.encode("utf-8", "surrogatepass")) for part in path.parts), default=0)
     if longest > _LONGEST_NAME:
         raise UserError(f'{origin} names "{name[:32]}...", which is too long for a file name')
@@ -78,12 +65,14 @@ def inside(folder: Path, name: str, origin: Path) -> Path:
     return folder / path
 
 
-def _is_pattern(entry: str) -> bool:
-    return glob.has_magic(entry) and not is_url(entry)
-
-
-def _matches(pattern: Path) -> list[Path]:
-    return sorted(map(Path, glob.glob(str(pattern), recursive=True)))
+def _matches(entry: str, field: str) -> list[Path]:
+    """The file or folder itself, or the matches of a glob."""
+    path = Path(entry).expanduser()
+    if (problem := absence(entry)) is None:
+        return [path]
+    if glob.has_magic(entry) and not is_url(entry):
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))
+    raise UserError(f'{field}: "{entry}" {problem}')
 
 
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -103,6 +92,18 @@ def shown_names(names: Iterable[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error message, without a final period."""
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+@contextlib.contextmanager
+def errors_as(kind: type[Exception], problem: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raises `kind` instead of these errors, with their reason: "PROBLEM (REASON)"."""
+    try:
+        yield
+    except (UserError, kind):
+        raise
+    except errors as error:
+        raise kind(f"{problem} ({reason(error)})") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error message, without a final period, error number and path."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

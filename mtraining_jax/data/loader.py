@@ -16,7 +16,6 @@ import numpy as np
 from mtraining_jax.data.balance import Balance
 from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.packs import Packs, block_table, stream_positions
-from mtraining_jax.data.sources import problems
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.models.labels import IGNORE_LABEL
@@ -72,7 +71,7 @@ class Loader:
         weighted: bool = False,
         balance: Balance | None = None,
     ) -> None:
-        if found := list(problems(data, vocab_size)):
+        if found := list(data.source_options.problems(data, vocab_size)):
             raise UserError("\n".join(found))
         self.rows = np.arange(data.batch_size) if rows is None else rows
         self.columns = np.arange(data.seq_len) if columns is None else columns
@@ -136,16 +135,10 @@ class Loader:
 
     def _identity(self, data: DataSpec) -> dict[str, Any]:
         """A saved state is only valid if all of these are equal."""
-        identity: dict[str, Any] = {
-            "data.source": data.source,
-            "data.mode": data.mode,
-            "data.seq_len": data.seq_len,
-            "data.batch_size": data.batch_size,
-            "data.shuffle": data.shuffle,
-            "data.seed": data.seed,
-            "number of tokens": len(self._stream),
-            "number of sequences": self.num_sequences,
-        }
+        fields = ("source", "mode", "seq_len", "batch_size", "shuffle", "seed")
+        identity: dict[str, Any] = {f"data.{name}": getattr(data, name) for name in fields}
+        identity["number of tokens"] = len(self._stream)
+        identity["number of sequences"] = self.num_sequences
         if self.packs is not None:
             identity = {
                 "data.documents": True,  # as in checkpoints before the field was renamed
@@ -288,8 +281,7 @@ def _checksum_of_sample(stream: TokenStream) -> int:
 
 def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
     start, stop, _ = index.indices(size)
-    first = int(np.searchsorted(held, start))
-    last = first + stop - start
-    if not np.array_equal(held[first:last], np.arange(start, stop)):
+    first, last = np.searchsorted(held, (start, stop)).tolist()
+    if last - first != stop - start:
         raise ValueError(f"this loader does not read all {name} from {start} to {stop - 1}")
     return slice(first, last)

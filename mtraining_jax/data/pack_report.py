@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.data.packs import PackArrays, Packs
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import short_power
@@ -79,13 +80,9 @@ class PackReport:
 
     def draw(self, path: str | os.PathLike) -> None:
         """Plots tokens by document length, and the documents of the first sequences."""
-        try:
+        problem = "--picture needs matplotlib: pip install matplotlib, or uv run --extra plot"
+        with errors_as(UserError, problem, ImportError):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise UserError(
-                "--picture needs matplotlib, which is not installed: pip install matplotlib, or "
-                "uv run --extra plot"
-            ) from error
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         found = self.buckets()
@@ -102,10 +99,8 @@ class PackReport:
         right.set(xlim=(0, self.seq_len), xlabel="position", ylabel="sequence")
         right.set(facecolor="lightgray", title="documents of the first sequences; gray: padding")
         right.invert_yaxis()
-        try:
+        with errors_as(UserError, f"{path} cannot be written", OSError, ValueError):
             figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be written ({error})") from error
 
 
 def report_on(packs: Packs, seq_len: int, block_size: int) -> PackReport:

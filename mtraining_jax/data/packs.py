@@ -26,9 +26,7 @@ class Packs(Protocol):
     def summary(self) -> str: ...
 
     @property
-    def digest(self) -> str:
-        """Content hash of the packing."""
-        ...
+    def digest(self) -> str: ...  # content hash
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,7 @@ def _nothing(data: DataSpec, lengths: np.ndarray, kept: np.ndarray, block_size: 
 def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.ndarray:
     """The document of each block of a sequence with documents of `lengths`, int64 [d] in tokens.
 
-    Returns:
-        int32 [NB, 3]: first block and end block (exclusive) of the block's document, and its tokens
-        without padding; NB, 0, 0 for padding blocks.
+    Returns int32 [NB, 3], see `documents` of `Loader`.
     """
     blocks = -(-lengths // block_size)
     ends = np.cumsum(blocks)
@@ -122,10 +118,10 @@ def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.nda
 def stream_positions(
     starts: np.ndarray, table: np.ndarray, positions: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Maps positions in a sequence, int64 [n], to positions in the stream.
+    """Maps positions in a sequence, int64 [n], to positions in the stream and tokens left.
 
-    Documents have `starts` [d] and a `block_table`. Also returns the remaining tokens of the
-    document from each position, inclusive; 0 for padding, where the position is undefined.
+    Documents have `starts` [d] and a `block_table`. Tokens left are those of the document from each
+    position, inclusive; 0 for padding, where the position in the stream is undefined.
     """
     block = positions // block_size
     # A document begins where the table names the block itself.

@@ -20,19 +20,24 @@ from mtraining_jax.utils.limits import TextList
 class Source:
     """Base class of data sources: a frozen dataclass with options of `[data]` as fields.
 
-    Field types may have limits (`utils.limits`); "Attributes:" in the docstring are
-    their help texts. Options of all sources (`seq_len`, `mode`, `eos`, ...) are in `data`, which is
-    passed to every method.
-
-    Attributes:
-        modes: supported values of `data.mode`.
+    Field types may have limits (`utils.limits`); "Attributes:" in the docstring are their help
+    texts. Every method gets the options of all sources (`seq_len`, `mode`, `eos`, ...) as `data`.
     """
 
-    modes: ClassVar[tuple[str, ...]] = ("concat", "exact")
+    modes: ClassVar[tuple[str, ...]] = ("concat", "exact")  # supported values of `data.mode`
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         """Validates the options without opening files; yields one message per problem."""
-        yield from ()
+        if data.mode not in self.modes:
+            allowed = " or ".join(f'"{mode}"' for mode in self.modes)
+            yield (
+                f'data.mode = "{data.mode}" is not possible with data.source = "{data.source}": it '
+                f"must be {allowed}"
+            )
+        if isinstance(data.eos, int) and data.eos >= vocab_size:
+            yield (
+                f"data.eos = {data.eos} is outside the vocabulary: model.vocab_size = {vocab_size}"
+            )
 
     def has_lengths(self, data: DataSpec) -> bool:
         """Whether `open` knows document lengths without reading documents (used by dry runs)."""
@@ -41,12 +46,8 @@ class Source:
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         """Opens the source; called once, after `problems`, with the same result in all processes.
 
-        Args:
-            vocab_size: vocabulary size of the model; all token ids must be below it.
-
-        Raises:
-            UserError: the source is unreadable, malformed or too small, or does not fit the
-                vocabulary.
+        All token ids must be below `vocab_size`. Raises UserError if the source is unreadable,
+        malformed, too small, or does not fit the vocabulary.
         """
         raise NotImplementedError(f"{type(self).__name__}.open")
 
@@ -57,11 +58,10 @@ class FileSource(Source):
 
     Attributes:
         paths: Files, folders or glob patterns to read.
-        suffixes: suffixes of files in folders; empty accepts all files that are not hidden.
     """
 
     paths: TextList = ()
-    suffixes: ClassVar[tuple[str, ...]] = ()
+    suffixes: ClassVar[tuple[str, ...]] = ()  # of files in folders; empty accepts all
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         if not self.paths:
@@ -69,11 +69,10 @@ class FileSource(Source):
         yield from super().problems(data, vocab_size)
 
     def files(self) -> list[Path]:
-        """The files of `paths`, in a deterministic order."""
         return find_files(self.paths, self.suffixes)
 
     def size(self) -> int:
-        """Total size of the files in bytes."""
+        """Total bytes."""
         return sum(path.stat().st_size for path in self.files())
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.utils.errors import UserError
 
 # Streams up to this many tokens are validated at startup (under a second), longer ones per batch.
@@ -38,7 +39,6 @@ class TokenStream:
         return int(self._ends[-1])
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Reads token ids, int32 [n], at positions int64 [n], in any order."""
         if not positions.size:
             return np.zeros(0, np.int32)
         ends = (positions.min(), positions.max())
@@ -81,17 +81,18 @@ def check_ids(
 def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:
     """Writes documents, ids [n] each, to an anonymous temporary file and memory-maps it."""
     size = 0
-    try:
-        with tempfile.TemporaryFile(prefix="mtraining-tokens-") as file:
-            for ids in documents:
-                size += file.write(ids.data)
-            file.flush()
-            ids = np.memmap(file, dtype, mode="r") if size else np.zeros(0, dtype)
-    except OSError as error:
-        raise UserError(
-            f"the temporary folder {tempfile.gettempdir()} cannot hold the token ids of {name} "
-            f"({error.strerror}); set TMPDIR to a folder with enough space"
-        ) from error
+    problem = (
+        f"the temporary folder {tempfile.gettempdir()} cannot hold the token ids of {name}; set "
+        "TMPDIR to a folder with enough space"
+    )
+    with (
+        errors_as(UserError, problem, OSError),
+        tempfile.TemporaryFile(prefix="mtraining-tokens-") as file,
+    ):
+        for ids in documents:
+            size += file.write(ids.data)
+        file.flush()
+        ids = np.memmap(file, dtype, mode="r") if size else np.zeros(0, dtype)
     return Part(name, ids)
 
 

@@ -75,7 +75,7 @@ def tokenize_corpus(
     folder: Path,
     processes: int,
     report: Callable[[Totals, int], None] = lambda totals, read: None,
-    part_bytes: int = PART_BYTES,
+    part_bytes: int = PART_BYTES,  # minimum bytes of documents per part
 ) -> Totals:
     """Writes the token files of a source; skips parts that already exist.
 
@@ -85,7 +85,6 @@ def tokenize_corpus(
     Args:
         data: options, already validated; uses source, tokenizer and eos.
         report: callback with the totals so far and the bytes of documents read.
-        part_bytes: minimum bytes of documents per part.
     """
     source = data.source_options
     if not isinstance(source, DocumentSource):

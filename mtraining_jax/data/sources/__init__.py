@@ -1,8 +1,5 @@
 """Registry of built-in data sources."""
 
-from collections.abc import Iterator
-
-from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.utils.plugins import Registry
 
 _HERE = "mtraining_jax.data.sources"
@@ -21,17 +18,3 @@ SOURCES = Registry(
         "tokens": f"{_HERE}.tokens:TokenFiles",
     },
 )
-
-
-def problems(data: DataSpec, vocab_size: int) -> Iterator[str]:
-    """Validates the section without opening files; yields one message per problem."""
-    source = data.source_options
-    if data.mode not in source.modes:
-        allowed = " or ".join(f'"{mode}"' for mode in source.modes)
-        yield (
-            f'data.mode = "{data.mode}" is not possible with data.source = "{data.source}": it '
-            f"must be {allowed}"
-        )
-    yield from source.problems(data, vocab_size)
-    if isinstance(data.eos, int) and data.eos >= vocab_size:
-        yield f"data.eos = {data.eos} is outside the vocabulary: model.vocab_size = {vocab_size}"

@@ -1,12 +1,11 @@
 """Hugging Face datasets saved to disk (Arrow files), one document per row."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mtraining_jax.data.files import find_folders, first_line, inside, shown_names
+from mtraining_jax.data.files import errors_as, find_folders, inside, shown_names
 from mtraining_jax.data.sources.arrow import ArrowSource
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.file_limits import read_json
@@ -27,20 +26,28 @@ class HuggingFaceOnDisk(ArrowSource):
         """The Arrow files of all data sets, in the order of their rows."""
         return [file for folder in find_folders(self.paths) for file in _data_files(folder)]
 
-    def open_table(self, path: Path, pyarrow: Any) -> tuple[Any, Callable[[str], Iterable[Any]]]:
+    def open_table(self, path: Path) -> tuple[Any, Callable[[str], Iterable[Any]]]:
+        import pyarrow
+
         source = pyarrow.memory_map(str(path))
         is_stream = source.read_at(len(_FILE_MAGIC), 0) != _FILE_MAGIC
         opened = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
         schema = opened(source).schema
 
         def batches(column: str) -> Iterator[Any]:
+            source.seek(0)
             # Skips other columns, which may have any type.
-            wanted = pyarrow.ipc.IpcReadOptions(included_fields=[schema.names.index(column)])
-            read = functools.partial(opened, options=wanted)
-            for batch in (_of_stream if is_stream else _of_file)(read, source):
+            options = pyarrow.ipc.IpcReadOptions(included_fields=[schema.names.index(column)])
+            reader = opened(source, options=options)
+            found = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            for batch in found:
                 # Invalid offsets in a corrupt file would read out of bounds.
                 batch.validate(full=True)
                 yield batch
+            # A stream truncated between two batches lacks only its end marker.
+            end = source.read_at(len(_STREAM_END), source.size() - len(_STREAM_END))
+            if is_stream and (source.tell() != source.size() or end != _STREAM_END):
+                raise OSError("it is truncated")
 
         return schema, batches
 
@@ -55,13 +62,9 @@ def _data_files(folder: Path) -> list[Path]:
                 f"data.paths: {folder} has several splits, {splits}; use the folder of one split"
             )
         raise UserError(f"data.paths: {folder} was not written by save_to_disk: it has no {_STATE}")
-    try:
+    with errors_as(UserError, f"{path} cannot be read", OSError, ValueError, KeyError, TypeError):
         state = read_json(path)
         names = [str(entry["filename"]) for entry in state["_data_files"]]
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({first_line(error)})") from error
     if state.get("_indices_data_files"):
         raise UserError(
             f"{path}: this data set selects its rows with indices, which are not supported; call "
@@ -74,17 +77,3 @@ def _data_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise UserError(f"{path} lists {file.name}, which does not exist")
     return files
-
-
-def _of_file(opened: Callable[[Any], Any], source: Any) -> Iterator[Any]:
-    file = opened(source)
-    return map(file.get_batch, range(file.num_record_batches))
-
-
-def _of_stream(opened: Callable[[Any], Any], source: Any) -> Iterator[Any]:
-    source.seek(0)
-    yield from opened(source)
-    # A stream truncated between two batches lacks only its end marker.
-    size, end = source.size(), len(_STREAM_END)
-    if source.tell() != size or source.read_at(end, size - end) != _STREAM_END:
-        raise OSError("it is truncated")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mtraining_jax.data.documents import DocumentSource
-from mtraining_jax.data.files import shown_names
+from mtraining_jax.data.files import errors_as, shown_names
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import Text
@@ -27,10 +27,8 @@ class JsonLines(FileSource, DocumentSource):
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
-            try:
+            with errors_as(UserError, f"data.paths: {path} cannot be read", OSError):
                 lines = path.open("rb")
-            except OSError as error:
-                raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
             with lines:
                 for number, line in enumerate(lines, 1):
                     if number == 1:

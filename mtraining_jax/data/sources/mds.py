@@ -13,7 +13,6 @@ from mtraining_jax.data.sources.mds_format import (
     Damaged,
     Shard,
     decoded,
-    load_shard,
     read_index,
     samples,
 )
@@ -50,8 +49,7 @@ class MosaicShards(TableSource):
                 yield from self._of_shard(shard)
 
     def _of_shard(self, shard: Shard) -> Iterator[tuple[str, Document]]:
-        field = "data.token_field" if self.holds_ids else "data.text_field"
-        columns = [shard.column(self.token_field or self.text_field, field)]
+        columns = [shard.column(self.column, self.column_field)]
         if self.holds_ids and self.span_field in shard.names:
             columns.append(shard.column(self.span_field, "data.span_field"))
         encodings = [shard.encodings[number] for number in columns]
@@ -60,9 +58,9 @@ class MosaicShards(TableSource):
                 f'{shard.path}: column "{self.text_field}" is {encodings[0]}, not text; '
                 "use data.token_field for token ids"
             )
-        where = f"data.paths: {shard.path}"
+        where = f"data.paths: {shard.file}"
         try:
-            for number, parts in enumerate(samples(shard, load_shard(shard), columns)):
+            for number, parts in enumerate(samples(shard, columns)):
                 where = f"{shard.path}, sample {number}"
                 if self.holds_ids:
                     yield from _spans(parts, encodings, where)

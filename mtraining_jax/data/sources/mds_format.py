@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.files import first_line, inside, shown_names
+from mtraining_jax.data.files import errors_as, inside, shown_names
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.file_limits import LARGEST_INDEX, read_json
 
@@ -52,11 +52,17 @@ class Shard:
     packed: Path | None
     compression: str
 
+    @property
+    def file(self) -> Path:
+        """The file to read: compressed only if the other one does not exist."""
+        if self.packed is not None and self.packed.is_file() and not self.path.is_file():
+            return self.packed
+        return self.path
+
     def column(self, name: str, field: str) -> int:
         if name not in self.names:
-            raise UserError(
-                f'{self.path} has no column of {field} = "{name}"; it has {shown_names(self.names)}'
-            )
+            names = shown_names(self.names)
+            raise UserError(f"{self.path} has no column of {field}; it has {names}")
         number = self.names.index(name)
         if self.encodings[number].partition(":")[0] == "pkl":
             raise UserError(
@@ -68,17 +74,15 @@ class Shard:
 
 def read_index(path: Path) -> list[Shard]:
     """Reads the shards of a data set from its index.json."""
-    try:
+    problem = f"{path} is not an index of MDS shards"
+    with errors_as(UserError, problem, OSError, ValueError, TypeError, AttributeError):
         index = read_json(path, LARGEST_INDEX)
-        if index["version"] != 2:
-            raise ValueError(f"version {index['version']} instead of 2")
-        return [_shard(path, entry) for entry in index["shards"]]
-    except UserError:
-        raise
-    except KeyError as error:
-        raise UserError(f"{path} is not an index of MDS shards: {error} is missing") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not an index of MDS shards ({first_line(error)})") from error
+        try:
+            if index["version"] != 2:
+                raise ValueError(f"version {index['version']} instead of 2")
+            return [_shard(path, entry) for entry in index["shards"]]
+        except KeyError as error:
+            raise ValueError(f"{error} is missing") from error
 
 
 def _shard(index: Path, entry: dict[str, Any]) -> Shard:
@@ -92,75 +96,71 @@ def _shard(index: Path, entry: dict[str, Any]) -> Shard:
         path=inside(index.parent, str(raw["basename"]), index),
         names=tuple(map(str, names)),
         encodings=tuple(map(str, encodings)),
-        sizes=tuple(_number(size or 0, _LARGEST_SHARD) for size in sizes),
-        samples=_number(entry["samples"], _LARGEST_SHARD),
-        size=_number(raw["bytes"], _LARGEST_SHARD),
+        sizes=tuple(_number(size or 0) for size in sizes),
+        samples=_number(entry["samples"]),
+        size=_number(raw["bytes"]),
         hashes={str(kind): str(value) for kind, value in (raw.get("hashes") or {}).items()},
         packed=inside(index.parent, str(packed["basename"]), index) if packed else None,
         compression=str(entry.get("compression")).partition(":")[0],
     )
 
 
-def _number(value: Any, largest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
-        raise ValueError(f"{value!r} instead of a number from 0 to {largest}")
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST_SHARD:
+        raise ValueError(f"{value!r} instead of a number from 0 to {_LARGEST_SHARD}")
     return value
 
 
-def load_shard(shard: Shard) -> np.ndarray:
+def _load(shard: Shard) -> np.ndarray:
     """The bytes of a shard, uint8 [size]: memory-mapped, or decompressed if necessary."""
-    path = shard.path
-    try:
-        if path.is_file():
-            if path.stat().st_size != shard.size:
-                raise Damaged(f"has {path.stat().st_size} bytes instead of {shard.size}")
-            data = np.memmap(path, np.uint8, mode="r") if shard.size else np.zeros(0, np.uint8)
-        elif shard.packed is not None and shard.packed.is_file():
-            path = shard.packed
-            data = _unpacked(path, shard.compression, shard.size)
-        else:
+    size = shard.size
+    with errors_as(Damaged, "cannot be read", OSError):
+        if not shard.file.is_file():
             raise Damaged("does not exist")
+        if shard.file != shard.path:
+            data = _unpacked(shard.file, shard.compression, size)
+        elif (found := shard.file.stat().st_size) != size:
+            raise Damaged(f"has {found} bytes instead of {size}")
+        else:
+            data = np.memmap(shard.file, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
         for kind, expected in shard.hashes.items():
             if kind in hashlib.algorithms_guaranteed and not kind.startswith("shake"):
                 if hashlib.new(kind, data).hexdigest() != expected:
                     raise Damaged(f"is corrupt: its {kind} does not match {INDEX}")
         return data
-    except Damaged as error:
-        raise UserError(f"data.paths: {path} {error}") from error
-    except OSError as error:
-        raise UserError(f"data.paths: {path} cannot be read ({first_line(error)})") from error
 
 
 def _unpacked(path: Path, compression: str, size: int) -> np.ndarray:
     """Decompresses at most `size` bytes (guards against decompression bombs)."""
     if compression == "zstd":
-        try:
+        problem = (
+            "is compressed with zstd and needs the package zstandard: pip install zstandard, or uv "
+            "run --extra mds"
+        )
+        with errors_as(Damaged, problem, ImportError):
             import zstandard
-        except ImportError as error:
-            raise UserError(
-                f"{path} is compressed with zstd and needs the package zstandard, which is not "
-                "installed: pip install zstandard, or uv run --extra mds"
-            ) from error
         errors, decompressor = (zstandard.ZstdError,), zstandard.ZstdDecompressor()
         opened = functools.partial(decompressor.stream_reader, read_across_frames=True)
     elif compression in ("gz", "bz2"):
         errors, opened = (zlib.error,), gzip.open if compression == "gz" else bz2.BZ2File
     else:
         raise Damaged(f'is compressed with "{compression}"; supported are zstd, gz and bz2')
-    try:
-        with path.open("rb") as file, opened(file) as reader:
-            data = bytearray()
-            while len(data) <= size and (part := reader.read(min(2**24, size + 1 - len(data)))):
-                data += part
-    except (EOFError, ValueError, OSError, *errors) as error:
-        raise Damaged(f"cannot be decompressed ({first_line(error)})") from error
+    with (
+        errors_as(Damaged, "cannot be decompressed", EOFError, ValueError, OSError, *errors),
+        path.open("rb") as file,
+        opened(file) as reader,
+    ):
+        data = bytearray()
+        while len(data) <= size and (part := reader.read(min(2**24, size + 1 - len(data)))):
+            data += part
     if len(data) != size:
         raise Damaged(f"decompresses to {'more' if len(data) > size else 'less'} than {size} bytes")
     return np.frombuffer(data, np.uint8)
 
 
-def samples(shard: Shard, data: np.ndarray, columns: list[int]) -> Iterator[list[np.ndarray]]:
-    """Splits a shard, uint8 [size]; yields the bytes of these columns for each sample."""
+def samples(shard: Shard, columns: list[int]) -> Iterator[list[np.ndarray]]:
+    """Reads a shard; yields the bytes of these columns for each sample."""
+    data = _load(shard)
     table = 4 * (shard.samples + 2)
     if data.size < table or int(data[:4].view("<u4")[0]) != shard.samples:
         raise Damaged(f"does not have the expected {shard.samples} samples")
@@ -183,12 +183,11 @@ def samples(shard: Shard, data: np.ndarray, columns: list[int]) -> Iterator[list
 
 
 def _check_columns(shard: Shard, text: np.ndarray) -> None:
-    try:
+    problem = "has no valid list of columns"
+    with errors_as(Damaged, problem, ValueError, KeyError, TypeError, RecursionError):
         header = json.loads(text.tobytes().decode("utf-8"))
         names, encodings = header["column_names"], header["column_encodings"]
         same = tuple(names) == shard.names and tuple(encodings) == shard.encodings
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"has no valid list of columns ({first_line(error)})") from error
     if not same:
         raise Damaged(f"has columns {names} of {encodings}, which do not match {INDEX}")
 
@@ -200,7 +199,7 @@ def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
         raise Damaged(f'has encoding "{encoding}" instead of ndarray')
     name, _, axes = rest.partition(":")
     at = 0
-    try:
+    with errors_as(Damaged, f"is not a valid {encoding}", KeyError, IndexError, ValueError):
         if not name:
             name, at = _TYPES[int(data[0])], 1
         dtype = _DTYPES[name]
@@ -212,11 +211,7 @@ def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
             if len(shape) != ndim:
                 raise ValueError("truncated shape")
             at += 1 + ndim * item
-    except (KeyError, IndexError, ValueError) as error:
-        raise Damaged(f"is not a valid {encoding} ({first_line(error)})") from error
-    if math.prod(shape) * dtype.itemsize != data.size - at or min(shape, default=0) < 0:
-        raise Damaged(f"is not an array of shape {tuple(shape)}: it has {data.size - at} bytes")
-    try:
+        if math.prod(shape) * dtype.itemsize != data.size - at or min(shape, default=0) < 0:
+            raise Damaged(f"is not an array of shape {tuple(shape)}: it has {data.size - at} bytes")
+        # Raises ValueError for too many axes, or too large axes in an empty array.
         return data[at:].view(dtype).reshape(shape)
-    except ValueError as error:  # too many axes, or too large axes in an empty array
-        raise Damaged(f"is not an array of {len(shape)} axes ({first_line(error)})") from error

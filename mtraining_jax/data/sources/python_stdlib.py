@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.utils.errors import UserError
 
 # Tests have invalid encodings on purpose and are missing in many distributions.
@@ -20,11 +21,10 @@ class PythonStdlib(DocumentSource):
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in library_files():
-            try:
+            problem = f"{path} cannot be read as Python source"
+            with errors_as(UserError, problem, OSError, UnicodeDecodeError, SyntaxError):
                 with tokenize.open(path) as file:
                     text = file.read()
-            except (OSError, UnicodeDecodeError, SyntaxError) as error:
-                raise UserError(f"{path} cannot be read as Python source ({error})") from error
             yield str(path), text
 
 

@@ -36,6 +36,7 @@ class Synthetic(Source):
     modes: ClassVar[tuple[str, ...]] = ("concat",)
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
+        yield from super().problems(data, vocab_size)
         yield from eos_id_problems(data)
         if vocab_size < 2:
             yield (
@@ -72,13 +73,12 @@ class SyntheticStream:
         return NUM_SEQUENCES * self._seq_len
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Token ids, int32 [n], at positions int64 [n] of one sequence."""
         if not positions.size:
             return np.zeros(0, np.int32)
         sequence = int(positions[0]) // self._seq_len
         within = positions - sequence * self._seq_len
         rng = self._rng(sequence)
-        document_ends = self._draw_document_ends(rng)
+        document_ends = self._draw_document_ends(rng)  # first, since lengths need nothing else
         starts, contents = self._draw_passages(rng)
         passage = np.searchsorted(starts, within, side="right") - 1
         key = hash_uint64(np.array([self._seed * NUM_SEQUENCES + sequence], np.uint64))
@@ -89,7 +89,6 @@ class SyntheticStream:
         return ids
 
     def document_lengths(self, sequence: int) -> np.ndarray:
-        """Document lengths of one sequence, int64 [d]; the last document is truncated."""
         ends = self._draw_document_ends(self._rng(sequence)) + 1
         return np.diff(ends, prepend=0, append=self._seq_len)
 
@@ -97,19 +96,13 @@ class SyntheticStream:
         return np.random.default_rng([self._seed, sequence])
 
     def _draw_document_ends(self, rng: np.random.Generator) -> np.ndarray:
-        """The last position of each document except the truncated last one, ascending int64.
-
-        Drawn first, so that document lengths need no further random numbers.
-        """
+        """The last position of each document except the truncated last one, ascending int64."""
         draw = functools.partial(rng.lognormal, np.log(_MEDIAN_DOCUMENT), _DOCUMENT_SIGMA)
         mean = _MEDIAN_DOCUMENT * np.exp(_DOCUMENT_SIGMA**2 / 2)
         return _ends(draw, mean, self._seq_len) - 1
 
     def _draw_passages(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The first position and the content id of each passage, int64.
-
-        The content id is the index of the passage, or of the earlier one that it repeats.
-        """
+        """First position and content id (its index or that of a repeated one) of each passage."""
         draw = functools.partial(rng.exponential, _MEAN_PASSAGE)
         starts = np.concatenate([[0], _ends(draw, _MEAN_PASSAGE, self._seq_len)])
         contents = np.arange(starts.size)
@@ -159,13 +152,9 @@ def _ends(lengths: Callable[[int], np.ndarray], mean: float, total: int) -> np.n
 
 
 def _zipf_table(vocab_size: int, eos: int) -> np.ndarray:
-    """Ids at evenly spaced quantiles, int32 [2^20], without eos.
-
-    The Zipf-Mandelbrot law of English words: the probability of id r is proportional to
-    1 / (r + 2.7).
-    """
-    shares = 1 / (np.arange(vocab_size - 1) + 2.7)
-    sums = np.cumsum(shares)
+    """Ids at evenly spaced quantiles, int32 [2^20], without eos."""
+    # The Zipf-Mandelbrot law of English words.
+    sums = np.cumsum(1 / (np.arange(vocab_size - 1) + 2.7))
     quantiles = (np.arange(2**_TABLE_BITS) + 0.5) / 2**_TABLE_BITS * sums[-1]
     ids = np.searchsorted(sums, quantiles).astype(np.int32)
     return ids + (ids >= eos)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.utils.errors import UserError
 
@@ -14,11 +15,12 @@ class TextFiles(FileSource, DocumentSource):
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
+            with errors_as(UserError, f"data.paths: {path} cannot be read", OSError):
+                content = path.read_bytes()
             try:
-                yield str(path), path.read_bytes().decode("utf-8")
-            except OSError as error:
-                raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
+                text = content.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"data.paths: {path} is not UTF-8 text (byte {error.start})"
                 ) from error
+            yield str(path), text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtraining_jax.data.files import first_line
+from mtraining_jax.data.files import errors_as, reason
 from mtraining_jax.data.stream import Part
 from mtraining_jax.utils.errors import UserError
 
@@ -28,7 +28,7 @@ _OTHER_FILES = (
 
 def open_token_file(path: Path, token_dtype: str) -> Part:
     """Memory-maps a ``.npy`` file (1-D or 2-D integers) or a raw, little-endian ``.bin`` file."""
-    try:
+    with errors_as(UserError, f"data.paths: {path} cannot be read", OSError):
         if path.suffix == ".npy":
             shape, dtype, offset = _npy_header(path)
             if dtype.kind not in "iu":
@@ -51,8 +51,6 @@ def open_token_file(path: Path, token_dtype: str) -> Part:
                 )
             shape = (size // dtype.itemsize,)
         ids = _mapped(path, shape, dtype, offset)
-    except OSError as error:
-        raise UserError(f"data.paths: {path} cannot be read ({error.strerror})") from error
     return Part(str(path), ids.reshape(-1), shape[1] if len(shape) == 2 else None)
 
 
@@ -77,19 +75,16 @@ def _npy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
-    try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            if version not in readers:
-                raise ValueError(f"format version {version}")
-            shape, fortran, dtype = readers[version](file)
-            if any(size < 0 for size in shape):
-                raise ValueError(f"shape {shape}")
-            offset = file.tell()
-    except Exception as error:  # NumPy parses the header as Python, which may raise anything
-        raise UserError(
-            f"data.paths: {path} is truncated or not a .npy file ({first_line(error)})"
-        ) from error
+    problem = f"data.paths: {path} is truncated or not a .npy file"
+    # NumPy parses the header as Python, which may raise anything.
+    with errors_as(UserError, problem, Exception), path.open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version not in readers:
+            raise ValueError(f"format version {version}")
+        shape, fortran, dtype = readers[version](file)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"shape {shape}")
+        offset = file.tell()
     if fortran and len(shape) == 2:
         raise UserError(
             f"data.paths: {path} is in Fortran order; convert it with numpy.ascontiguousarray and "
@@ -117,7 +112,7 @@ def read_lengths(path: Path, size: int) -> np.ndarray:
         lengths = _mapped(path, shape, dtype, offset) if is_list else None
     except (UserError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read as document lengths ({first_line(error)}); without this file "
+            f"{path} cannot be read as document lengths ({reason(error)}); without this file "
             "documents end at data.eos"
         ) from error
     if lengths is None:

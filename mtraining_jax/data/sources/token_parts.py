@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.files import first_line
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.utils.errors import UserError
 
 MANIFEST = "token_parts.json"
@@ -56,14 +56,12 @@ def read_record(folder: Path, number: int) -> PartRecord | None:
 
 def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
     """Creates a folder of parts, or resumes one with the same (JSON-serializable) identity."""
-    try:
+    with errors_as(UserError, f"{folder} cannot be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():
             if any(not path.name.startswith(".") for path in folder.iterdir()):
                 raise UserError(f"{folder} has other files: choose an empty folder")
             _write_manifest(folder, {"complete": False, "identity": dict(identity)})
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror})") from error
     known = _manifest(folder).get("identity", {})
     for name, value in json.loads(json.dumps(dict(identity))).items():
         if known.get(name) != value:
@@ -109,13 +107,11 @@ def _files(folder: Path, number: int) -> tuple[Path, Path, Path]:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    try:
+    with errors_as(UserError, f"{path} cannot be read", OSError, ValueError, KeyError, TypeError):
         known = json.loads(path.read_bytes())
         if known["version"] != _VERSION:
             raise ValueError(f"version {known['version']} instead of {_VERSION}")
         return known
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({first_line(error)})") from error
 
 
 def _write_manifest(folder: Path, content: Mapping[str, Any]) -> None:

@@ -41,7 +41,6 @@ class TokenFiles(FileSource):
             yield from eos_id_problems(data)
 
     def has_lengths(self, data: DataSpec) -> bool:
-        """True if all files are 2-D or have a file of lengths."""
         try:
             files = [open_token_file(path, self.token_dtype) for path in self.files()]
         except UserError:
@@ -49,7 +48,6 @@ class TokenFiles(FileSource):
         return all(file.row_len is not None or _lengths_path(file).is_file() for file in files)
 
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
-        """Reads no tokens, except to find documents without lengths."""
         paths = self.files()
         for folder in dict.fromkeys(path.parent for path in paths):
             check_complete(folder)
@@ -107,7 +105,7 @@ def _document_lengths(file: Part, data: DataSpec) -> np.ndarray:
 
 
 def _eos_positions(file: Part, data: DataSpec) -> np.ndarray:
-    """Positions of data.eos, which is required to find the documents of a 1-D file, int64 [n]."""
+    """Positions of end tokens in a 1-D file, int64 [n]."""
     if data.eos is None:
         why = (
             f'data.mode = "{data.mode}"' if data.mode != "concat" else "data.mask_documents = true"
