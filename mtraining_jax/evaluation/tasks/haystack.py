@@ -12,36 +12,12 @@ import numpy as np
 from mtraining_jax.data.files import find_files
 from mtraining_jax.evaluation.tasks.records import read_text
 from mtraining_jax.evaluation.tasks.sized import SizedTask
-from mtraining_jax.evaluation.tasks.words import words
+from mtraining_jax.evaluation.tasks.words import sentence_templates, words
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.random_bits import Stream
 
 # Landmark Attention's irrelevant text (Mohtashami and Jaggi, 2023), RULER's "noise".
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-
-# Random adjectives, nouns and verbs: like prose for a tokenizer, and no two sentences are equal.
-_PATTERNS = (
-    "The {a} {n} stood behind the {m} for many years.",
-    "Nobody in the {n} trade wanted to {v} another {m}.",
-    "Whoever looks after the {n} must also {v} the {m}, however {a} it seems.",
-    "In the end the {n} was {a}, and the {m} was {b}.",
-    "Each {n} that we saw had its own {a} {m}.",
-    "They decided to {v} the {n} before the {b} {m} came back.",
-    "It takes some {n} to {v} this kind of {m}.",
-    "Between the {n} and the {m} there was only {a} ground.",
-    "Some people {v} their {n} in winter, when the {m} is {a}.",
-    "My sister bought the {a} {n} and sold the {m} on the same day.",
-    "Without that {n}, the {b} {m} would hardly be {a}.",
-    "What makes the {n} so {a} is the {m} under it.",
-    "You could {v} one {n} after the other and never reach the {m}.",
-    "The letter spoke of some {a} {n}, but said little about the {m}.",
-    "Early that morning the {n} looked {a}, almost like the {b} {m}.",
-    "Everyone agreed to {v} the {m} and to leave the {n} alone.",
-    "Then the {a} {n} turned towards the {m}, and the talk went on.",
-    "There is no {n} so {a} that the {m} could not {v} it.",
-    "His idea was to {v} every {b} {n} in the valley, {m} or not.",
-    "For the {n} this was {a} news; for the {m} it was not.",
-)
 
 
 class Haystack:
@@ -56,15 +32,15 @@ class Haystack:
 
 
 def _generated() -> Iterator[str]:
-    """Sentences from templates and word lists, always the same."""
-    stream = Stream(seed=1)
+    """Templates with random words, always the same: like prose for a tokenizer."""
+    stream, templates = Stream(seed=1), sentence_templates()
     nouns, adjectives, verbs = (words(kind) for kind in ("nouns", "adjectives", "verbs"))
     lists = {"n": nouns, "m": nouns, "a": adjectives, "b": adjectives, "v": verbs}
-    limits = np.array([len(_PATTERNS), *map(len, lists.values())] * 8192)
+    limits = np.array([len(templates), *map(len, lists.values())] * 8192)
     while True:
-        for pattern, *drawn in stream.below_each(limits).reshape(8192, -1).tolist():
+        for template, *drawn in stream.below_each(limits).reshape(8192, -1).tolist():
             chosen = {key: lists[key][i] for key, i in zip(lists, drawn, strict=True)}
-            yield _PATTERNS[pattern].format(**chosen)
+            yield templates[template].format(**chosen)
 
 
 @functools.lru_cache(maxsize=8)

@@ -12,14 +12,7 @@ from typing import ClassVar
 
 from mtraining_jax.evaluation.tasks.haystack import NOISE, EssayTask, essays, insert_at_depth
 from mtraining_jax.evaluation.tasks.sized import DepthTask, Draft
-
-CITIES = tuple(
-    "Amsterdam Athens Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest "
-    "Cairo Chicago Copenhagen Dakar Dublin Geneva Hanoi Havana Helsinki Istanbul Jakarta Karachi "
-    "Kyoto Lagos Lima Lisbon London Madrid Manila Melbourne Milan Montreal Moscow Mumbai Nairobi "
-    "Oslo Paris Prague Quito Rome Santiago Seattle Seoul Shanghai Singapore Stockholm Sydney Tokyo "
-    "Toronto Vienna Warsaw Zurich".split()
-)
+from mtraining_jax.evaluation.tasks.words import words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +24,7 @@ class Needle(DepthTask, EssayTask):
 
     def build(self, size: int, length: int, number: int, seed: int) -> Draft:
         stream = self.stream(length, number, seed)
-        city, value = stream.choose(CITIES), str(1_000_000 + stream.below(9_000_000))
+        city, value = stream.choose(words("cities")), str(1_000_000 + stream.below(9_000_000))
         needle = f"\nThe special magic {city} number is: {value}\n"
         depth = self.depth(number)
         context = " ".join(insert_at_depth(essays(self.essays).first(size), needle, depth))

@@ -9,9 +9,17 @@ from mtraining_jax.utils.random_bits import Stream
 
 @functools.cache
 def words(kind: str) -> tuple[str, ...]:
-    """Returns the words of a list ("nouns", "adjectives" or "verbs"), sorted and unique."""
-    text = (Path(__file__).parent / f"{kind}.txt").read_text(encoding="utf-8")
-    return tuple(sorted(set(text.split())))
+    """Returns the words of a list ("nouns", "adjectives", "verbs" or "cities"), sorted."""
+    return tuple(sorted(set(_read(kind).split())))
+
+
+def sentence_templates() -> list[str]:
+    """Returns templates with nouns n and m, adjectives a and b, and a verb v."""
+    return _read("sentences").splitlines()
+
+
+def _read(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def pairs_of_words(
