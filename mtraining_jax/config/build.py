@@ -68,16 +68,14 @@ class Builder:
     def config(self) -> Config:
         table = with_checkpoint(self._table, self._report)
         table, self._inherited = with_data_of_training(table)
-        built = {}
         for name in table:
             if name not in fields_of(Config):
                 self._report_unknown(name)
+        built = {}
         for name, field in fields_of(Config).items():
             values = table.get(name, {})
             if isinstance(values, dict):
                 built[name] = self._build(name, field.annotation, values)
-            elif isinstance(values, field.annotation):
-                built[name] = values
             elif self._origins[name] == 0:
                 way = f"set one of its fields: {name}.FIELD=VALUE"
                 self._report(name, f"{name} is a section; {way}")
@@ -105,7 +103,8 @@ class Builder:
             except ValidationError as error:
                 field = self._fields.get(dotted, fields[name])
                 self._report(dotted, _not_allowed(dotted, field, value, error))
-        self._report_missing(prefix, fields, values)
+        required = [name for name, field in fields.items() if field.required]
+        self._report_missing(prefix, [f"{prefix}.{x}" for x in required if x not in values])
         if len(self._problems) > before:
             return None
         try:
@@ -127,19 +126,14 @@ class Builder:
                 origin = origin.rpartition(".")[0]
             self._problems.append(f"{self._labels[self._origins.get(origin, 1)]}: {problem}")
 
-    def _report_missing(
-        self, prefix: str, fields: Mapping[str, Field], values: Mapping[str, Any]
-    ) -> None:
-        names = [name for name, field in fields.items() if field.required and name not in values]
-        missing = [f"{prefix}.{name}" for name in names if f"{prefix}.{name}" not in self._meant]
+    def _report_missing(self, prefix: str, names: Sequence[str]) -> None:
+        missing = [name for name in names if name not in self._meant]
         if len(missing) == 1:
             allowed = self._fields[missing[0]].allowed
             self._report(missing[0], f"{missing[0]} is missing: it must be {allowed}")
         elif missing:
-            self._report(
-                prefix,
-                f'{", ".join(missing)} are missing; set them, or inherit them with base = "NAME"',
-            )
+            way = 'set them, or inherit them with base = "NAME"'
+            self._report(prefix, f"{', '.join(missing)} are missing; {way}")
 
     def _report_option(self, name: str, table: Table, value: Any) -> None:
         """Reports an unknown field, or the option of a plug-in that is not selected.
@@ -159,12 +153,9 @@ class Builder:
             is_default = any(_plain(field.default) == _plain(value) for field in kinds.values())
             if self._stored or is_default or origin > self._origins.get(selector, origin):
                 return
-        known = joined([toml_value(kind) for kind in kinds])
-        self._report(
-            name,
-            f"{name} is an option of {selector} = {known}, but {selector} = "
-            f"{toml_value(table.kind)}; remove it or change {selector}",
-        )
+        known, kind = joined([toml_value(kind) for kind in kinds]), toml_value(table.kind)
+        belongs = f"{name} is an option of {selector} = {known}, but {selector} = {kind}"
+        self._report(name, f"{belongs}; remove it or change {selector}")
 
     def _report_unknown(self, name: str) -> None:
         self._report(name, _unknown(name, self._fields))
