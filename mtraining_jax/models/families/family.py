@@ -93,19 +93,18 @@ class Family:
             if raw.get(name, needed) != needed:
                 given, needed = json.dumps(raw[name]), json.dumps(needed)
                 raise ValueError(f"{name}={given} is unsupported; it must be {needed}")
-        raw = _with_defaults(raw, {name: raw.get(other) for name, other in self.same_as.items()})
+        others = {name: raw.get(other) for name, other in self.same_as.items()}
+        given = {name: value for name, value in raw.items() if value is not None}
+        raw = {**self.defaults, **others, **given}
         values: dict[str, Any] = {"family": self.model_type}
         values |= {ours: _integer(raw, theirs) for ours, theirs in SIZES.items()}
-        given = _with_defaults(raw, self.defaults)
-        values |= {name: given[name] for name in self.defaults}
-        if given.get("head_dim") is None:
-            values["head_dim"] = values["hidden_size"] // values["num_heads"]
-        else:
-            values["head_dim"] = _integer(given, "head_dim")
+        values |= {name: raw[name] for name in self.defaults}
+        values["head_dim"] = values["hidden_size"] // values["num_heads"]
+        if "head_dim" in raw:
+            values["head_dim"] = _integer(raw, "head_dim")
         rope = self.rope_parameters(raw)
-        if rope.get("rope_theta") is not None:
-            values["rope_theta"] = rope["rope_theta"]
-        values["rope_theta"] = float(values["rope_theta"])
+        theta = rope.get("rope_theta")
+        values["rope_theta"] = float(raw["rope_theta"] if theta is None else theta)
         partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if partial not in (None, 1.0):
             raise ValueError(f"partial_rotary_factor={partial} is unsupported; it must be 1.0")
@@ -143,11 +142,6 @@ class Family:
 def family_of(name: str) -> Family:
     """The family of a model_type, or of `package.module:Name`; an unknown one is a UserError."""
     return FAMILIES.get(name)()
-
-
-def _with_defaults(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `raw` with defaults for fields that are missing or null."""
-    return dict(defaults) | {name: value for name, value in raw.items() if value is not None}
 
 
 def _scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:

@@ -1,29 +1,26 @@
 """The tensors of a Hugging Face checkpoint, and the parameters in each of them."""
 
-import dataclasses
+from typing import NamedTuple
 
 from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The rows of a tensor that belong to one parameter, or to one layer of a stacked one."""
 
     parameter: str  # dotted name, e.g. "layers.mlp.up_proj.weight"
     layer: int | None
     first_row: int
-    shape: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointTensor:
+class CheckpointTensor(NamedTuple):
     """One tensor: its name in the checkpoint, its shape, and its parts, stacked by rows."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: list[Part]
 
 
 def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
@@ -31,12 +28,13 @@ def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
     table = spec.parameters
 
     def tensor(name: str, parameters: tuple[str, ...], layer: int | None) -> CheckpointTensor:
-        parts, rows = [], 0
+        parts, rows, columns = [], 0, ()
         for parameter in parameters:
-            shape = table[parameter].shape if layer is None else table[parameter].shape[1:]
-            parts.append(Part(parameter, layer, rows, shape))
-            rows += shape[0]
-        return CheckpointTensor(name, (rows, *parts[0].shape[1:]), tuple(parts))
+            parts.append(Part(parameter, layer, rows))
+            shape = table[parameter].shape
+            height, *columns = shape if layer is None else shape[1:]
+            rows += height
+        return CheckpointTensor(name, (rows, *columns), parts)
 
     layer_tensors = family_of(spec.family).layer_tensors(spec)
     found = [tensor("model.embed_tokens.weight", ("embed_tokens.weight",), None)]
