@@ -33,24 +33,8 @@ class Compiled:
 
 def missing_plugin() -> str | None:
     """Why compiling for GPUs is impossible on this machine; None if it is possible."""
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return "the CUDA plugin of JAX (extra cuda) is not installed"
-    return None
-
-
-def target_mesh(config: Config, gpu: Gpu) -> Mesh:
-    """The mesh of the run over virtual GPUs; a node is a host."""
-    parallel = config.parallel
-    hosts = parallel.replicas * parallel.nodes
-    if gpu.target_config is None:
-        raise ValueError(f"there is no target description of the {gpu.kind}")
-    description = (Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8")
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=description,
-        topology=f"1x{hosts}x{parallel.devices_per_node}",
-    )
-    return make_mesh(*config.mesh_shape, devices=topology.devices)
+    found = importlib.util.find_spec("jax_cuda13_plugin")
+    return None if found else "the CUDA plugin of JAX (extra cuda) is not installed"
 
 
 def compile_step(config: Config, gpu: Gpu) -> Compiled:
@@ -75,7 +59,14 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
 
 def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
     """Lowers the training step, with its kernels, for the GPU mesh of the run."""
-    mesh = target_mesh(config, gpu)
+    assert gpu.target_config is not None
+    parallel = config.parallel
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=(Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8"),
+        topology=f"1x{parallel.replicas * parallel.nodes}x{parallel.devices_per_node}",
+    )
+    mesh = make_mesh(*config.mesh_shape, devices=topology.devices)
     layout, pattern = build_layout(config), build_pattern(config)
     # The abstract mesh selects the kernels.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -46,9 +46,9 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     if mode == "compile" and reason:
         raise UserError(f"--dry-run=compile is not possible: {reason}")
     # Sparse and dense steps never run at the same time, so the larger one counts.
-    programs = {"step": config}
+    programs = {_step(config): config}
     if _mixed(config):
-        programs = {"sparse step": config, "dense step": _dense(config)}
+        programs["dense step"] = _dense(config)
     memories = {what: estimate_memory(program) for what, program in programs.items()}
     compiled = {}
     if mode == "estimate" or reason:

@@ -8,13 +8,13 @@ class Gpu:
     """Rates of one GPU, measured unless noted."""
 
     kind: str
-    target_config: str | None  # target description in this folder, for compiling without the GPU
     memory: int  # bytes
     copy_bytes: float  # bytes/s of a copy, reads and writes together
     link_bytes: float  # bytes/s into one GPU in an all-gather over the GPUs of a host
     index_seconds: float  # of selection and building work lists, per query head and key
     lists_seconds: float  # the same without selection
     backend: str = "mosaic_gpu"
+    target_config: str | None = None  # description in this folder, for compiling without the GPU
     # Rates relative to those of the H200 in `mtraining_jax/cost_model/kernel_times.py`.
     forward_share: float = 1.0
     backward_share: float = 1.0
@@ -36,7 +36,6 @@ H200 = Gpu(
 
 A100_40GB = Gpu(
     kind="NVIDIA A100-SXM4-40GB",
-    target_config=None,
     memory=42_505_000_000,  # 39.59 GiB as reported by CUDA
     # Data sheet: 1555 GB/s, times the fraction that an H200 reaches of its 4.8 TB/s.
     copy_bytes=1.38e12,
