@@ -8,7 +8,6 @@ from typing import Any
 
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.config.schema import Config
-from mtraining_jax.data.sources import problems as data_problems
 from mtraining_jax.models.huggingface.config import FREE
 from mtraining_jax.models.spec import spec_problems
 from mtraining_jax.utils.errors import UserError
@@ -224,7 +223,7 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data, named = config.data, _Named(config)
-    yield from data_problems(data, config.model.vocab_size)
+    yield from data.source_options.problems(data, config.model.vocab_size)
     if config.loss.weighting == "document" and not data.has_documents:
         yield (
             f'loss.weighting = "document" needs documents, and {named.data.mode} joins them; set '
