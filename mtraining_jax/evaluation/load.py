@@ -33,7 +33,6 @@ Overrides = Sequence[tuple[str, str]]
 
 # Sections of a run's configuration that matter for inference.
 _SECTIONS = ("model", "sparsity", "parallel", "data", "loss")
-_GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -57,7 +56,6 @@ class Loaded:
         )
 
     def needed_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer; raises UserError without one."""
         if self.tokenizer is None:
             raise UserError(
                 f"{self.source} has no tokenizer; set one with --tokenizer=PATH/tokenizer.json or "
@@ -101,11 +99,14 @@ def load(
         table["model"] |= {"init_from": None, "override": []}
         table["parallel"]["cpu_devices"] = None
         # Older checkpoints lack these fields.
-        sparsity = {"kind": "dense", "dense_cooldown_steps": 0, "dense_interval": 0}
-        sparsity |= table["sparsity"]
-        dense_steps = sparsity["dense_cooldown_steps"] or sparsity["dense_interval"]
-        trained_sparse = sparsity["kind"] != "dense" and not dense_steps
+        sparsity = table["sparsity"]
+        dense_steps = sparsity.get("dense_cooldown_steps") or sparsity.get("dense_interval")
+        trained_sparse = sparsity.get("kind", "dense") != "dense" and not dense_steps
     table["parallel"] |= _devices(table["parallel"])
+    options = [name for name, _ in overrides if name.startswith("sparsity.")]
+    if attention == "dense" and options == ["sparsity.block_size"]:
+        # The configured pattern is not used, and may not allow this block size.
+        overrides = [*overrides, ("sparsity.kind", "dense")]
     config = config_of_model(table, source, overrides)
     parallel = config.parallel
     try:
@@ -124,8 +125,8 @@ def load(
         sparse_answers,
         config.loss.chunk_size,
     )
-    shardings = param_shardings(spec, mesh, network.fsdp)
     found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
+    shardings = param_shardings(spec, mesh, network.fsdp)
     if step is None:
         state = load_hf(folder, spec, shardings, override=config.model.override)
     else:
@@ -155,10 +156,9 @@ def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:
 
 def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
     """Returns the mesh of the run if it has all devices, otherwise one of all devices."""
-    devices, processes = jax.device_count(), jax.process_count()
     nodes, local = parallel.get("nodes", 0), parallel.get("devices_per_node", 0)
-    if nodes * local != devices:
-        nodes, local = processes, devices // processes
+    if nodes * local != jax.device_count():
+        nodes, local = jax.process_count(), jax.local_device_count()
     return {"replicas": 1, "nodes": nodes, "devices_per_node": local}
 
 
@@ -179,23 +179,23 @@ def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) ->
     def stored(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding)
 
-    leaves, structure = jax.tree.flatten(jax.tree.map(stored, abstract_state(spec), shardings))
-    names = jax.tree.leaves(parameter_names(shardings))
-    found = read_parameters(folder, step, dict(zip(names, leaves, strict=True)))
-    return jax.tree.unflatten(structure, [found[name] for name in names])
+    names = parameter_names(shardings)
+    leaves = jax.tree.leaves(jax.tree.map(stored, abstract_state(spec), shardings))
+    wanted = dict(zip(jax.tree.leaves(names), leaves, strict=True))
+    found = read_parameters(folder, step, wanted)
+    return jax.tree.map(lambda name: found[name], names)
 
 
 def _find_tokenizer(
     folder: Path, config: Config, is_run: bool, name: str | None
 ) -> tuple[Tokenizer | None, frozenset[int]]:
     """Returns the tokenizer, and the ids that end a text."""
-    ids = [] if is_run else _end_ids(folder)
-    eos = config.data.eos if is_run else next(iter(ids), None)
+    data, ids = config.data, [] if is_run else _end_ids(folder)
+    eos = data.eos if is_run else next(iter(ids), None)
     if name is None and is_run:
         # Token files and random ids need none, but the run may name the one they were made with.
-        reads_text = isinstance(config.data.source_options, DocumentSource)
-        if reads_text or config.data.tokenizer != BYTES:
-            name = config.data.tokenizer
+        if isinstance(data.source_options, DocumentSource) or data.tokenizer != BYTES:
+            name = data.tokenizer
     elif name is None and (folder / _TOKENIZER_FILE).is_file():
         name = str(folder / _TOKENIZER_FILE)
     if name is None:
@@ -210,8 +210,7 @@ def _find_tokenizer(
 
 
 def _end_ids(folder: Path) -> list[int]:
-    for file in (_GENERATION_FILE, CONFIG_FILE):
-        path = folder / file
+    for path in (folder / "generation_config.json", folder / CONFIG_FILE):
         found = read_json(path).get("eos_token_id") if path.is_file() else None
         if found is not None:
             ids = found if isinstance(found, list) else [found]

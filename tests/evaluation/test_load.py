@@ -112,6 +112,12 @@ def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
     assert load(QWEN2, attention="dense").note_on_dense_use() is None
 
 
+def test_dense_attention_has_any_block_size():
+    # sampled_rows, the default pattern, does not allow fewer than 16 tokens.
+    found = load(QWEN2, attention="dense", overrides=[("sparsity.block_size", "8")])
+    assert found.network.settings == DenseOptions(8)
+
+
 def test_a_run_on_token_files_has_the_tokenizer_that_it_names(tmp_path):
     path = tmp_path / "tokenizer.json"
     words = {"<|endoftext|>": 0, "unknown": 1, "hello": 2}
