@@ -7,8 +7,5 @@ _GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
 def ring_compiler_options(platform: str) -> dict[str, int]:
-    """Returns the compiler options of a program with ring attention, for `jax.jit`.
-
-    They do not affect results; without them a hierarchical ring waits for transfers between nodes.
-    """
+    """Returns the compiler options of a program with ring attention; results are the same."""
     return dict(_GPU_OPTIONS) if platform == "gpu" else {}

@@ -1,7 +1,6 @@
 """Distribution of a sequence's tokens over context-parallel ranks.
 
-The data pipeline permutes each sequence once into *layout order*: all tokens of rank 0, then all of
-rank 1, and so on. Layers work in that order, so the model never exchanges tokens between ranks.
+*Layout order* is all tokens of rank 0, then all of rank 1, and so on.
 """
 
 import dataclasses
@@ -35,11 +34,9 @@ class Layout:
         num_ranks: W, the context-parallel size.
         block_size: g, tokens per block.
         nodes: N, for two-level rings; used by the striped layout only. Rank r is device r % L of
-            node r // L with L = W/N, and its phase is device * N + node, so adjacent blocks go to
-            different nodes. At each step of the hierarchical ring all devices of a node then
-            meet diagonals of the same residue mod W (with phase r they would not); in a gather
-            ring, all devices meet the same set of residues. With N = 1 the phase is the rank, as
-            the flat ring needs.
+            node r // L with L = W/N, and its phase is device * N + node. In each step of a
+            two-level ring, all devices of a node then meet diagonals of the same residues mod W.
+            With N = 1 the phase is the rank, as the flat ring needs.
 
     Raises:
         UserError: if a field is invalid, or seq_len is not a multiple of W*g (2*W*g for zigzag);
@@ -72,7 +69,7 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the whole sequence, S / g."""
+        """Blocks of the whole sequence, S / g."""
         return self.seq_len // self.block_size
 
     @property
@@ -84,8 +81,8 @@ class Layout:
         """Returns the local blocks of `rank` in order; their starts are traced if `rank` is."""
         count = self.local_blocks
         if self.kind == "striped":
-            phase = rank % (self.num_ranks // self.nodes) * self.nodes
-            phase = phase + rank // (self.num_ranks // self.nodes)
+            devices = self.num_ranks // self.nodes
+            phase = rank % devices * self.nodes + rank // devices
             return (Segment(phase, self.num_ranks, count),)
         if self.kind == "zigzag":
             half = count // 2

@@ -27,19 +27,16 @@ def depend_on(tree: Any, token: Array) -> Any:
 
 def join(tree: Any) -> Any:
     """Makes every floating array of a tree depend on all of them, on CPU."""
-
-    def on_cpu(tree: Any) -> Any:
-        return depend_on(tree, _all_of(tree))
-
-    return lax.platform_dependent(tree, cpu=on_cpu, default=lax.optimization_barrier)
+    return lax.platform_dependent(
+        tree, cpu=lambda tree: depend_on(tree, _all_of(tree)), default=lax.optimization_barrier
+    )
 
 
 @jax.custom_vjp
 def serialize_collectives(weights: Any, arrays: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
-    """Separates collectives on weights from those that produce or use some arrays.
+    """Returns both unchanged; weights are gathered after `arrays` are computed.
 
-    Returns both unchanged. Weights are gathered after `arrays` are computed. In the backward pass,
-    gradients of `arrays` are used after the weight gradients have been sent.
+    In the backward pass, gradients of `arrays` are used after weight gradients have been sent.
     """
     return depend_on(weights, _all_of(arrays)), arrays
 

@@ -20,8 +20,7 @@ def per_replica(
 ) -> Callable[..., Any]:
     """Maps `function` over data-parallel replicas; returns it unchanged if there is only one.
 
-    Inside, arrays have per-replica shapes, 'data' is an axis for collectives, and XLA decides the
-    sharding over the other axes. The specs have 'data' or no axis; the mesh is of type Auto.
+    Inside, arrays have per-replica shapes, and XLA decides their sharding over the other axes.
     """
     if mesh.shape[DATA_AXIS] == 1:
         return function
@@ -44,20 +43,18 @@ def remaining_axes(axes: Iterable[str]) -> tuple[str, ...]:
 def shard_map_remaining(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Applies `jax.shard_map` over the remaining axes, without replication checks.
-
-    The specs are written as outside `per_replica`.
-    """
+    """Applies `jax.shard_map` over the remaining axes, with specs as outside `per_replica`."""
     axes = remaining_axes(mesh.axis_names)
-    if len(axes) == len(mesh.axis_names):
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
     in_specs, out_specs = jax.tree.map(
         _remaining, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, P)
     )
     return jax.shard_map(
-        function, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+        function,
+        mesh=mesh if len(axes) == len(mesh.axis_names) else None,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
     )
 
 
@@ -71,10 +68,5 @@ def constrain(x: Array, mesh: Mesh, spec: P) -> Array:
 
 def _remaining(spec: P) -> P:
     """Drops the axes that do not shard arrays here from a spec."""
-
-    def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if entry is None:
-            return None
-        return remaining_axes((entry,) if isinstance(entry, str) else entry) or None
-
-    return P(*map(left, spec))
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return P(*(remaining_axes(entry) or None for entry in entries))

@@ -48,7 +48,6 @@ def check(kind, ring, nodes, indices):
         ring_attention,
         layout=layout,
         axis_names=tuple(axes),
-        axis_sizes=tuple(axes.values()),
         ring=ring,
         backend=ring_problem.BACKEND,
     )

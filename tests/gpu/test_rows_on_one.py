@@ -78,7 +78,6 @@ def test_rows_of_eight_ranks_match_the_lists_of_one(kind, ring, nodes, columns):
         ring_attention,
         layout=layout,
         axis_names=tuple(axes),
-        axis_sizes=tuple(axes.values()),
         ring=ring,
         backend=ring_problem.BACKEND,
     )

@@ -181,7 +181,6 @@ def _chunks():
         ({"layout": Layout("striped", 512, 1, 8)}, "q has shape .*; .* .batch, 512, heads"),
         ({"layout": Layout("striped", 256, 1, 16)}, "block_size=8 but the layout has 16"),
         ({"layout": Layout("striped", 256, 2, 8)}, "product 1, but the layout has num_ranks=2"),
-        ({"axis_sizes": (1,)}, "axis_sizes=.1,. must have the same length"),
         ({"ring": "round"}, "ring='round' is unknown; it must be one of"),
         ({"index": lambda: DenseIndex(8, causal=False)}, "is causal, but the index is not"),
         ({"index": _chunks}, "a TokenChunksIndex cannot be expressed as tiles; use"),

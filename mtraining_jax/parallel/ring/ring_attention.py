@@ -27,7 +27,6 @@ def ring_attention(
     *,
     layout: Layout,
     axis_names: tuple[str, ...] = ("node", "device"),
-    axis_sizes: tuple[int, ...] | None = None,
     ring: str = "gather",
     scale: float | None = None,
     backend: str | None = None,
@@ -36,9 +35,7 @@ def ring_attention(
     """Computes causal attention of a sequence sharded over mesh axes; differentiable.
 
     Call it inside `jax.shard_map(..., check_vma=False)`. The backward pass's residuals have the
-    checkpoint names `attn_out` and `attn_lse` (`jax.ad_checkpoint.checkpoint_name`).
-
-    Source: Ring Attention (arXiv 2310.01889).
+    checkpoint names `attn_out` and `attn_lse`. Source: Ring Attention (arXiv 2310.01889).
 
     Args:
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
@@ -47,26 +44,17 @@ def ring_attention(
             `row_sharded`, the rows of this rank's blocks in layout order. Not differentiated.
         layout: distribution of the S tokens over the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
-        axis_sizes: sizes of these axes; defaults to those of the mesh.
-        ring: communication of keys and values; does not change the result. "gather": all-gather
-            over the last axis, ring over the first of two. "hierarchical": a ring over the second
-            axis inside each step of the ring over the first. "flat": one ring over both axes.
-        scale: scale of the logits; defaults to 1/sqrt(D).
-        backend: kernel backend; None for the fastest available one.
-        return_lse: whether to also return the log-sum-exp of the logits.
+        ring, scale, backend, return_lse: as in `sparse_attention`.
 
     Returns:
         out [B, n, Hq, D] in the dtype of q; outputs and gradients are accumulated in fp32. With
-        `return_lse`, a pair of out and lse, fp32 [B, Hq, n], natural logarithm, -inf for empty
-        rows; gradients flow through both.
+        `return_lse`, a pair of out and lse, fp32 [B, Hq, n], -inf for empty rows.
 
     Raises:
-        UserError: if `ring` is unknown.
-        ValueError: if shapes, layout and axes do not match.
+        ValueError: if `ring` is unknown, or shapes, layout and axes do not match.
     """
-    if axis_sizes is None:
-        axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
-    topology = RingTopology(layout, tuple(axis_names), tuple(axis_sizes), ring, scale, backend)
+    axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
+    topology = RingTopology(layout, axis_names, axis_sizes, ring, scale, backend)
     _check(topology, q, k, v, index)
     out, lse = _ring(topology, q, k, v, plan_ring(topology, index, q, k))  # pyright: ignore[reportGeneralTypeIssues]
     return (out, lse) if return_lse else out
@@ -79,7 +67,7 @@ def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -
             f"a {type(index).__name__} cannot be expressed as tiles; use sparse_attention"
         )
     layout = topology.layout
-    local_tokens = layout.seq_len // layout.num_ranks
+    local_tokens = layout.local_blocks * layout.block_size
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[1] != local_tokens:
             raise ValueError(

@@ -4,10 +4,6 @@ Transfers of the next step start at the *beginning* of a step, before the kernel
 For the same reason dk and dv follow one step later in the backward pass: a step sends the sums of
 the previous step, and the kernel's contribution is added to what arrives. In the striped layout,
 the first gather overlaps with the work on the rank's own shard.
-
-By default XLA runs one collective at a time on GPUs, so with two rotating axes a transfer between
-nodes would overlap only one kernel. With `ring_compiler_options` it overlaps all steps inside the
-node (as seen in the schedule that jax 0.11.2 compiles for 8 H200).
 """
 
 from collections.abc import Sequence
@@ -61,10 +57,7 @@ def ring_forward(topology: RingTopology, plans: RingPlans, q: Array, kv: Pair) -
 def ring_backward(
     topology: RingTopology, plans: RingPlans, q: Array, kv: Pair, rows: tuple[Array, Array, Array]
 ) -> tuple[list[Array], Pair]:
-    """Computes dq of every query segment, and (dk, dv) of this rank's keys and values, in fp32.
-
-    Gradients of keys travel with them; `rows` as in `RankKernels.backward`.
-    """
+    """Computes fp32 dq of every query segment and (dk, dv), which travel with the keys."""
     transfers, kernels = Transfers(topology), RankKernels(topology, q)
     held = transfers.hold(kv)
     dq, collected = [None] * kernels.num_segments, None

@@ -41,19 +41,13 @@ class RingPlans:
 
     Columns are computed by the last step of the forward pass and the first one of the backward
     pass. These have plans with columns of their own, unless there is only one step.
-
-    Attributes:
-        own: the rank's own keys, if processed separately from those of its group; else None.
-        steps: a turn of the slowest rotating axis, or the only step.
-        first_with_columns, last_with_columns: None without columns.
-        column_positions: positions of columns in the shards of the rank's group, or None.
     """
 
-    own: StepPlans | None
-    steps: Any
+    own: StepPlans | None  # the rank's own keys, if processed separately from those of its group
+    steps: Any  # a turn of the slowest rotating axis, or the only step
     first_with_columns: StepPlans | None
     last_with_columns: StepPlans | None
-    column_positions: Array | None
+    column_positions: Array | None  # in the shards of the rank's group
 
 
 @jax.named_scope("ring_plans")
@@ -116,10 +110,8 @@ def plan_ring(topology: RingTopology, index: TiledIndex, q: Array, k: Array) -> 
 
 
 def segment_pairs(layout: Layout) -> list[tuple[int, int]]:
-    """Lists pairs (query segment, key segment) with causal work on some pair of ranks.
-
-    Segment i of any rank precedes segment i + 1 of any rank, so later key segments have none.
-    """
+    """Lists pairs (query segment, key segment) with causal work on some pair of ranks."""
+    # Segment i of any rank precedes segment i + 1 of any rank, so later key segments have none.
     count = len(layout.segments(0))
     return [(i, j) for i in range(count) for j in range(i + 1)]
 
@@ -144,10 +136,7 @@ class RankKernels:
     def forward(
         self, plans: StepPlans, keys: Sequence[Pair], columns: Pair | None, state: State, last: bool
     ) -> list[Pair]:
-        """Merges attention to the keys of one step into the running results.
-
-        With `last`, this call completes the results and casts the output to the query dtype.
-        """
+        """Merges attention to the keys of one step into the results; `last` completes them."""
         results: list[Any] = list(state)
         for (i, j), plan in zip(self._pairs, plans, strict=True):
             final = last and i == j  # no later segment has work
@@ -170,11 +159,10 @@ class RankKernels:
         rows: tuple[Array, Array, Array],
         dq: Sequence[Array | None],
     ) -> tuple[list[Array], list[Pair], Pair | None]:
-        """Computes gradients from the keys of one step.
+        """Computes fp32 gradients from the keys of one step.
 
-        `rows` are the gradient of the output [B, n, Hq, D], lse and delta fp32 [B, Hq, n]. Returns
-        accumulated dq of the query segments, (dk, dv) of each key segment, and column gradients
-        or None; all fp32.
+        `rows` are the gradient of the output, lse and delta. Returns accumulated dq of the query
+        segments, (dk, dv) of each key segment, and column gradients or None.
         """
         dqs: list[Any] = list(dq)
         dkv: list[Any] = [None] * self.num_segments

@@ -33,11 +33,10 @@ class RingAxis(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RingTopology:
-    """Static description of a ring; usable inside `shard_map` over `axis_names`.
+    """Static description of a ring, by the arguments of `ring_attention`.
 
     Two rotating axes are nested: in each step of the first one, keys and values pass once around
-    the second, while those of the next node travel along the first. The attributes are arguments of
-    `ring_attention`.
+    the second, while those of the next node travel along the first.
     """
 
     layout: Layout
@@ -49,11 +48,6 @@ class RingTopology:
 
     def __post_init__(self) -> None:
         check_ring(self.ring)
-        if len(self.axis_names) != len(self.axis_sizes) or len(self.axis_names) > 2:
-            raise ValueError(
-                f"axis_names={self.axis_names} and axis_sizes={self.axis_sizes} must have the "
-                "same length, at most 2"
-            )
         if math.prod(self.axis_sizes) != self.layout.num_ranks:
             raise ValueError(
                 f"axis_sizes={self.axis_sizes} have product {math.prod(self.axis_sizes)}, but the "
@@ -90,10 +84,8 @@ class RingTopology:
 
     @property
     def own_apart(self) -> bool:
-        """Whether the work on a rank's own keys is separate from that on the rest of its group.
-
-        In the striped layout the residue of a diagonal identifies it; in others it does not.
-        """
+        """Whether the work on a rank's own keys is separate from that on the rest of its group."""
+        # In the striped layout the residue of a diagonal identifies it; in others it does not.
         return self.gathered is not None and self.layout.kind == "striped"
 
     def rank(self) -> Array | int:

@@ -1,9 +1,8 @@
 """Transfers of a ring: keys and values to the ranks that visit them, gradients back home.
 
-On a gathered axis, each step all-gathers the shards of a group of ranks. With few key/value heads,
-those of a whole node are small: a single kernel call replaces a ring inside the node and keeps its
-running output and lse on chip. Between nodes each device forwards only its own shard, which is
-gathered on arrival, so no byte crosses the slow links twice.
+On a gathered axis, each step all-gathers the shards of a group of ranks: a single kernel call
+replaces a ring inside the node and keeps its running output and lse on chip. Between nodes each
+device forwards only its own shard, so no byte crosses the slow links twice.
 """
 
 import jax
