@@ -36,14 +36,12 @@ def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
             raise ValueError(f"{name} has dtype {x.dtype} but q has {q.dtype}; cast one of them")
     if k.shape != v.shape:
         raise ValueError(f"v has shape {v.shape} but k has {k.shape}; they must be equal")
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(
-            f"k has batch axes {k.shape[:-3]} but q has {q.shape[:-3]}; they must be equal"
-        )
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"k has head dim {k.shape[-1]} but q has {q.shape[-1]}; they must be equal"
-        )
+    for axes, have, need in (
+        ("batch axes", k.shape[:-3], q.shape[:-3]),
+        ("head dim", k.shape[-1], q.shape[-1]),
+    ):
+        if have != need:
+            raise ValueError(f"k has {axes} {have} but q has {need}; they must be equal")
     if q.shape[-2] % k.shape[-2]:
         heads, kv_heads = q.shape[-2], k.shape[-2]
         raise ValueError(
@@ -84,21 +82,28 @@ def check_is_pattern(pattern: object) -> Pattern | Index:
 def check_pattern(pattern: object, q: Array, causal: bool) -> None:
     """Checks that `pattern` supports these inputs."""
     pattern = check_is_pattern(pattern)
+    heads = q.shape[-2]
     if isinstance(pattern, Index):
-        _check_index(pattern, q)
+        if pattern.causal != causal:
+            raise ValueError(
+                f"pattern is an index with causal={pattern.causal}, but causal={causal}"
+            )
+        needed = math.prod(q.shape[:-3]), heads
+        expected = f"[batch, heads] = {list(needed)} first, as in q"
     else:
+        if not causal and not pattern.supports_bidirectional:
+            raise ValueError(
+                f"causal=False is not supported by {type(pattern).__name__}; use pattern=Dense() "
+                "or AdaSpa()"
+            )
         _check_hashable(pattern)
-        _check_pattern_arrays(pattern, q.shape[-2])
-    supports_bidirectional = (
-        pattern.supports_bidirectional if isinstance(pattern, Pattern) else True
-    )
-    if not causal and not supports_bidirectional:
-        raise ValueError(
-            f"causal=False is not supported by {type(pattern).__name__}; use pattern=Dense() or "
-            "AdaSpa()"
-        )
-    if isinstance(pattern, Index) and pattern.causal != causal:
-        raise ValueError(f"pattern is an index with causal={pattern.causal}, but causal={causal}")
+        needed, expected = (heads,), f"one entry for each of the {heads} query heads"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pattern):
+        if jnp.shape(leaf)[: len(needed)] != needed:
+            raise ValueError(
+                f"pattern{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; expected "
+                f"{expected}"
+            )
 
 
 def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> Array | None:
@@ -166,28 +171,6 @@ def _check_hashable(pattern: Pattern) -> None:
             f"pattern={type(pattern).__name__}(...) cannot be hashed ({error}); make its class a "
             "frozen dataclass, @dataclasses.dataclass(frozen=True), with hashable fields"
         ) from None
-
-
-def _check_index(index: Index, q: Array) -> None:
-    batch = math.prod(q.shape[:-3])
-    for path, leaf in jax.tree_util.tree_leaves_with_path(index):
-        have, need = leaf.shape[:2], (batch, q.shape[-2])
-        if have != need:
-            name = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"pattern{name} has [batch, heads] = {list(have)}; expected {list(need)}, as in q"
-            )
-
-
-def _check_pattern_arrays(pattern: Pattern, num_heads: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(pattern):
-        shape = jnp.shape(leaf)
-        if shape[:1] != (num_heads,) or len(path) != 1:
-            name = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"pattern{name} has shape {shape}; expected one entry for each of the "
-                f"{num_heads} query heads"
-            )
 
 
 def check_division(q: Array, k: Array, block_size: int, placement: Placement) -> None:

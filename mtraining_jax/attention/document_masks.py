@@ -8,10 +8,9 @@ _MOST_ENTRIES = 1 << 22  # of a mask, read at a time
 
 
 def key_ranges(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the range of keys that each query of a mask [..., S, S] sees, without a copy.
+    """Returns the first key and the end that each query of a mask [..., S, S] sees, int64 [..., S].
 
-    First key and end are int64 [..., S], equal for a query that sees nothing. None if a query
-    skips keys in its range.
+    They are equal for a query that sees nothing. None if a query skips keys in its range.
     """
     tokens = mask.shape[-1]
     first, end = (np.empty(mask.shape[:-1], np.int64) for _ in range(2))

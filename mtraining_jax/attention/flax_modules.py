@@ -23,8 +23,7 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
     """Returns a function for `attention_fn=` of Flax attention modules.
 
     Supports `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`
-    (`MultiHeadAttention`, `SelfAttention`). Attention is always causal: `is_causal` is optional,
-    and no mask is needed.
+    (`MultiHeadAttention`, `SelfAttention`). Attention is always causal and needs no mask.
 
     Args:
         assume_causal_mask: treat any mask as the causal mask, without reading it. By default a
@@ -36,22 +35,20 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
 
     Returns:
         A function `(query, key, value, *, mask=None, ...)` with the arguments of
-        `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`. query is
-        [..., S, Hq, D], key and value are [..., S, Hk, D], the result is [..., S, Hq, D]. Inputs
-        are cast to `dtype`, or to their common dtype. `precision` and `force_fp32_for_softmax`
-        have no effect: sums and softmax always use fp32. The function raises ValueError for
-        unsupported arguments: other masks, bias, dropout in training, decoding with a cache,
-        `sow_weights`, custom einsums.
+        `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`. Inputs are cast to
+        `dtype`, or to their common dtype. `precision` and `force_fp32_for_softmax` have no effect:
+        sums and softmax always use fp32. It raises ValueError for unsupported arguments: other
+        masks, bias, dropout in training, decoding with a cache, `sow_weights`, custom einsums.
 
     Raises:
         ValueError: if an option is unknown.
     """
     for name in ("return_lse", "return_index"):
-        if options.get(name):
+        if options.pop(name, False):
             raise ValueError(f"{name} is not supported by attention_fn: Flax expects one output")
     never = {"q", "k", "v", "return_lse", "return_index"}
     allowed = sorted(set(inspect.signature(sparse_attention).parameters) - never)
-    if unknown := sorted(set(options) - {*allowed, "return_lse", "return_index"}):
+    if unknown := sorted(set(options) - set(allowed)):
         raise ValueError(
             f"attention_fn got an unknown option {unknown[0]!r}; choose from {', '.join(allowed)}"
         )
@@ -79,37 +76,34 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
         qk_attn_weights_einsum: Callable | None = None,
         attn_weights_value_einsum: Callable | None = None,
     ) -> Array:
-        if bias is not None:
-            raise ValueError(f"bias must be None: {_REASON} to add it to")
-        if module is not None:
-            raise ValueError(f"sow_weights must be False: {_REASON}")
-        if dropout_rate > 0 and not deterministic:
-            raise ValueError(
-                f"dropout_rate={dropout_rate} must be 0, or deterministic=True: {_REASON} to drop "
-                "from"
-            )
-        if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
-            raise ValueError(
-                "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls must be None: sparse "
-                "attention runs in kernels without einsum"
-            )
-        if is_causal and not causal:
-            raise ValueError("is_causal=True contradicts causal=False of attention_fn")
+        refused = {
+            f"bias must be None: {_REASON} to add it to": bias is not None,
+            f"sow_weights must be False: {_REASON}": module is not None,
+            f"dropout_rate={dropout_rate} must be 0, or deterministic=True: {_REASON} to drop "
+            "from": dropout_rate > 0 and not deterministic,
+            "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls must be None: sparse "
+            "attention runs in kernels without einsum": qk_attn_weights_einsum is not None
+            or attn_weights_value_einsum is not None,
+            "is_causal=True contradicts causal=False of attention_fn": is_causal and not causal,
+        }
+        for sentence, given in refused.items():
+            if given:
+                raise ValueError(sentence)
         if causal and query.shape[-3] != key.shape[-3]:
             raise ValueError(
                 f"query has {query.shape[-3]} tokens but key has {key.shape[-3]}: attention_fn "
                 "does not support decoding with a cache (decode=True); use "
                 "flax.nnx.dot_product_attention for it"
             )
-        from_mask = None
+        documents: Any = options.get("documents")
         if mask is not None and not (assume_causal_mask and causal):
             from_mask = _documents_of_mask(mask, query, causal, block_size)
+            if from_mask is not None and documents is not None:
+                raise ValueError("mask separates documents, and documents= is set too; pass one")
+            documents = documents if from_mask is None else from_mask
         common = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(common) for x in (query, key, value))
-        if from_mask is not None and options.get("documents") is not None:
-            raise ValueError("mask separates documents, and documents= is set too; pass one")
-        of_mask: dict[str, Any] = {} if from_mask is None else {"documents": from_mask}
-        out = sparse_attention(query, key, value, **options | of_mask)
+        out = sparse_attention(query, key, value, **options | {"documents": documents})
         return cast(Array, out)  # a tuple only with return_lse or return_index
 
     return attend

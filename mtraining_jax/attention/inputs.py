@@ -29,15 +29,11 @@ class AttentionInputs:
     Attributes:
         pattern: a pattern with arrays [Hq, ...] or without arrays, or a global index with arrays
             [B, Hq, ...]; None for the pattern of `make_attention`.
-        mass_fraction: int32 [B], override of the pattern's mass fraction for each sequence, as in
-            `SelectionContext`.
         grad_tap: zeros, fp32 [Hq, 2]; their cotangent is the result of `gradient_figures` for
             `audit_rows`. None skips these metrics.
-        documents: documents of the sequences. Queries attend within their document, even if an
-            index lists other pairs.
-        valid_len: int32 scalar, tokens before the padding, as in `SelectionContext`.
-        audit_rows: queries to measure the metrics of `attention.audit` on, or None. They cost as
-            much as exact attention of these rows, forward and backward.
+        mass_fraction, documents, valid_len: as in `SelectionContext`.
+        audit_rows: queries to measure the metrics of `attention.audit` on, at the cost of exact
+            attention of these rows.
     """
 
     pattern: Pattern | Index | None = None
@@ -59,23 +55,15 @@ class AttentionInputs:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """Static configuration of an attention call.
-
-    Attributes:
-        layout: token order over the ranks of a sequence; None for one device in sequence order.
-        ring, scale, causal, backend: see `sparse_attention`.
-        statistics: whether to measure the index.
-        by_length: whether to also count its pairs by document length.
-        mask_heads: query heads with their masks included in an audit.
-    """
+    """Static arguments of `sparse_attention` and `make_attention`."""
 
     placement: Placement
-    layout: Layout | None
+    layout: Layout | None  # None for one device in sequence order
     ring: str = "gather"
     scale: float | None = None
     causal: bool = True
     backend: str | None = None
-    statistics: bool = False
+    statistics: bool = False  # whether to measure the index
     by_length: bool = False
     mask_heads: tuple[int, ...] = ()
 
@@ -102,12 +90,7 @@ class AttentionSpec:
 
 
 class AttentionOutput(NamedTuple):
-    """The results of attention.
-
-    Attributes:
-        out, lse, index: see `sparse_attention`.
-        statistics: see `make_attention`; empty unless requested.
-    """
+    """The results of `sparse_attention`, and the statistics of `make_attention` if requested."""
 
     out: Array
     lse: Array

@@ -25,8 +25,6 @@ from pallas_kernels.reference import mask_from_index
 class Inspection:
     """Metrics of an index, as NumPy arrays by batch entry and query head.
 
-    `token_mask` and `block_mask` return the pairs themselves.
-
     Attributes:
         index: the index.
         seq_len: S.
@@ -56,13 +54,12 @@ class Inspection:
             f"{self.seq_len} tokens, blocks of {self.index.block_size}; mean density "
             f"{self.density.mean():.4f}"
         ]
+        shares = {"density": self.density, "executed": self.executed}
         if self.recall is not None and self.rows is not None:
             lines[0] += (
                 f", recall {self.recall.mean():.4f} on {len(self.rows)} rows, worst head "
                 f"{self.recall.min():.4f}"
             )
-        shares = {"density": self.density, "executed": self.executed}
-        if self.recall is not None:
             shares["recall"] = self.recall
         names = ["batch", "head", *self.budgets, *shares]
         lines.append("  ".join(f"{name:>9}" for name in names))
@@ -86,9 +83,8 @@ class Inspection:
         return np.nan_to_num(block_shares(self.index, self.seq_len, batch, head)) > 0
 
     def _check_head(self, batch: int, head: int) -> None:
-        for name, value, size in zip(
-            ("batch", "head"), (batch, head), self.density.shape, strict=True
-        ):
+        sizes = self.density.shape
+        for name, value, size in ("batch", batch, sizes[0]), ("head", head, sizes[1]):
             if not 0 <= value < size:
                 raise ValueError(f"{name}={value} must be in 0 .. {size - 1}")
 
@@ -98,8 +94,7 @@ class Inspection:
         """Writes a PNG with the masks of the given heads side by side.
 
         A pixel is one block of queries by one block of keys (several blocks for a long sequence);
-        darker means a larger fraction of computed pairs. The upper right triangle, which causal
-        attention never computes, is gray. Lines mark document boundaries.
+        darker means a larger fraction of computed pairs. Lines mark document boundaries.
 
         Raises:
             ValueError: if an argument is invalid.
@@ -181,8 +176,7 @@ def inspect(
         if seq_len not in (None, q.shape[1]):
             raise ValueError(f"seq_len={seq_len} but q has {q.shape[1]} tokens; omit seq_len")
         seq_len = q.shape[1]
-    if seq_len is None:
-        seq_len = index.known_seq_len()
+    seq_len = index.known_seq_len() if seq_len is None else seq_len
     if seq_len is None:
         raise ValueError("seq_len is needed: this index does not store the sequence length")
     if seq_len < 1 or seq_len % index.block_size:
@@ -201,21 +195,17 @@ def inspect(
     pairs, executed, total = jax.device_get(_counts(index, seq_len, blocks_of))
     found: dict[str, Any] = {"density": pairs / total, "executed": executed / total, "pairs": pairs}
     if q is not None and k is not None:
+        # The counts of a dense index have no head axis.
+        found = {name: np.broadcast_to(x, q.shape[:3:2]) for name, x in found.items()}
         positions = _rows(rows, seq_len, seed)
         if layout is not None and layout.seq_len != seq_len:
             raise ValueError(f"layout has seq_len={layout.seq_len} but q has {seq_len} tokens")
         order = np.arange(seq_len) if layout is None else layout.permutation()
         q, k = (jnp.asarray(jax.device_get(x)) for x in (q, k))
         blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
-        found["recall"] = _recall(
-            q, k, index, positions, block_ids=blocks, scale=scale, documents=blocks_of
-        )
-        found["rows"] = positions
+        recall = _recall(q, k, index, positions, block_ids=blocks, scale=scale, documents=blocks_of)
+        found |= {"recall": np.asarray(recall), "rows": positions}
     budgets = {name: np.asarray(x) for name, x in index.budgets().items()}
-    found = {name: np.asarray(x) for name, x in found.items()}
-    if q is not None:  # the counts of a dense index have no head axis
-        of_heads = {name for name, x in found.items() if x.ndim == 2}
-        found |= {name: np.broadcast_to(found[name], q.shape[:3:2]) for name in of_heads}
     return Inspection(index, seq_len, budgets=budgets, documents=documents, **found)
 
 

@@ -65,9 +65,8 @@ class Placement:
     def run(self, function: Callable, in_specs: Any, out_specs: Any, args: tuple) -> Any:
         """Runs a function on the shards of every device, or directly without a mesh.
 
-        The specs are prefixes of the arguments and results. Arguments are resharded along Explicit
-        axes; these are made Auto around the call, and results are sharded by `out_specs`. An axis
-        removed by `jax.vmap` may therefore be sharded too.
+        The specs are prefixes of the arguments and results. Explicit axes are made Auto around the
+        call; an axis removed by `jax.vmap` may therefore be sharded too.
         """
         explicit = self.explicit
         if explicit is None:

@@ -19,7 +19,7 @@ from mtraining_jax.attention.inputs import AttentionInputs, AttentionOutput, Att
 from mtraining_jax.attention.placement import Placement, take
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
-from mtraining_jax.parallel.ring import check_ring, ring_attention
+from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.patterns.base import Pattern, select_pairs
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.by_length import pairs_by_length
@@ -193,20 +193,15 @@ def make_attention(
         by_length: also count computed pairs by document length.
 
     Returns:
-        A function `attention(q, k, v, inputs=AttentionInputs()) -> (out, stats)` for use under
-        `jax.jit`. q, k and v are in layout order, after rotary embedding.
-
-        stats are fp32 scalars, means over heads and batch (inside `per_replica`, of each
-        data-parallel replica): `density` (computed pairs over causal pairs), `executed` (pairs in
-        executed tiles over causal pairs) and `Selection.statistics`. With documents, these ratios
-        are relative to causal pairs within documents. `document_pairs`, `computed_pairs` and
-        `executed_pairs` are then relative to all causal pairs of the sequence, so they may be
-        averaged over sequences; `by_length` adds the counts of `pairs_by_length`. With
-        `inputs.audit_rows`, stats also has `audit`, the metrics of `forward_figures` (fp32 [Hq]
-        each), and with `mask_heads` also `masks`, the index of these heads of the first sequence
-        with all of its rows.
+        A function `attention(q, k, v, inputs=AttentionInputs()) -> (out, stats)` of arrays in
+        layout order, after rotary embedding, for use under `jax.jit`. stats are fp32 scalars,
+        means over heads and batch: `density` (computed pairs over causal pairs within documents),
+        `executed` (pairs in executed tiles over the same), and `Selection.statistics`. With
+        documents also `document_pairs`, `computed_pairs` and `executed_pairs`, relative to all
+        causal pairs of the sequence, and the counts of `pairs_by_length`. With
+        `inputs.audit_rows` also `audit`, the metrics of `forward_figures`, and `masks`, the index
+        of `mask_heads` of the first sequence with all of its rows.
     """
-    check_ring(ring)
     ranks = math.prod(mesh.shape[name] for name in sequence_axes)
     if ranks != layout.num_ranks:
         raise ValueError(
@@ -227,9 +222,8 @@ def make_attention(
     def attention(
         q: Array, k: Array, v: Array, inputs: AttentionInputs | None = None
     ) -> tuple[Array, Stats]:
-        inputs = AttentionInputs() if inputs is None else inputs
-        if inputs.pattern is None:
-            inputs = dataclasses.replace(inputs, pattern=pattern)
+        if inputs is None or inputs.pattern is None:
+            inputs = dataclasses.replace(inputs or AttentionInputs(), pattern=pattern)
         output = attend(spec, q, k, v, inputs)
         return output.out, output.statistics
 

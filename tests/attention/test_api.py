@@ -268,7 +268,6 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped((2, 64, 3, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k.* 2 or 4"),
         (shaped(dtype=jnp.int32), {}, "q has dtype int32; it must be bfloat16, float16 or float32"),
         (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
-        (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
         (shaped(k_dtype=jnp.bfloat16), {}, "k has dtype bfloat16 but q has float32"),
         (shaped(v=(2, TOKENS, KV_HEADS, 16)), {}, "v has shape .* but k has"),
         (shaped(k=(2, TOKENS, KV_HEADS, 16)), {}, "k has head dim 16 but q has 8"),
@@ -325,7 +324,7 @@ def test_traced_settings_and_an_index_of_another_batch_raise():
     with pytest.raises(ValueError, match="positions are a traced array; .* layout="):
         jax.eval_shape(functools.partial(attend, name="positions"), jnp.arange(TOKENS))
     _, _, index, _ = expected()
-    with pytest.raises(ValueError, match=r"pattern.slash_blocks has .* \[2, 4\]; .* \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"pattern.slash_blocks has .*\(2, 4, .* = \[1, 4\]"):
         sparse_attention(*(x[:1] for x in inputs()), pattern=index)
 
 
