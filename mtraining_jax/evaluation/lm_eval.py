@@ -10,7 +10,6 @@ is the harness command with this model class registered. From Python, pass a `Ha
 from typing import Any
 
 import jax
-import numpy as np
 
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.engine.options import GenerateOptions
@@ -114,10 +113,9 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
         found = []
         for texts, context, continuation in tqdm(requests, disable=disable_tqdm, desc="scoring"):
             forced = self.engine.forced(context, continuation)
-            answer = float(forced.log_probs.sum(dtype=np.float64)), bool(forced.is_argmax.all())
-            found.append(answer)
+            found.append((float(forced.log_probs.sum(dtype=float)), bool(forced.is_argmax.all())))
             if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
+                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -125,10 +123,7 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = harness_utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
+                self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
             )
             pairs = [(None, *harness_utils.make_disjoint_window(window)) for window in windows]
             answers = self._loglikelihood_tokens(pairs, disable_tqdm=True)
@@ -140,10 +135,9 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="generating"):
             context, settings = request.args
-            options = generate_options(settings)
-            text = self.engine.generate(self.tok_encode(context), options).text
-            found.append(text)
-            self.cache_hook.add_partial("generate_until", request.args, text)
+            generated = self.engine.generate(self.tok_encode(context), generate_options(settings))
+            found.append(generated.text)
+            self.cache_hook.add_partial("generate_until", request.args, generated.text)
         return found
 
 

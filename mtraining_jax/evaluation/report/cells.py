@@ -49,21 +49,17 @@ class Lines:
         """Returns the lines of a task and length by sample number; may be empty."""
         return self._by_cell.get((run, task, length), {})
 
-    def at_length(self, run: Run, length: int) -> list[Line]:
-        return [x for task in self.tasks for x in self.cell(run, task, length).values()]
-
     def score(self, run: Run, task: str, length: int) -> Mean | None:
         lines = self.cell(run, task, length)
         return Mean.of([line["score"] for line in lines.values()]) if lines else None
 
     def mean_of_tasks(self, run: Run, tasks: Sequence[str], length: int) -> Mean | None:
         """Returns the plain mean over (independent) tasks; None if one is missing."""
-        means = [self.score(run, task, length) for task in tasks]
-        found = [mean for mean in means if mean is not None]
-        if not found or len(found) < len(means):
+        means = [mean for task in tasks if (mean := self.score(run, task, length)) is not None]
+        if not means or len(means) < len(tasks):
             return None
-        error = math.sqrt(sum(mean.error**2 for mean in found)) / len(found)
-        return Mean(float(np.mean([mean.value for mean in found])), error, len(found))
+        error = math.sqrt(sum(mean.error**2 for mean in means)) / len(means)
+        return Mean(float(np.mean([mean.value for mean in means])), error, len(means))
 
     def difference(self, first: Run, second: Run, task: str, length: int) -> Mean | None:
         """Returns the mean of the first run's score minus the second's on the same prompts."""
@@ -71,7 +67,7 @@ class Lines:
         both = sorted(lines.keys() & others.keys())
         return Mean.of([lines[n]["score"] - others[n]["score"] for n in both]) if both else None
 
-    def losses_of_documents(self, run: Run, length: int) -> dict[int, list[float]]:
+    def losses(self, run: Run, length: int) -> dict[int, list[float]]:
         """Returns by document the mean loss per position bucket, and that of the last tokens."""
         return {
             line["number"]: [*line["loss_by_position"], line["loss_of_last"]]

@@ -129,7 +129,7 @@ def _loss(lines: Lines, length: int) -> Any:
     """Loss over position, one line per model and attention."""
     figure, (ax,) = _figure(6, 3.6, 1, 1)
     for run in lines.runs:
-        documents = list(lines.losses_of_documents(run, length).values())
+        documents = list(lines.losses(run, length).values())
         if not documents:
             continue
         means = [Mean.of(values) for values in np.array(documents).T[:-1]]

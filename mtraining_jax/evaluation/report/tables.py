@@ -128,7 +128,7 @@ def _times(lines: Lines) -> TextTable:
     """Seconds per sample and density, by length."""
     rows = []
     for length, run in itertools.product(lines.lengths, lines.runs):
-        found = lines.at_length(run, length)
+        found = [x for task in lines.tasks for x in lines.cell(run, task, length).values()]
         if found:
             median = f"{float(np.median([line['seconds'] for line in found])):.3g}"
             densities = [line["density"] for line in found if line["density"] is not None]
@@ -148,7 +148,7 @@ def _times(lines: Lines) -> TextTable:
 def _losses(lines: Lines, length: int) -> TextTable:
     """Loss by position: one row per bucket, one column per model and attention."""
     columns: dict[str, list[str]] = {}
-    documents = {run: lines.losses_of_documents(run, length) for run in lines.runs}
+    documents = {run: lines.losses(run, length) for run in lines.runs}
     for model in lines.models:
         for attention in lines.attentions:
             if found := documents[model, attention]:
