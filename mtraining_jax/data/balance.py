@@ -14,11 +14,9 @@ CostFn = Callable[[np.ndarray, np.ndarray], float]
 def even_order(costs: np.ndarray, replicas: int, parts: int = 1) -> np.ndarray:
     """Greedy balancing: assigns the most expensive sequences first, to the least loaded replica.
 
-    All replicas get equally many sequences, the most expensive ones first, so that micro-batches
+    Maps costs, floats [B] above 0, to the index of the sequence for each row, int64 [B]. Replicas
+    take equally many consecutive rows, the most expensive ones first, so that micro-batches
     (`parts`) computed at the same time are balanced too. Keeps an order that is as balanced.
-
-    Maps the costs of sequences, floats [B] above 0, to the index of the sequence for each row,
-    int64 [B]. Replicas take consecutive rows.
     """
     costs = np.asarray(costs, np.float64)
     room, odd = divmod(costs.size, replicas)
@@ -46,17 +44,14 @@ def imbalance(costs: np.ndarray, replicas: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """Assigns the sequences of global batches to replicas, identically on all processes.
-
-    Without `densities`, measured by document length, it assumes dense attention.
-    """
+    """Assigns the sequences of global batches to replicas, identically on all processes."""
 
     name: str
     replicas: int
     parts: int
     block_size: int
     cost: CostFn
-    densities: Densities | None = None
+    densities: Densities | None = None  # measured by document length; None assumes dense attention
 
     def order(
         self, step: int, lengths: Sequence[np.ndarray], generation: int | None = None

@@ -30,22 +30,16 @@ class Repositioned(Exception):
 
 
 class Densities:
-    """Thread-safe moving averages by length class, from `start` [K], after each of the last steps.
-
-    `generation` counts how often the loader was repositioned or closed.
-    """
+    """Thread-safe moving averages by length class of the last steps, from `start` [K]."""
 
     def __init__(self, start: np.ndarray) -> None:
         self._start = np.asarray(start, np.float64)
         self._changed = threading.Condition()
         self._after = {0: self._start}
-        self.generation = 0
+        self.generation = 0  # how often the loader was repositioned or closed
 
     def before(self, step: int, generation: int | None = None) -> np.ndarray:
-        """The averages [K] for the batch of a step: those after step - `DELAY`; waits for them.
-
-        Raises `Repositioned` if `go_to` or `close` was called since `generation`.
-        """
+        """The averages [K] for the batch of a step: those after step - `DELAY`; waits for them."""
         with self._changed:
             generation = self.generation if generation is None else generation
             self._changed.wait_for(lambda: self.generation != generation or self.known_before(step))

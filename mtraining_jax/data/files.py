@@ -16,10 +16,8 @@ def find_files(
 ) -> list[Path]:
     """Lists files without duplicates: in the order of ``paths``, sorted within each entry.
 
-    Args:
-        paths: files, folders (searched recursively) or globs (``**`` crosses folders).
-        suffixes: of files in folders. Without suffixes, empty files from folders and globs are
-            skipped; all other empty files are errors.
+    An entry is a file, a folder (searched recursively for suffixes) or a glob (``**`` crosses
+    folders). Empty files are errors; without suffixes, those of folders and globs are skipped.
     """
     files: dict[Path, None] = {}
     for entry in paths:

@@ -1,7 +1,6 @@
 """Loads the local part of global batches of token ids, in layout order.
 
-All processes shuffle the same sequence indices with the same seed, so they agree on global batches
-without communication. Each reads only its rows and columns.
+All processes shuffle with the same seed, so they agree on global batches without communication.
 """
 
 import functools
@@ -30,28 +29,24 @@ _SAMPLES, _SAMPLE_LEN = 64, 64
 class Loader:
     """Endless iterator over the local part of the global batches: dicts of arrays.
 
-    - ``tokens``: int32 [b, s], local rows and columns.
-    - ``labels``: int32 [b, s], next tokens; `IGNORE_LABEL` at the last position of a sequence (as
-      in MTraining's collate function). With documents, also at the last token of each document and
-      in padding, where tokens are 0; each document begins at a block boundary.
+    - ``tokens``: int32 [b, s], local rows and columns; 0 in padding.
+    - ``labels``: int32 [b, s], next tokens; `IGNORE_LABEL` at the last token of a sequence (as in
+      MTraining's collate function) or of a document, and in padding.
     - ``documents``, with `data.has_documents`: int32 [b, NB, 3] over all NB blocks in global order:
       first block and end block (exclusive) of the block's document, and its tokens without padding;
       NB, 0, 0 for padding.
     - ``weights``, if `weighted`: fp32 [b, s], equal for the labels of a document, with sum 1.
 
-    An epoch visits every sequence once, in a new order if shuffled. Batches may span two epochs.
-    Balancing reorders sequences within a batch only.
+    Documents begin at block boundaries. An epoch visits every sequence once, in a new order if
+    shuffled. Batches may span two epochs. Balancing reorders sequences within a batch only.
 
     Args:
         permutation: integers [S], layout order index -> position in the sequence.
-        vocab_size: vocabulary size of the model.
         rows, columns: ascending integers [b] and [s], the rows of the global batch and the layout
             order indices to read (see `local_rows_and_columns`); None reads all.
         block_size: tokens per attention block; required if `data.has_documents`.
-        weighted: add weights; needs `data.has_documents`.
         balance: how to assign sequences to data-parallel replicas; None keeps the order of the
-            data. With densities, call `measured` after each step, since prefetching waits for
-            them, and `close` at the end.
+            data. With densities, call `measured` after each step and `close` at the end.
 
     Attributes:
         packs: None without `data.has_documents`.
@@ -73,8 +68,6 @@ class Loader:
     ) -> None:
         if found := list(data.source_options.problems(data, vocab_size)):
             raise UserError("\n".join(found))
-        self.rows = np.arange(data.batch_size) if rows is None else rows
-        self.columns = np.arange(data.seq_len) if columns is None else columns
         if data.has_documents and block_size is None:
             raise UserError(
                 f'data.mode = "{data.mode}" with attention masked between documents is not '
@@ -84,44 +77,37 @@ class Loader:
         self._block_size = block_size if data.has_documents and block_size else data.seq_len
         if data.seq_len % self._block_size:
             raise ValueError(f"data.seq_len = {data.seq_len} is not a multiple of {block_size}")
-        corpus = data.source_options.open(data, vocab_size)
-        self._starts, self._stream = corpus.starts, corpus.stream
+        self._data, self._weighted = data, weighted
+        self.rows = np.arange(data.batch_size) if rows is None else rows
+        self.columns = np.arange(data.seq_len) if columns is None else columns
+        self.corpus = data.source_options.open(data, vocab_size)
         self.packs: Packs | None = None
         if data.has_documents:
-            self.packs = packs_of(corpus, data, self._block_size)
-        self.vocab_size, self.tokenizer = corpus.vocab_size, corpus.tokenizer
-        self.batch_size, self.seq_len = data.batch_size, data.seq_len
-        self.num_sequences = len(corpus.starts if self.packs is None else self.packs)
-        self._weighted = weighted
-        self._balance = balance
-        if balance is not None and (self.packs is None or balance.replicas == 1):
-            self._balance = None
-        self.description = self._describe(data, corpus.summary, balance)
+            self.packs = packs_of(self.corpus, data, self._block_size)
+        self.num_sequences = len(self.corpus.starts if self.packs is None else self.packs)
+        self.description = self._describe(balance)
+        self.identity = self._identity()
+        balances = balance is not None and self.packs is not None and balance.replicas > 1
+        self._balance = balance if balances else None
         self._densities = None if self._balance is None else self._balance.densities
-        self.identity = self._identity(data)
         positions = np.asarray(permutation, np.int64)[self.columns]
-        following = np.minimum(positions + 1, self.seq_len - 1)
+        following = np.minimum(positions + 1, data.seq_len - 1)
         # Tokens that are also labels are read once.
         both = np.concatenate([positions, following])
         self._needed, indices = np.unique(both, return_inverse=True)
         self._of_tokens, self._of_labels = np.split(indices, 2)
-        sequences = grain.MapDataset.range(self.num_sequences)
-        if data.shuffle:
-            sequences = sequences.shuffle(seed=data.seed)
-        # Without drop_remainder Grain counts batches of one row in floating point and exceeds the
-        # range of an index. The endless repetition has no remainder.
-        self._batches = sequences.repeat().batch(data.batch_size, drop_remainder=True)
         self.sequences: np.ndarray | None = None
         self.step = 0
         self._start_reading()
 
-    def _describe(self, data: DataSpec, summary: str, balance: Balance | None) -> str:
+    def _describe(self, balance: Balance | None) -> str:
+        data, corpus = self._data, self.corpus
         order = f"shuffled with seed {data.seed}" if data.shuffle else "in order"
-        by = "token ids" if self.tokenizer is None else f"tokenizer {self.tokenizer.name}"
+        by = "token ids" if corpus.tokenizer is None else f"tokenizer {corpus.tokenizer.name}"
         text = (
-            f"{data.source}: {summary} ({by}, vocabulary {self.vocab_size:,});"
-            f" {self.num_sequences:,} sequences of {self.seq_len:,} ({data.mode}), {order},"
-            f" {self.batch_size} per batch"
+            f"{data.source}: {corpus.summary} ({by}, vocabulary {corpus.vocab_size:,});"
+            f" {self.num_sequences:,} sequences of {data.seq_len:,} ({data.mode}), {order},"
+            f" {data.batch_size} per batch"
         )
         if self.packs is not None:
             text += f"; {self.packs.summary}"
@@ -133,26 +119,30 @@ class Loader:
                 text += " has no effect with a single data-parallel replica"
         return text
 
-    def _identity(self, data: DataSpec) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         """A saved state is only valid if all of these are equal."""
-        fields = ("source", "mode", "seq_len", "batch_size", "shuffle", "seed")
-        identity: dict[str, Any] = {f"data.{name}": getattr(data, name) for name in fields}
-        identity["number of tokens"] = len(self._stream)
+        identity: dict[str, Any] = {}
+        if self.packs is not None:  # the name of the field in older checkpoints
+            identity = {"data.documents": True, "block size": self._block_size}
+        for name in ("source", "mode", "seq_len", "batch_size", "shuffle", "seed"):
+            identity[f"data.{name}"] = getattr(self._data, name)
+        identity["number of tokens"] = len(self.corpus.stream)
         identity["number of sequences"] = self.num_sequences
         if self.packs is not None:
-            identity = {
-                "data.documents": True,  # as in checkpoints before the field was renamed
-                "block size": self._block_size,
-                **identity,
-                "digest of the packed documents": self.packs.digest,
-            }
-        if isinstance(self._stream, TokenStream):  # other streams are determined by their fields
-            identity[_SAMPLE] = _checksum_of_sample(self._stream)
+            identity["digest of the packed documents"] = self.packs.digest
+        if isinstance(self.corpus.stream, TokenStream):  # their fields determine other streams
+            identity[_SAMPLE] = _checksum_of_sample(self.corpus.stream)
         return identity
 
     def _start_reading(self) -> None:
+        sequences = grain.MapDataset.range(self.num_sequences)
+        if self._data.shuffle:
+            sequences = sequences.shuffle(seed=self._data.seed)
+        # Without drop_remainder Grain counts batches of one row in floating point and exceeds the
+        # range of an index. The endless repetition has no remainder.
+        batches = sequences.repeat().batch(self._data.batch_size, drop_remainder=True)
         generation = None if self._densities is None else self._densities.generation
-        batches = self._batches.map_with_index(functools.partial(self._read, generation))
+        batches = batches.map_with_index(functools.partial(self._read, generation))
         # Rows may have megabytes; one thread that prefetches two batches hides the latency.
         self._iterator = iter(
             batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -211,10 +201,10 @@ class Loader:
 
     def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """One device's shard of an array of a batch, by its global rows and columns."""
-        local = array[_local_slice("rows", self.rows, index[0], self.batch_size)]
+        local = array[_local_slice("rows", self.rows, index[0], self._data.batch_size)]
         if array.ndim > 2:
             return local
-        return local[:, _local_slice("columns", self.columns, index[1], self.seq_len)]
+        return local[:, _local_slice("columns", self.columns, index[1], self._data.seq_len)]
 
     def close(self) -> None:
         """Stops prefetching."""
@@ -230,11 +220,12 @@ class Loader:
 
     def _pieces(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         if self.packs is None:
-            return np.array([self._starts[sequence]]), np.array([self.seq_len])
+            return np.array([self.corpus.starts[sequence]]), np.array([self._data.seq_len])
         return self.packs.pieces(sequence)
 
     def _read_rows(self, sequences: np.ndarray) -> Batch:
-        shape, num_blocks = (self.rows.size, self.columns.size), self.seq_len // self._block_size
+        shape = self.rows.size, self.columns.size
+        num_blocks = self._data.seq_len // self._block_size
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
         documents = np.empty((self.rows.size, num_blocks, 3), np.int32)
         weights = np.zeros(shape, np.float32)
@@ -243,7 +234,7 @@ class Loader:
             documents[i] = table = block_table(lengths, self._block_size, num_blocks)
             places, left = stream_positions(starts, table, self._needed, self._block_size)
             ids = np.zeros(places.shape, np.int32)
-            ids[left > 0] = self._stream.take(places[left > 0])
+            ids[left > 0] = self.corpus.stream.take(places[left > 0])
             tokens[i] = ids[self._of_tokens]
             # The last token of a document has no label.
             followed = left[self._of_tokens] > 1

@@ -11,12 +11,10 @@ _SHORT = 10
 def best_fit(blocks: np.ndarray, capacity: int) -> np.ndarray:
     """Best-fit packing: each document goes to the fullest pack that has room for it.
 
-    Long documents are placed first, in decreasing order. Short ones (at most a tenth of a pack)
-    follow in the given order and fill the gaps; mixed lengths keep packs similar. Only long
-    documents can waste more than a tenth of all packs, and need at most 11/9 of the optimal number
-    of packs (best fit decreasing). After Ding et al. (arXiv 2404.10830), who sort all documents.
-
-    Maps the blocks of each document, int64 [d], 1 to `capacity`, to the index of its pack.
+    Maps the blocks of each document, int64 [d], 1 to `capacity`, to the index of its pack. Long
+    documents are placed first, in decreasing order. Short ones (at most a tenth of a pack) follow
+    in the given order and fill the gaps; mixed lengths keep packs similar. After Ding et al. (arXiv
+    2404.10830), who sort all documents.
     """
     is_long = blocks * _SHORT > capacity
     long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
@@ -46,9 +44,7 @@ def best_fit(blocks: np.ndarray, capacity: int) -> np.ndarray:
 def packed_order(blocks: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Packs documents of `blocks`, int64 [d], in windows; shuffles packs and their documents.
 
-    Random document order balances the ring over all positions of a sequence. Random pack order is
-    needed because best fit opens packs with long documents first. Returns the documents in order
-    of packs [d], and the number of documents up to the end of each pack.
+    Returns the documents in order of packs [d], and their number up to the end of each pack.
     """
     rng = np.random.default_rng([seed, 0x7061636B])
     packs = np.empty(blocks.shape, np.int64)
@@ -57,6 +53,8 @@ def packed_order(blocks: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarr
         window = start + rng.permutation(min(WINDOW, blocks.size - start))
         packs[window] = number + best_fit(blocks[window], capacity)
         number = int(packs[window].max()) + 1
+    # Best fit opens packs with long documents first. Random document order balances the ring over
+    # all positions of a sequence.
     packs = rng.permutation(number)[packs]
     order = np.lexsort((rng.random(blocks.size), packs))
     return order, np.cumsum(np.bincount(packs, minlength=number))

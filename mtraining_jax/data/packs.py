@@ -101,10 +101,7 @@ def _nothing(data: DataSpec, lengths: np.ndarray, kept: np.ndarray, block_size: 
 
 
 def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.ndarray:
-    """The document of each block of a sequence with documents of `lengths`, int64 [d] in tokens.
-
-    Returns int32 [NB, 3], see `documents` of `Loader`.
-    """
+    """The `documents` of `Loader`, int32 [NB, 3], from lengths in tokens, int64 [d]."""
     blocks = -(-lengths // block_size)
     ends = np.cumsum(blocks)
     if ends[-1] > num_blocks:

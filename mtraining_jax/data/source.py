@@ -46,8 +46,7 @@ class Source:
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         """Opens the source; called once, after `problems`, with the same result in all processes.
 
-        All token ids must be below `vocab_size`. Raises UserError if the source is unreadable,
-        malformed, too small, or does not fit the vocabulary.
+        Raises UserError if the source is unreadable or too small, or has ids above `vocab_size`.
         """
         raise NotImplementedError(f"{type(self).__name__}.open")
 

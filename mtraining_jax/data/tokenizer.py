@@ -16,13 +16,7 @@ BYTES = "bytes"  # the value of data.tokenizer that is not a file
 
 
 class Tokenizer:
-    """Base class of tokenizers.
-
-    Args:
-        name: value of data.tokenizer, for messages.
-        vocab_size: all ids are below this.
-        eos: end-of-document token.
-    """
+    """Base class of tokenizers with ids below `vocab_size`, and `eos` to end documents."""
 
     def __init__(self, name: str, vocab_size: int, eos: int) -> None:
         if not 0 <= eos < vocab_size:
@@ -69,10 +63,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``, loaded with the ``tokenizers`` library.
-
-    `encode` ignores the file's templates, truncation and padding.
-    """
+    """A ``tokenizer.json``; `encode` ignores its templates, truncation and padding."""
 
     def __init__(self, path: str | Path, eos: int | str | None = None) -> None:
         field = f'data.tokenizer = "{path}"'

@@ -28,6 +28,7 @@ from mtraining_jax.data.sources.token_parts import (
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 # Bytes of documents per part; a process holds two parts and their tokens.
 PART_BYTES = 2**25
@@ -52,6 +53,10 @@ class Totals:
         self.documents += record.documents
         self.tokens += record.tokens
         self.found += found
+
+    def __str__(self) -> str:
+        documents, parts = counted(self.documents, "document"), counted(self.parts, "part")
+        return f"{documents}, {self.tokens:,} tokens in {parts}"
 
 
 def pretokenize_hint(data: DataSpec) -> str | None:

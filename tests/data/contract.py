@@ -52,7 +52,8 @@ class SourceContract:
         assert set(batch) == {"tokens", "labels", *documents}
         for name, array in batch.items():
             assert array.shape == documents.get(name, (3, 4)) and array.dtype == np.int32
-        assert batch["tokens"].min() >= 0 and batch["tokens"].max() < loader.vocab_size <= VOCAB
+        assert batch["tokens"].min() >= 0
+        assert batch["tokens"].max() < loader.corpus.vocab_size <= VOCAB
         labels, following = batch["labels"][:, :-1], batch["tokens"][:, 1:]
         if documents:
             following = np.where(labels == IGNORE_LABEL, IGNORE_LABEL, following)

@@ -170,11 +170,11 @@ def test_options_of_a_source_are_unknown_without_it():
 def test_python_stdlib_is_deterministic_and_has_no_tests():
     data = section(seq_len=4096 * 256)
     loader = loader_of(data)
-    assert loader.vocab_size == 257
+    assert loader.corpus.vocab_size == 257
     assert loader.description.startswith("python_stdlib: ")
     # Files are sorted by path: __future__.py is always first.
     first = next(loader)["tokens"][0, :40]
-    assert loader.tokenizer.decode(first).startswith('"""Record of phased-in incompatible')
+    assert loader.corpus.tokenizer.decode(first).startswith('"""Record of phased-in incompatible')
     files = library_files()
     assert files == library_files() and files[0].name == "__future__.py"
     assert not any("test" in path.parts or "tests" in path.parts for path in files)

@@ -1,6 +1,5 @@
 """Python's standard library as training text, without a download."""
 
-import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -32,16 +31,8 @@ def library_files() -> list[Path]:
     """The sorted ``.py`` files of the standard library, without tests and generated files."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in root.walk():
         folders[:] = [name for name in folders if name not in _SKIPPED]
-        files += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-    if not files:
-        raise UserError(
-            f'data.source = "python_stdlib": there are no .py files in {root}; use data.source = '
-            '"text"'
-        )
+        sources = [name for name in names if name.endswith(".py")]
+        files += [folder / name for name in sources if not name.startswith("_sysconfigdata")]
     return sorted(files, key=lambda path: path.parts)

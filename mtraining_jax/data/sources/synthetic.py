@@ -58,11 +58,10 @@ class Synthetic(Source):
 
 
 class SyntheticStream:
-    """Random token ids of `NUM_SEQUENCES` sequences.
+    """Token ids that follow Zipf's law, in documents that end with `eos`.
 
-    Ids follow Zipf's law. Documents have lognormal lengths and end with `eos`, which occurs nowhere
-    else; the last document of a sequence is truncated. About every third passage repeats an earlier
-    one of its sequence, at any distance, so that models have something to learn.
+    The last document of a sequence is truncated. About every third passage repeats an earlier one
+    of its sequence, at any distance, so that models have something to learn.
     """
 
     def __init__(self, seq_len: int, vocab_size: int, eos: int, seed: int):
@@ -118,6 +117,8 @@ class SyntheticPacks:
     stream: SyntheticStream
     data: DataSpec
     block_size: int
+    summary = "documents aligned to blocks"
+    digest = "synthetic"  # the fields of the section determine the packing
 
     def __len__(self) -> int:
         return NUM_SEQUENCES
@@ -130,14 +131,6 @@ class SyntheticPacks:
             starts, lengths, self.block_size, seq_len // self.block_size
         )
         return starts[: ends[0]], lengths[: ends[0]]
-
-    @property
-    def summary(self) -> str:
-        return "documents aligned to blocks"
-
-    @property
-    def digest(self) -> str:
-        return "synthetic"  # the fields of the section determine the packing
 
 
 def _ends(lengths: Callable[[int], np.ndarray], mean: float, total: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+from numpy.lib import format as npy
 
 from mtraining_jax.data.files import errors_as, reason
 from mtraining_jax.data.stream import Part
@@ -71,17 +72,12 @@ def _check_raw(path: Path) -> None:
 
 
 def _npy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
     problem = f"data.paths: {path} is truncated or not a .npy file"
     # NumPy parses the header as Python, which may raise anything.
     with errors_as(UserError, problem, Exception), path.open("rb") as file:
-        version = np.lib.format.read_magic(file)
-        if version not in readers:
-            raise ValueError(f"format version {version}")
-        shape, fortran, dtype = readers[version](file)
+        is_first = npy.read_magic(file) == (1, 0)
+        read_header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
+        shape, fortran, dtype = read_header(file)
         if any(size < 0 for size in shape):
             raise ValueError(f"shape {shape}")
         offset = file.tell()

@@ -2,8 +2,7 @@
 
 A part has three files: `part-00000.npy` (token ids, each document with its end token),
 `part-00000.npy.lengths` (tokens per document) and `part-00000.json`, written last to mark the part
-complete. `token_parts.json` describes the origin of the parts and whether all of them exist. Files
-are renamed into place, so that an interruption leaves no truncated files.
+complete. `token_parts.json` describes the origin of the parts and whether all of them exist.
 """
 
 import json
