@@ -7,14 +7,13 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from mtraining_jax.cli.model_command import (
     at_least,
     check_required,
     expanded_path,
     forwarded_options,
     model_parser,
+    results_console,
     run_command,
     token_count,
 )
@@ -114,10 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 160  # for tables in a file
-    request = parse(arguments)
+    console, request = results_console(), parse(arguments)
     # Imported here: evaluation.command imports JAX, and the report matplotlib.
     from mtraining_jax.evaluation.report import write_report
 

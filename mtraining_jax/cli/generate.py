@@ -41,6 +41,7 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
 New text goes to standard output, all other messages to standard error.
 """
 
+_NUMBERS = ("max_new_tokens", "temperature", "top_p", "seed")
 _INTERRUPTED = 130
 _ENDS = {"end": "the end token", "stop": "a stop text", "length": "--max-new-tokens"}
 
@@ -54,13 +55,10 @@ def _run(arguments: list[str]) -> int:
     parser = model_parser("generate.py")
     for name in ("prompt", "prompt-file"):
         parser.add_argument(f"--{name}")
-    for name, kind, default in (
-        ("max-new-tokens", int, 256),
-        ("temperature", float, 0.0),
-        ("top-p", float, 1.0),
-        ("seed", int, 0),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=default)
+    for name in _NUMBERS:
+        default = getattr(GenerateOptions, name)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default)
     parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense")
     found, rest = parser.parse_known_args(arguments)
@@ -77,9 +75,7 @@ def _run(arguments: list[str]) -> int:
         raise UserError(
             f"--{min(of_sparse)} has no effect with --attention=dense; add --attention=sparse"
         )
-    options = GenerateOptions(
-        found.max_new_tokens, found.temperature, found.top_p, found.seed, tuple(found.stop)
-    )
+    options = GenerateOptions(*(getattr(found, name) for name in _NUMBERS), tuple(found.stop))
     prompt = _prompt(found.prompt, found.prompt_file)
     set_platform(found.cpu_devices)
     # Imported here, because it imports JAX, which reads the number of devices when it starts.
@@ -88,13 +84,8 @@ def _run(arguments: list[str]) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         with console.status(f"loading {found.model} ...") as status:
-            engine = Engine.load(
-                found.model,
-                attention=found.attention,
-                overrides=list(overrides.items()),
-                dtype=found.dtype,
-                tokenizer=found.tokenizer,
-            )
+            how = {name: getattr(found, name) for name in ("attention", "dtype", "tokenizer")}
+            engine = Engine.load(found.model, overrides=list(overrides.items()), **how)
             ids = engine.loaded.needed_tokenizer().encode_prompt(prompt)
             note = engine.loaded.note_on_dense_use()
             if found.attention == "dense" and note is not None:
@@ -129,9 +120,8 @@ def _prompt(text: str | None, file: str | None) -> str:
         except OSError as error:
             raise UserError(f"--prompt-file={file} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"--prompt-file={file} is not UTF-8 text (invalid byte at offset {error.start})"
-            ) from error
+            what = f"is not UTF-8 text (invalid byte at offset {error.start})"
+            raise UserError(f"--prompt-file={file} {what}") from error
     if not text:
         raise UserError("the prompt is empty; it must have at least one token")
     return text

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from mtraining_jax.cli.argument_parser import ArgumentParser
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.text import print_text
@@ -16,11 +18,7 @@ _UNITS = {"K": 2**10, "M": 2**20}
 def run_command(
     arguments: Sequence[str] | None, help_text: Callable[[], str], run: Callable[[list[str]], int]
 ) -> int:
-    """Runs a command with the arguments of the process, or with others.
-
-    Returns:
-        Exit status: that of `run`; 0 for --help and --version; 2 after a user error.
-    """
+    """Runs a command; returns its exit status, 0 for --help and --version, 2 after a user error."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if {"-h", "--help"} & set(arguments):
@@ -42,6 +40,14 @@ def model_parser(prog: str) -> ArgumentParser:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--cpu-devices", type=at_least(1))
     return parser
+
+
+def results_console() -> Console:
+    """Creates a console, wide enough for tables in a file."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 160
+    return console
 
 
 def check_required(options: argparse.Namespace, *names: str) -> None:
@@ -85,9 +91,8 @@ def token_count(text: str) -> int:
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or int(digits) < 1:
-        raise argparse.ArgumentTypeError(
-            f'"{text}" must be a positive number of tokens, such as 4096 or 4K'
-        )
+        what = "a positive number of tokens, such as 4096 or 4K"
+        raise argparse.ArgumentTypeError(f'"{text}" must be {what}')
     return int(digits) * unit
 
 

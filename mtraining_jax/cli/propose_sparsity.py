@@ -2,19 +2,20 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from mtraining_jax.cli.model_command import (
     at_least,
     check_required,
     forwarded_options,
     model_parser,
+    results_console,
     run_command,
     token_count,
 )
@@ -66,11 +67,7 @@ is trained; a model trained with sparse attention adapts to it.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns:
-        Exit status: 0 on success; 1 if all settings exceed the limits; 2 after a user error.
-    """
+    """Runs the command; returns 0, 1 if all settings exceed the limits, 2 after a user error."""
     return run_command(arguments, lambda: _USAGE, _run)
 
 
@@ -91,19 +88,17 @@ def _run(arguments: list[str]) -> int:
     from mtraining_jax.evaluation.engine.engine import Engine
     from mtraining_jax.evaluation.setting_losses import check_length, measure, read_sequences
 
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 160  # for the table
+    console = results_console()
     engine = Engine.load(
         own.model, dtype=own.dtype, tokenizer=own.tokenizer, overrides=list(overrides.items())
     )
     check_length(engine, settings.values(), own.length)
     sequences = read_sequences(engine, own.text, own.length, own.sequences)
-    about = f"{engine.loaded.source}: {len(sequences)} sequences of {own.length:,} tokens"
-    console.print(about, markup=False)
+    say = functools.partial(console.print, markup=False)
+    say(f"{engine.loaded.source}: {len(sequences)} sequences of {own.length:,} tokens")
     found = []
     for measured in measure(engine, sequences, settings):
-        console.print(f"measured {measured.text}", markup=False)
+        say(f"measured {measured.text}")
         if configs:
             seconds = forecast_seconds(configs[measured.text], measured.density)
             measured = dataclasses.replace(measured, step_seconds=seconds)
@@ -113,22 +108,21 @@ def _run(arguments: list[str]) -> int:
     if own.output is not None:
         _write(own, len(sequences), found, best)
     if configs and (planned := configs["dense"].data.seq_len) != own.length:
-        console.print(
+        say(
             f"note: step times are for {planned:,} tokens, with densities measured at "
-            f"{own.length:,}; shorter sequences have a higher density",
-            markup=False,
+            f"{own.length:,}; shorter sequences have a higher density"
         )
     limits = f"--most-rise {own.most_rise} and --most-copies {own.most_copies}"
     if best is None:
-        console.print(f"all settings exceed {limits}: try denser ones", markup=False)
+        say(f"all settings exceed {limits}: try denser ones")
         return 1
     why = "lowest density"
     if best.step_seconds is not None:
         why = f"fastest (predicted {best.step_seconds:.2f} s/step)"
     kind, options = split_options(best.text)
-    lines = [f"{why} within {limits}:", "[sparsity]", f"kind = {toml_value(kind)}"]
-    lines += [f"{key} = {toml_value(getattr(settings[best.text], key))}" for key in options]
-    console.print("\n".join(lines), markup=False)
+    say(f"{why} within {limits}:\n[sparsity]\nkind = {toml_value(kind)}")
+    for key in options:
+        say(f"{key} = {toml_value(getattr(settings[best.text], key))}")
     return 0
 
 
@@ -171,9 +165,8 @@ def forecast_seconds(config: Config, density: float) -> float | None:
 
 
 def _table(found: Sequence[Measured]) -> Table:
-    table = Table("setting")
-    for name in ("density", "loss", "increase", "far copies", "s/step"):
-        table.add_column(name, justify="right")
+    names = "density", "loss", "increase", "far copies", "s/step"
+    table = Table("setting", *(Column(name, justify="right") for name in names))
     for one in found:
         table.add_row(
             one.text,
@@ -189,13 +182,10 @@ def _table(found: Sequence[Measured]) -> Table:
 def _write(
     own: argparse.Namespace, sequences: int, found: Sequence[Measured], best: Measured | None
 ) -> None:
-    result = {
+    result = {name: getattr(own, name) for name in ("text", "length", "most_rise", "most_copies")}
+    result |= {
         "model": str(own.model),
-        "text": own.text,
-        "length": own.length,
         "sequences": sequences,
-        "most_rise": own.most_rise,
-        "most_copies": own.most_copies,
         "settings": [dataclasses.asdict(one) for one in found],
         "proposed": best and best.text,
     }
