@@ -4,7 +4,7 @@ import dataclasses
 
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model import pattern_costs
-from mtraining_jax.cost_model.flops import head_products, layer_products, step_flops
+from mtraining_jax.cost_model.flops import StepFlops, layer_products, step_flops
 from mtraining_jax.cost_model.kernel_times import (
     KERNEL_RATES,
     SCORES_PER_SECOND,
@@ -17,45 +17,34 @@ from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_to
 
 
 @dataclasses.dataclass(frozen=True)
-class Flops:
-    """FLOP of one step on all devices, forward and backward."""
+class Flops(StepFlops):
+    """FLOP of one step on all devices, with rematerialization."""
 
-    layers: float  # matrix products of all layers, without attention
-    head: float  # output layer
-    recomputed: float  # rematerialized matrix products; not included in `layers`
-    attention: float  # over computed pairs
-    attention_recomputed: float  # rematerialized; not included in `attention`
-    attention_dense: float  # over all causal pairs (within documents), for comparison
-    model: float  # as in MFU; see `cost_model.flops`
+    recomputed: float  # rematerialized matrix products; not included in `matrices`
+    attention_recomputed: float  # not included in `attention_executed`
     density: float  # computed pairs over causal pairs (within documents)
 
     @property
     def executed(self) -> float:
-        matrices = self.layers + self.head + self.recomputed
-        return matrices + self.attention + self.attention_recomputed
+        return super().executed + self.recomputed + self.attention_recomputed
 
 
 def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
     """Counts the FLOP of a step from the shapes of its products; a multiply-add is two FLOP."""
     pairs = planned_pairs(config) if pairs is None else pairs
-    model, tokens = config.model, config.tokens_per_step
-    products = layer_products(config)
-    forward = 2.0 * tokens * sum(products.values()) * model.num_layers
-    # One of the three products of the MLP. The backward pass does not need the output of the last.
-    third = 2.0 * tokens * products["mlp.down_proj.weight"] * model.num_layers
-    again = 1 - kept_mlp_tokens(config) / config.local_tokens
-    density = pairs.density
+    model, density = config.model, pairs.density
     step = step_flops(config, density=density, executed=density, causal=pairs.causal)
-    attention = step.attention_executed
+    products = layer_products(config)
+    per_layer = 2.0 * config.tokens_per_step * model.num_layers
+    forward = per_layer * sum(products.values())
+    # One of the three products of the MLP. The backward pass does not need the output of the last.
+    third = per_layer * products["mlp.down_proj.weight"]
+    again = 1 - kept_mlp_tokens(config) / config.local_tokens
     return Flops(
-        layers=3 * forward,
-        head=6.0 * tokens * head_products(config),
+        **dataclasses.asdict(step),
         recomputed={"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third),
-        attention=attention,
         # 4 of the 14 FLOP per pair and head dimension are forward.
-        attention_recomputed=attention * 4 / 14 if model.remat == "full" else 0.0,
-        attention_dense=step.attention_dense,
-        model=step.model,
+        attention_recomputed=step.attention_executed * 4 / 14 if model.remat == "full" else 0.0,
         density=density,
     )
 
@@ -64,10 +53,10 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     """Predicts the seconds of each part of a step, assuming that ring communication is hidden."""
     model, devices, settings = config.model, config.devices, config.sparsity.pattern
     micro_batches, width = config.optimizer.accumulation_steps, model.head_dim
-    forward = (flops.attention * 4 / 14 + flops.attention_recomputed) / gpu.forward_share
-    backward = flops.attention * 10 / 14 / gpu.backward_share
+    forward = (flops.attention_executed * 4 / 14 + flops.attention_recomputed) / gpu.forward_share
+    backward = flops.attention_executed * 10 / 14 / gpu.backward_share
     matmul = matmul_rate(model.hidden_size, config.ranks) * gpu.matmul_share
-    products = flops.layers + flops.head + flops.recomputed
+    products = flops.matrices + flops.recomputed
     result = {
         "attention": kernel_seconds(width, flops.density, forward, backward) / devices,
         "matrix products": products / (devices * matmul),
@@ -78,10 +67,8 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         if pattern_costs.selects_an_index(settings):
             # Assumes that scores are computed at the rate of a dense forward pass. Scores with a
             # softmax (one product each) take as long as their exponentials if that is longer.
-            pairs, softmax = (
-                passes * flops.attention_dense / (14 * width),
-                pattern_costs.softmax_share(settings),
-            )
+            pairs = passes * flops.attention_dense / (14 * width)
+            softmax = pattern_costs.softmax_share(settings)
             one, others = (
                 kernel_seconds(width, 1.0, part * 4 * width * pairs, 0.0)
                 for part in (softmax / 2, pattern_costs.scoring_share(settings) - softmax / 2)

@@ -171,8 +171,8 @@ def _memory_lines(
 def _flop_lines(config: Config, flops: Flops, pairs: Pairs) -> Iterator[str]:
     every = "pairs within documents" if pairs.source else "causal pairs"
     rows = [
-        ("model", flops.layers + flops.head, "matrix products, without attention"),
-        ("attention", flops.attention, f"at density {pairs.density:.1%} ({pairs.why})"),
+        ("model", flops.matrices, "matrix products, without attention"),
+        ("attention", flops.attention_executed, f"at density {pairs.density:.1%} ({pairs.why})"),
         ("attention, dense", flops.attention_dense, f"all {every}, for comparison"),
         ("recomputed", flops.recomputed + flops.attention_recomputed, "in the backward pass"),
     ]

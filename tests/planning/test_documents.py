@@ -54,7 +54,7 @@ def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
     assert found.density == pytest.approx(short + (1 - short) * chosen)
     flops = count_flops(config)
     assert flops.attention_dense == pytest.approx(2 * 2 * 2 * 14 * 16 * total / 3)
-    assert flops.attention == pytest.approx(found.density * flops.attention_dense)
+    assert flops.attention_executed == pytest.approx(found.density * flops.attention_dense)
     lines = "\n".join(report(config, H200, estimate_memory(config), "estimated by formulas"))
     assert "nothing is trained, only document lengths are read" in lines
     assert (
