@@ -26,6 +26,7 @@ class RopeScaling:
     """
 
     type: ClassVar[str]
+    needs_original: ClassVar[bool] = False
 
     factor: Annotated[float, Ge(1)]
 
@@ -37,6 +38,12 @@ class RopeScaling:
         """Yields messages, which begin with the field; `head_dim` if the model is known."""
         if self.factor < 1:
             yield f"factor = {self.factor} must be at least 1"
+        name = "original_max_position_embeddings"
+        original = getattr(self, name, None)
+        if original is None and self.needs_original:
+            yield f"{name} is missing; it is the context length of the original training, in tokens"
+        if original is not None and original < 1:
+            yield f"{name} = {original} must be positive"
 
     def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
         """Scales the frequencies `plain` of base `theta`.
@@ -81,12 +88,3 @@ class RopeScaling:
             if value is not None:
                 fields[name] = list(value) if isinstance(value, tuple) else value
         return fields
-
-
-def original_problems(original: int | None, *, needed: bool) -> Iterator[str]:
-    """Yields messages for an invalid `original_max_position_embeddings`."""
-    name = "original_max_position_embeddings"
-    if original is None and needed:
-        yield f"{name} is missing; it is the context length of the original training, in tokens"
-    if original is not None and original < 1:
-        yield f"{name} = {original} must be positive"

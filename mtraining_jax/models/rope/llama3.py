@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import RopeScaling, Scaled, original_problems
+from mtraining_jax.models.rope.kind import RopeScaling, Scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Llama3Scaling(RopeScaling):
     """
 
     type: ClassVar[str] = "llama3"
+    needs_original: ClassVar[bool] = True
 
     original_max_position_embeddings: int | None = None
     low_freq_factor: float = 1.0
@@ -31,7 +32,6 @@ class Llama3Scaling(RopeScaling):
 
     def problems(self, head_dim: int | None = None) -> Iterator[str]:
         yield from super().problems(head_dim)
-        yield from original_problems(self.original_max_position_embeddings, needed=True)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             yield (
                 f"low_freq_factor = {self.low_freq_factor} must be positive and less than "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import FloatList, RopeScaling, Scaled, original_problems
+from mtraining_jax.models.rope.kind import FloatList, RopeScaling, Scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class LongRopeScaling(RopeScaling):
     """
 
     type: ClassVar[str] = "longrope"
+    needs_original: ClassVar[bool] = True
 
     original_max_position_embeddings: int | None = None
     attention_factor: float | None = None
@@ -33,7 +34,6 @@ class LongRopeScaling(RopeScaling):
 
     def problems(self, head_dim: int | None = None) -> Iterator[str]:
         yield from super().problems(head_dim)
-        yield from original_problems(self.original_max_position_embeddings, needed=True)
         if self.original_max_position_embeddings == 1:
             yield "original_max_position_embeddings = 1 must be at least 2"
         for name in ("short_factor", "long_factor"):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import RopeScaling, Scaled, original_problems
+from mtraining_jax.models.rope.kind import RopeScaling, Scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,6 @@ class YarnScaling(RopeScaling):
 
     def problems(self, head_dim: int | None = None) -> Iterator[str]:
         yield from super().problems(head_dim)
-        yield from original_problems(self.original_max_position_embeddings, needed=False)
         if self.beta_slow <= 0:
             yield f"beta_slow = {self.beta_slow} must be positive"
         if self.beta_fast < self.beta_slow:
