@@ -46,9 +46,3 @@ def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
     if "lm_head.weight" in table:
         found.append(tensor("lm_head.weight", ("lm_head.weight",), None))
     return found
-
-
-def is_redundant(tensor: str, spec: ModelSpec) -> bool:
-    """Whether a tensor can be ignored: rotary tables, and the copy of a tied embedding."""
-    tied_copy = spec.tie_word_embeddings and tensor == "lm_head.weight"
-    return tied_copy or tensor.endswith("rotary_emb.inv_freq")

@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
 from mtraining_jax.models.huggingface.config import check_same_model, read_json
-from mtraining_jax.models.huggingface.names import Part, checkpoint_tensors, is_redundant
+from mtraining_jax.models.huggingface.names import Part, checkpoint_tensors
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
@@ -119,9 +119,11 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
             raise UserError(f"{where} {name} has dtype {dtype}; it must be one of {known}")
         for part in tensor.parts:
             sources.setdefault(part.parameter, []).append((found, part))
+    # The copy of a tied embedding and rotary tables are ignored.
     names = {tensor.name for tensor in expected}
+    names |= {"lm_head.weight"} if spec.tie_word_embeddings else set()
     for name, path in tensors.files.items():
-        if name not in names and not is_redundant(name, spec):
+        if name not in names and not name.endswith("rotary_emb.inv_freq"):
             raise UserError(f"{path}: tensor {name} does not belong to this model")
     return sources
 
