@@ -18,14 +18,12 @@ from mtraining_jax.utils.limits import LARGEST_INT
 
 # A table of values by section and field, and its origin for messages.
 Layer = tuple[str, Mapping[str, Any]]
+Layers = Sequence[Layer]
+Fields = Mapping[str, Field]  # by dotted name
 
 
-def merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Merges tables field by field; the first one wins.
-
-    Returns:
-        The table, and the index of the layer that each field comes from, by dotted name.
-    """
+def merged(layers: Layers) -> tuple[dict[str, Any], dict[str, int]]:
+    """Merges tables, the first one wins; also returns the layer of each field, by dotted name."""
     origins: dict[str, int] = {}
 
     def add(table: dict[str, Any], below: Mapping[str, Any], prefix: str, number: int) -> None:
@@ -45,20 +43,11 @@ def merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, int]]:
 class Builder:
     """Builds the sections and collects all problems.
 
-    Args:
-        layers: the first one is the command line, the second one the file of the configuration.
-        fields: all fields, with the options of the selected plug-ins, by dotted name.
-        problems: those of the command line.
-        stored: whether the values were saved by a run: they may have options of other plug-ins.
+    The first layer is the command line, which `problems` are of; the second one is the file of the
+    configuration. `stored` values were saved by a run: they may have options of other plug-ins.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        fields: Mapping[str, Field],
-        problems: list[str],
-        stored: bool,
-    ) -> None:
+    def __init__(self, layers: Layers, fields: Fields, problems: list[str], stored: bool) -> None:
         self._labels = [label for label, _ in layers]
         self._table, self._origins = merged(layers)
         self._fields, self._problems, self._stored = fields, problems, stored
@@ -162,7 +151,7 @@ class Builder:
         self._meant.add(nearest(name, self._fields) or "")
 
 
-def _unknown(name: str, fields: Mapping[str, Field]) -> str:
+def _unknown(name: str, fields: Fields) -> str:
     """Error message for an unknown section or field."""
     head, sections = name.rpartition(".")[0], fields_of(Config)
     what = "a field" if head else "a section or field"

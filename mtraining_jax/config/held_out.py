@@ -11,11 +11,7 @@ from mtraining_jax.utils.fields import fields_of
 
 
 def with_data_of_training(table: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Fills unset fields of `eval.data`, if present, from `data`; does not modify `table`.
-
-    Returns:
-        The completed table, and the dotted names of the filled fields.
-    """
+    """Fills unset fields of `eval.data`, if present, from `data`; also returns their names."""
     match {"data": {}, **table}:
         case {"eval": {"data": dict() as given} as held_out, "data": dict() as data}:
             pass

@@ -10,6 +10,7 @@ from typing import Any
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, FIXED, FREE, read_hf_values
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened
 from mtraining_jax.utils.file_limits import absence, is_url
 
 
@@ -71,5 +72,4 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    text = "none" if value is None else json.dumps(value, default=str)
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return "none" if value is None else shortened(json.dumps(value, default=str), 200)

@@ -19,18 +19,12 @@ class OptionsOf:
     """Marks a field that holds the options of one of several classes.
 
     In files and on the command line they are fields of the table itself, next to the selector.
-
-    Attributes:
-        selector: name of the field that selects the class.
-        classes: the classes by name.
-        default: the class that is selected by default.
-        doc: help text of the selector.
     """
 
-    selector: str
-    classes: Registry | Mapping[str, Any]
-    default: str
-    doc: str
+    selector: str  # name of the field that selects the class
+    classes: Registry | Mapping[str, Any]  # by name
+    default: str  # name of the class that is selected by default
+    doc: str  # help text of the selector
 
     @functools.cached_property
     def field(self) -> Field:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.config.build import Builder, Layer, merged
+from mtraining_jax.config.build import Builder, Fields, Layer, Layers, merged
 from mtraining_jax.config.files import find_config, read_chain
 from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.renamed import RENAMED, notify, with_current_names
@@ -79,7 +79,7 @@ def _file_layers(name_or_path: str | Path) -> list[Layer]:
     return [(str(path), with_current_names(table, str(path))) for path, table in chain]
 
 
-def _load(layers: Sequence[Layer], overrides: Overrides = (), stored: bool = False) -> Config:
+def _load(layers: Layers, overrides: Overrides = (), stored: bool = False) -> Config:
     notify(_COMMAND_LINE, *(name for name, _ in overrides if name in RENAMED))
     overrides = [(RENAMED.get(name, name), text) for name, text in overrides]
     for _, values in layers:
@@ -89,12 +89,12 @@ def _load(layers: Sequence[Layer], overrides: Overrides = (), stored: bool = Fal
     return Builder([table, *layers], fields, problems, stored).config()
 
 
-def _selected_fields(layers: Sequence[Layer], overrides: Overrides) -> dict[str, Field]:
+def _selected_fields(layers: Layers, overrides: Overrides) -> dict[str, Field]:
     untyped, _ = _command_line(overrides, {})
     return all_fields(with_data_of_training(merged([untyped, *layers])[0])[0])
 
 
-def _command_line(overrides: Overrides, fields: Mapping[str, Field]) -> tuple[Layer, list[str]]:
+def _command_line(overrides: Overrides, fields: Fields) -> tuple[Layer, list[str]]:
     """The table of the command line, and the problems of values that cannot be parsed."""
     table: dict[str, Any] = {}
     problems: list[str] = []
@@ -119,8 +119,7 @@ def _put(table: dict[str, Any], name: str, value: Any) -> None:
 def parse_value(name: str, text: str | None, field: Field | None) -> Any:
     """Parses the command line value of a field; a `field` of None has an unknown type.
 
-    Accepts `none` for optional fields, booleans in any case, strings without quotes and lists of
-    one item without brackets.
+    Accepts `none`, booleans in any case, strings without quotes and single items of lists.
     """
     kinds = frozenset() if field is None else field.kinds
     if text is None:
@@ -136,9 +135,8 @@ def parse_value(name: str, text: str | None, field: Field | None) -> Any:
         value = table["value"] if len(table) == 1 else text
     except (ValueError, RecursionError):
         if list in kinds and text.startswith("["):
-            raise UserError(
-                f'{name}={text} is not a TOML list; write it like ["one", "two"]'
-            ) from None
+            way = 'write it like ["one", "two"]'
+            raise UserError(f"{name}={text} is not a TOML list; {way}") from None
         value = text
     if not isinstance(value, str) and type(value) not in kinds and kinds & {str, list}:
         value = text

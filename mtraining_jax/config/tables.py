@@ -14,21 +14,13 @@ from mtraining_jax.utils.fields import Field, fields_of
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of a file: a section, with the options of a plug-in if one belongs to it.
+    """A table of a file: a section, with the options of a plug-in if one belongs to it."""
 
-    Attributes:
-        section: class of the section; None if there are only options.
-        plugin: selects the class of the options; None if there are none.
-        holder: field of the section that holds the options.
-        kind: the selected kind of plug-in.
-        options: class of its options; None if the kind is unknown.
-    """
-
-    section: Any
-    plugin: OptionsOf | None = None
-    holder: str = ""
-    kind: Any = None
-    options: Any = None
+    section: Any  # class of the section; None if there are only options
+    plugin: OptionsOf | None = None  # selects the class of the options
+    holder: str = ""  # field of the section that holds the options
+    kind: Any = None  # the selected kind of plug-in
+    options: Any = None  # class of its options; None if the kind is unknown
 
     @property
     def own(self) -> dict[str, Field]:
@@ -51,20 +43,15 @@ class Table:
         return {kind: fields[name] for kind, fields in options.items() if name in fields}
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        """The section or options with checked values.
-
-        Raises:
-            ValueError: values that contradict each other.
-        """
+        """The section or options; values that contradict each other are a ValueError."""
         if self.plugin is None:
             return self.section(**values)
-        names = fields_of(self.options)
-        options = self.options(**{name: values[name] for name in names if name in values})
+        names = fields_of(self.options).keys() & values.keys()
+        options = self.options(**{name: values[name] for name in names})
         if self.section is None:
             return options
-        own = fields_of(self.section)
-        own = {name: value for name, value in values.items() if name in own}
-        return self.section(**own, **{self.holder: options})
+        names = fields_of(self.section).keys() & values.keys()
+        return self.section(**{name: values[name] for name in names}, **{self.holder: options})
 
 
 def table_type(field: Field) -> Any:

@@ -112,9 +112,9 @@ def toml_value(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} is not a configuration value type: {value!r}")
 
 
-def shortened(text: str) -> str:
-    """Cuts a text to at most 80 characters."""
-    return text if len(text) <= 80 else text[:77] + "..."
+def shortened(text: str, limit: int = 80) -> str:
+    """Cuts a text to at most `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def joined(words: typing.Sequence[str], last: str = "or") -> str:
