@@ -20,7 +20,7 @@ def all_blocks(
 def _forward(
     num_blocks: int, axis_names: tuple[str, ...], x_BnHD: Array, block_ids: Array
 ) -> tuple[Array, Array]:
-    return collectives.all_blocks(x_BnHD, block_ids, num_blocks, axis_names), block_ids
+    return all_blocks(num_blocks, axis_names, x_BnHD, block_ids), block_ids
 
 
 def _backward(
@@ -29,11 +29,9 @@ def _backward(
     batch, seq_len, *heads = d_all.shape
     local_tokens = block_ids.size * seq_len // num_blocks
     local = jax.ShapeDtypeStruct((batch, local_tokens, *heads), jnp.float32)
-
-    def gather(x_BnHD: Array) -> Array:
-        return collectives.all_blocks(x_BnHD, block_ids, num_blocks, axis_names)
-
-    (d_local,) = jax.linear_transpose(gather, local)(d_all.astype(jnp.float32))
+    (d_local,) = jax.linear_transpose(
+        lambda x: collectives.all_blocks(x, block_ids, num_blocks, axis_names), local
+    )(d_all.astype(jnp.float32))
     return d_local.astype(d_all.dtype), None
 
 

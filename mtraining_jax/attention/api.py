@@ -45,14 +45,13 @@ def sparse_attention(
     """Computes causal attention over the query-key pairs that a pattern selects.
 
     The index (the set of selected pairs) is computed in every call from q and k, per sequence and
-    query head. It is bit-identical on any number of devices. The softmax runs over the selected
-    pairs. Differentiable in q, k and v; no gradient flows through the selection. Works under
-    `jax.jit`, `jax.vmap` over the batch, `lax.scan`, `nnx.scan` and `jax.checkpoint`. The policy
+    query head. It is bit-identical on any number of devices. Differentiable in q, k and v; no
+    gradient flows through the selection. Works under `jax.jit`, `jax.vmap` over the batch,
+    `lax.scan`, `nnx.scan` and `jax.checkpoint`. The policy
     `jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out", "attn_lse")` saves
     everything the backward pass needs, so neither selection nor attention is recomputed.
 
-    Source: Ring Attention (arXiv 2310.01889) over stripes of blocks. Each pattern names its own
-    source.
+    Source: Ring Attention (arXiv 2310.01889). Each pattern names its own source.
 
     Args:
         q: [..., S, Hq, D] queries after position embedding; bfloat16, float16 or float32. Leading
@@ -65,11 +64,9 @@ def sparse_attention(
             the sequence.
         mesh: devices to run on, with axes of type Auto or Explicit. By default the mesh of q's
             sharding if q is sharded over Explicit axes, or the mesh of `jax.set_mesh` if one of
-            the axis arguments is given; otherwise the arrays belong to a single device (or to one
-            shard inside a `jax.shard_map`).
-        layout: token order of q, k, v and the result. None or "contiguous" is sequence order.
-            "striped" and "zigzag" distribute blocks over the devices for equal work (see
-            `stripe`). A `Layout` is also accepted.
+            the axis arguments is given; otherwise the arrays belong to a single device or shard.
+        layout: token order of q, k, v and the result. None or "contiguous" is sequence order;
+            "striped" and "zigzag" (see `stripe`), or a `Layout`, give devices equal work.
         positions: int [S], sequence position of each token of q, as an alternative to `layout`.
             Must be known at trace time (NumPy). On one device any permutation is allowed.
         scale: positive scale of the logits; defaults to 1/sqrt(D).
@@ -80,16 +77,13 @@ def sparse_attention(
             device), or None for the fastest available one. A fallback to "xla" on a GPU logs one
             warning.
         valid_len: integer, possibly traced: number of tokens before the padding, the same for
-            every sequence. Selection then ignores padding, and patterns that probe the last
-            queries use the last valid ones. Results at padding positions are undefined. Defaults
-            to S.
+            every sequence. Selection ignores padding; results there are undefined. Defaults to S.
         documents: `Documents` packed into the sequences: one table per sequence, or one for all.
             Must have the pattern's block size. Queries attend only to their own document, and
             pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens`
             use dense attention. Blocks without a document get output 0, lse -inf and zero
             gradients. Requires a pattern with `supports_documents` (every causal pattern of this
-            package), or a `BlockMaskIndex` or `DenseIndex` with documents, which is then restricted
-            to the documents.
+            package), or a `BlockMaskIndex` or `DenseIndex` with documents.
         return_lse: also return the log-sum-exp of the logits, differentiable.
         return_index: also return the index, for `inspect` or as `pattern` of another call.
         batch_axis: mesh axes of the batch, () for none. Defaults to the axes in q's sharding type,
@@ -98,10 +92,9 @@ def sparse_attention(
             to the axes in q's sharding type, else ("node", "device").
         head_axis: mesh axes of query and key/value heads. Defaults to the axes in q's sharding
             type, else none.
-        ring: communication of keys and values; does not change the result. "gather": all-gather
-            over the last sequence axis, ring over the first of two. "hierarchical": a ring over
-            the second axis inside each step of the ring over the first. "flat": one ring over both
-            axes.
+        ring: communication of keys and values. "gather": all-gather over the last sequence axis,
+            ring over the first of two. "hierarchical": a ring over the second axis inside each
+            step of the ring over the first. "flat": one ring over both axes.
 
     Returns:
         out [..., S, Hq, D] in the dtype of q, or a tuple of out, lse (if `return_lse`) and index
@@ -120,26 +113,19 @@ def sparse_attention(
     block_size = pattern.block_size
     blocks = checks.check_documents(documents, q, block_size, causal, valid_len)
     placement = find_placement(q, mesh, batch_axis, sequence_axes, head_axis)
-    checks.check_division(q, k, block_size, placement)
-    seq_len, ranks = q.shape[-3], placement.ranks
-    if not causal and ranks > 1:
-        raise ValueError(
-            f"causal=False needs an unsharded sequence, but sequence_axes={placement.sequence} "
-            f"have {ranks} devices; use sequence_axes=()"
-        )
+    checks.check_division(q, k, block_size, placement, causal)
+    batch_shape, seq_len = q.shape[:-3], q.shape[-3]
     shard_layout, order = None, None
-    if ranks > 1:
+    if placement.ranks > 1:
         shard_layout = ring_layout(layout, positions, seq_len, block_size, placement, ring)
     else:
         order = global_order(layout, positions, seq_len)
-    batch_shape = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
     if order is not None:
         q, k, v = (take(x, order[0]) for x in (q, k, v))
     spec = AttentionSpec(placement, shard_layout, ring, scale, causal, backend)
     inputs = AttentionInputs(pattern=pattern, documents=blocks, valid_len=valid_len)
-    output = _attend(spec, q, k, v, inputs)
-    out, lse, index = output.out, output.lse, output.index
+    out, lse, index, _ = _attend(spec, q, k, v, inputs)
     if order is not None:
         out, lse = take(out, order[1]), take(lse, order[1], axis=2)
     if len(batch_shape) != 1:

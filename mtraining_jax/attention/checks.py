@@ -173,18 +173,23 @@ def _check_hashable(pattern: Pattern) -> None:
         ) from None
 
 
-def check_division(q: Array, k: Array, block_size: int, placement: Placement) -> None:
+def check_division(q: Array, k: Array, block_size: int, placement: Placement, causal: bool) -> None:
     """Checks that blocks divide the tokens, and devices the blocks, the batch and the heads."""
-    unit = block_size * placement.ranks
+    ranks = placement.ranks
+    unit, reason = block_size * ranks, f"block_size={block_size}"
+    if ranks > 1:
+        reason += f" x {ranks} devices on sequence_axes={placement.sequence}"
     for name, x in (("q", q), ("k", k)):
-        if x.shape[-3] % unit or not x.shape[-3]:
-            reason, ranks = f"block_size={block_size}", placement.ranks
-            if ranks > 1:
-                reason += f" x {ranks} devices on sequence_axes={placement.sequence}"
+        if x.shape[-3] % unit:
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens; expected a multiple of {unit} ({reason}), such "
                 f"as {nearest_multiples(x.shape[-3], unit)}"
             )
+    if not causal and ranks > 1:
+        raise ValueError(
+            f"causal=False needs an unsharded sequence, but sequence_axes={placement.sequence} "
+            f"have {ranks} devices; use sequence_axes=()"
+        )
     if placement.mesh is None:
         return
     if q.ndim > 4:

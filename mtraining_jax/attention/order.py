@@ -1,5 +1,6 @@
 """Token order of sharded sequences."""
 
+import itertools
 import math
 from typing import Any
 
@@ -32,16 +33,14 @@ def sequence_layout(
         mesh: a mesh with `sequence_axes`.
         kind: "striped" (equal work for every pattern), "zigzag" (for dense attention) or
             "contiguous".
-        sequence_axes: as in `sparse_attention`.
         block_size: block size of the pattern.
-        ring: as in `sparse_attention`.
+        sequence_axes, ring: as in `sparse_attention`.
 
     Returns:
         A `Layout`, for `stripe`, `unstripe` and `sparse_attention`.
 
     Raises:
-        ValueError: if an argument is invalid, or S is not divisible; the message suggests valid
-            lengths.
+        ValueError: if an argument is invalid; the message suggests valid lengths.
     """
     axes = as_axes(sequence_axes)
     check_axes({"sequence_axes": axes}, mesh)
@@ -71,13 +70,11 @@ def ring_layout(
     order = _known_positions(positions, seq_len)
     sizes = tuple(placement.size((axis,)) for axis in placement.sequence)
 
-    def build(kind: str, ring: str = ring) -> Layout:
-        return layout_for_ring(kind, seq_len, sizes, block_size, ring)
-
     if layout is None and order is not None:
         units = placement.ranks * block_size
         kinds = [kind for kind in KINDS if kind != "zigzag" or seq_len % (2 * units) == 0]
-        for candidate in (build(kind, each) for kind in kinds for each in (ring, "flat")):
+        for kind, each in itertools.product(kinds, (ring, "flat")):
+            candidate = layout_for_ring(kind, seq_len, sizes, block_size, each)
             if np.array_equal(candidate.permutation(), order):
                 return candidate
         raise ValueError(
@@ -85,7 +82,9 @@ def ring_layout(
             f"block_size={block_size}; reorder q, k and v with stripe()"
         )
     if not isinstance(layout, Layout):
-        layout = build("contiguous" if layout is None else layout)
+        layout = layout_for_ring(
+            "contiguous" if layout is None else layout, seq_len, sizes, block_size, ring
+        )
     wanted = {"seq_len": seq_len, "num_ranks": placement.ranks, "block_size": block_size}
     for name, value in wanted.items():
         if getattr(layout, name) != value:
@@ -141,10 +140,8 @@ def _check_agreement(layout: Layout, positions: np.ndarray | None) -> None:
 def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:
     """Reorders the tokens of an array, or of a pytree of arrays, from sequence order to a layout.
 
-    NumPy arrays stay NumPy arrays, and x keeps its sharding if its type is Explicit.
-
-    Raises:
-        ValueError: if the length of `axis` differs from the layout's.
+    NumPy arrays stay NumPy arrays, and x keeps its sharding if its type is Explicit. Raises
+    ValueError if the length of `axis` differs from the layout's.
     """
     return _permute(x, layout, axis, layout.permutation())
 

@@ -26,10 +26,9 @@ def check_pictures(asked_for_by: str) -> None:
 
 
 def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarray:
-    """Computes the density of each block of one head's mask; the index has concrete arrays.
+    """Computes the density of each block of one head's mask: fp32 [S/g, S/g], queries by keys.
 
-    Returns:
-        fp32 [S/g, S/g], queries by keys; NaN above the diagonal.
+    NaN above the diagonal. The index has concrete arrays.
     """
     size = index.block_size
     blocks = np.arange(seq_len // size)
@@ -74,18 +73,13 @@ class Panel(NamedTuple):
 def draw(
     path: str | os.PathLike, panels: Sequence[Panel], seq_len: int, borders: Sequence[int] = ()
 ) -> None:
-    """Writes a PNG with the block densities of the panels side by side.
-
-    `borders` are the tokens at which documents begin and end.
-    """
+    """Writes a PNG with the block densities of the panels; `borders` are those of documents."""
     try:
         from matplotlib import colormaps
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(0.6 + 3.2 * len(panels), 3.6), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     colors = colormaps["Blues"].with_extremes(bad="0.93")
     for i, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)

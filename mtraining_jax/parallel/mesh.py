@@ -4,6 +4,8 @@ The mesh always has three axes: 'data' for data parallelism, and ('node', 'devic
 context parallelism. The context-parallel rank is node * L + device, with L devices per node.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -26,6 +28,9 @@ HEADS = P(DATA_AXIS, SEQUENCE_AXES, None, None)  # [B, S, H, D]: queries, keys, 
 REPLICATED = P()
 
 
+_process = operator.attrgetter("process_index")
+
+
 def make_mesh(
     data: int,
     nodes: int,
@@ -34,8 +39,7 @@ def make_mesh(
 ) -> Mesh:
     """Builds a mesh of shape (data, nodes, devices_per_node) with `AxisType.Auto` axes.
 
-    Devices are ordered by process, and within a process as given. If processes are numbered node
-    by node, 'device' stays inside a node and 'node' crosses nodes. If fewer devices are requested
+    Devices are ordered by process, and within a process as given. If fewer devices are requested
     than exist, every process contributes equally many.
 
     Raises:
@@ -46,24 +50,21 @@ def make_mesh(
     for name, size in zip(("data", "nodes", "devices_per_node"), shape, strict=True):
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
-    devices = list(jax.devices() if devices is None else devices)
+    devices = sorted(jax.devices() if devices is None else devices, key=_process)
     needed = data * nodes * devices_per_node
     asked = (
         f"data={data} x nodes={nodes} x devices_per_node={devices_per_node} needs {needed} devices"
     )
     if needed > len(devices):
         raise ValueError(f"{asked} but there are {len(devices)}")
-    by_process: dict[int, list[jax.Device]] = {}  # pyright: ignore[reportInvalidTypeForm]
-    for device in sorted(devices, key=lambda device: device.process_index):
-        by_process.setdefault(device.process_index, []).append(device)
-    share, rest = divmod(needed, len(by_process))
     if needed < len(devices):
-        smallest = min(len(own) for own in by_process.values())
+        processes = [list(own) for _, own in itertools.groupby(devices, key=_process)]
+        share, rest = divmod(needed, len(processes))
+        smallest = min(map(len, processes))
         if rest or share > smallest:
             raise ValueError(
-                f"{asked}, which cannot be split evenly over {len(by_process)} processes "
+                f"{asked}, which cannot be split evenly over {len(processes)} processes "
                 f"(the smallest has {smallest} devices)"
             )
-        by_process = {process: own[:share] for process, own in by_process.items()}
-    chosen = [device for own in by_process.values() for device in own]
-    return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        devices = [device for own in processes for device in own[:share]]
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -2,9 +2,8 @@
 
 The devices of a process share a thread pool, and a collective blocks its thread until all devices
 have joined. XLA's CPU runtime does not order a collective outside a loop relative to those inside,
-so devices may wait in different collectives until no thread is left: a deadlock. The functions here
-order collectives by adding data dependencies. (An optimization barrier does not help: it has been
-removed by then.) On other platforms, where the compiler orders collectives, they do nothing.
+so devices may wait in different collectives until no thread is left: a deadlock. Data dependencies
+order them here; optimization barriers are removed too early. Other platforms need nothing.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Per-head metrics of a selection, measured on sampled rows during training.
 
-All metrics compare attention over the computed pairs with exact attention of the same queries, keys
-and values. Sums run over rows and sequences before they are divided, so rows are weighted by their
+Attention over the computed pairs is compared with exact attention of the same queries, keys and
+values. Sums run over rows and sequences before they are divided, so rows are weighted by their
 contribution to the output or gradient.
 """
 
@@ -21,15 +21,10 @@ GRADIENT_FIGURES = ("local_gradient_cosine", "local_gradient_ratio")
 
 
 class AuditRows(NamedTuple):
-    """The rows to measure, identical on every rank.
+    """The positions of the rows to measure, identical on every rank."""
 
-    Attributes:
-        everywhere: int32 [R], positions sampled from the whole sequence.
-        last: int32 [R'], positions among the last queries, used for `index_gap` only, or None.
-    """
-
-    everywhere: Array
-    last: Array | None = None
+    everywhere: Array  # int32 [R], from the whole sequence
+    last: Array | None = None  # int32 [R'], among the last queries; for `index_gap` only
 
     @classmethod
     def draw(cls, key: Array, seq_len: int, count: int, *, last: bool) -> "AuditRows":

@@ -1,8 +1,7 @@
 """Ring attention over the devices that share a sequence.
 
-`ring_attention` is the entry point. `topology` defines what each mesh axis does with the keys,
-`steps` plans and runs one rank's kernel calls, `transfers` moves keys, values and gradients, and
-`schedule` puts both in order.
+`topology` defines what each mesh axis does with the keys, `steps` plans and runs one rank's kernel
+calls, `transfers` moves keys, values and gradients, and `schedule` puts both in order.
 """
 
 from mtraining_jax.parallel.ring.ring_attention import ring_attention

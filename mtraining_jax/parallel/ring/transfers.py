@@ -64,7 +64,11 @@ class Transfers:
         self, positions: Array | None, held: Held, source: Pair
     ) -> tuple[Pair | None, Held]:
         """Fetches the columns from `source`; on CPU, holds back the first transfer until then."""
-        columns = None if positions is None else fetch_columns(source, positions, self._rotating)
+        columns = None
+        if positions is not None:
+            columns = gather_columns(source[0], positions), gather_columns(source[1], positions)
+            # Each rank contributes its own columns and zeros elsewhere, so the sum is exact.
+            columns = lax.psum(columns, self._rotating) if self._rotating else columns
         if not self._rotating or (columns is None and self._gathered is None):
             return columns, held
         kv = depend_on(held[0], source[0] if columns is None else columns[0])
@@ -102,14 +106,3 @@ class Transfers:
             return both.reshape(both.shape[0], -1, *both.shape[4:])
 
         return jax.tree.map(interleave, *dkv)
-
-
-def fetch_columns(kv: Pair, positions: Array, axis_names: tuple[str, ...]) -> Pair:
-    """Fetches columns [B, Mv, Hq, D] to every rank of some axes, in one sum per layer.
-
-    Columns are few and every rank with later queries needs them. Each rank contributes its own
-    columns and zeros elsewhere, so the sum is exact in any dtype. `positions`, int32 [B, Hq, Mv],
-    are outside [0, n) for columns of other ranks.
-    """
-    columns = gather_columns(kv[0], positions), gather_columns(kv[1], positions)
-    return lax.psum(columns, axis_names) if axis_names else columns
