@@ -20,24 +20,17 @@ from mtraining_jax.reporting.record import Record, step_record
 from mtraining_jax.reporting.writers import Writer
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.tuning.replica_load import ReplicaLoad
-from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.utils.errors import UserError
 
 
 class DispatchedStep(NamedTuple):
-    """A step that the devices may not have finished.
+    """A step that the devices may not have finished."""
 
-    Attributes:
-        metrics: still on the devices.
-        compared: result of `make_gradient_comparison` before the step, if any.
-        profiled: whether the step is traced.
-        evaluate: called when the step is finished, with a function to call after each part of its
-            work; returns more entries for the record. Until then the state must stay valid.
-    """
-
-    metrics: dict[str, Any]
-    compared: Mapping[str, np.ndarray] | None
+    metrics: dict[str, Any]  # still on the devices
+    compared: Mapping[str, np.ndarray] | None  # gradients before the step
     profiled: bool
+    # Called when the step is finished, with a function to call after each part of its work; returns
+    # more entries for the record. Until then the state must stay valid.
     evaluate: Callable[[Callable[[], None]], Record] | None
 
 
@@ -51,12 +44,12 @@ class FinishedSteps:
     def __init__(
         self,
         config: Config,
-        devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+        devices: Sequence[Any],
         writers: Sequence[Writer],
         display: Display,
         alarms: Alarms,
         watchdog: HangWatchdog,
-        replicas: ReplicaLoad | Tuner | None,
+        replicas: ReplicaLoad | None,
     ) -> None:
         self._config, self._devices, self._replicas = config, devices, replicas
         self._writers, self._display = writers, display
@@ -64,10 +57,9 @@ class FinishedSteps:
         self._thread = ThreadPoolExecutor(1, "finished steps")
         # A picture takes longer than most steps, and must not delay their report.
         self._pictures = ThreadPoolExecutor(1, "pictures")
-        self._picture: Future[None] | None = None  # the last one started
-        self._history = History()
-        self._pending: Future[Record] | None = None  # of the last dispatched step
-        self._closed = False
+        self._pending: Future[None] | None = None  # report of the last step
+        self._picture: Future[None] | None = None  # the last one
+        self._history, self._closed = History(), False
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -82,25 +74,18 @@ class FinishedSteps:
         self.restart_clock()
 
     def add(self, step: DispatchedStep) -> None:
-        """Returns when the step before this one is reported."""
-        started = self._thread.submit(self._report, step)
-        self._wait_for_step()
-        self._pending = started
+        """Adds a step; returns when the one before it is reported."""
+        before, self._pending = self._pending, self._thread.submit(self._report, step)
+        if before is not None:
+            before.result()
 
     def wait(self) -> History:
         """Waits until all added steps are reported and their masks drawn; returns the history."""
-        self._wait_for_step()
-        self._wait_for_picture()
-        return self._history
-
-    def _wait_for_step(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._history.add(pending.result())
-
-    def _wait_for_picture(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
         if self._picture is not None:
             self._picture.result()
+        return self._history
 
     def close(self) -> None:
         """Waits for the devices; a step that is still running is not reported."""
@@ -108,7 +93,7 @@ class FinishedSteps:
         self._thread.shutdown()
         self._pictures.shutdown()
 
-    def _report(self, dispatched: DispatchedStep) -> Record:
+    def _report(self, dispatched: DispatchedStep) -> None:
         jax.block_until_ready(dispatched.metrics)
         self._watchdog.end()
         now = time.perf_counter()
@@ -127,17 +112,18 @@ class FinishedSteps:
             with self._watchdog.watch(f"the evaluation after step {step}") as restart:
                 record |= dispatched.evaluate(restart)
         if self._closed:
-            return record
+            return
         for writer in self._writers:
             with self._written(writer.where, step):
                 writer.write(record)
         shown = step % run.log_interval == 0 or step in (1, run.steps)
         self._display.step(record, shown or audited or dispatched.evaluate is not None)
         if "masks" in metrics and self._writers:
-            self._wait_for_picture()
+            if self._picture is not None:
+                self._picture.result()
             self._picture = self._pictures.submit(self._draw, metrics["masks"], record)
         self._check_finite(metrics, record)
-        return record
+        self._history.add(record)
 
     @contextlib.contextmanager
     def _written(self, where: str | Path, step: int) -> Iterator[None]:

@@ -25,12 +25,11 @@ from mtraining_jax.utils.signals import Stopped, StopSignals
 def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
     """Trains according to a configuration, from the newest checkpoint if there is one.
 
-    Everything that can be checked is checked before the first step. With several processes, the
-    first prints and writes metrics. JAX's platform is already set. Without the command's stop
+    Everything that can be checked is checked before the first step. Without the command's stop
     signals Ctrl-C raises an error at once, and SIGTERM stops several processes after a step.
 
     Returns:
-        On all processes, the records of at most the last 1000 steps of this call.
+        The records of at most the last 1000 steps of this call.
 
     Raises:
         UserError: for any error that the user can correct, before or during the run.
@@ -63,7 +62,6 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
 def _run(
     config: Config, display: Display, signals: StopSignals | None, opened: contextlib.ExitStack
 ) -> list[Record]:
-    """Runs what lies between joining the other processes and leaving them."""
     timeout = config.distributed.timeout_seconds
     note = run_on_process_0(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
     if note is not None:
@@ -79,11 +77,10 @@ def _run(
     with contextlib.ExitStack() as parts:
         trainer = Trainer(config, resume_from, display, signals, parts)
         try:
-            history = trainer.train()
-            trainer.export()
+            history, places = trainer.train()
         except KeyboardInterrupt as error:
             raise UserError(trainer.with_way_to_resume("interrupted")) from error
-    display.say(*summary(config, history, trainer.wrote()))
+    display.say(*summary(config, history, places))
     if not history.finite:
         raise UserError(
             f"all {history.count} steps of {config.run.name} had a non-finite loss or gradient, so "
@@ -97,12 +94,10 @@ def agreed_resume_step(config: Config) -> int | None:
     """Returns the resume step of process 0; the others must find the same checkpoint."""
     timeout = config.distributed.timeout_seconds
     resume_from = run_on_process_0(lambda: run_folder.resume_step(config), timeout)
-    found = resume_from
-    if not distributed.is_first():
-        found = run_folder.wait_for_resume_step(config, resume_from, timeout / 2)
+    seen = run_folder.wait_for_resume_step(config, resume_from, timeout / 2)
     folder = run_folder.checkpoint_folder(config)
     name = f"newest checkpoint in {folder} (run.output_dir must be shared by all hosts)"
-    assert_same_on_all_processes({name: found}, timeout)
+    assert_same_on_all_processes({name: seen}, timeout)
     return resume_from
 
 

@@ -1,9 +1,9 @@
 """The training loop, and the parts of a run."""
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import jax
@@ -52,38 +52,34 @@ class Trainer:
         resume_from: int | None,
         display: Display,
         signals: StopSignals | None,
-        opened: contextlib.ExitStack,
+        opened: ExitStack,
     ) -> None:
         self._config, self._display, self._signals = config, display, signals
         self._start = self._step = resume_from or 0
         self._newest_checkpoint: Callable[[], int | None] = lambda: resume_from
-        self._exported: Path | None = None
         if config.audit.masks:
             check_pictures("audit.masks")
         mesh, layout, pattern = build_mesh(config), build_layout(config), build_pattern(config)
         # Ends the process only for the command; the caller of `train` may need it. It is closed
         # last, when nothing waits for devices or for other processes.
-        self._watchdog = HangWatchdog(
-            config.run.step_timeout_seconds, display.say, self._leave if signals else None
-        )
-        opened.callback(self._watchdog.close)
+        leave = self._leave if signals else None
+        watchdog = HangWatchdog(config.run.step_timeout_seconds, display.say, leave)
+        self._watchdog = opened.enter_context(closing(watchdog))
         if (advice := pretokenize_hint(config.data)) is not None:
             display.say(advice)
-        self._batches = DeviceBatches(config, mesh, layout)
-        opened.callback(self._batches.close)
+        self._batches = opened.enter_context(closing(DeviceBatches(config, mesh, layout)))
         loader = self._batches.loader
         check_same_data(loader.identity, "data")
         self._builder = builder = StateBuilder(config, mesh)
         self._programs = make_programs(config, builder, mesh, layout, pattern, self._step)
-        self._devices = mesh.local_devices
-        self._evaluator = Evaluator(config, builder, mesh) if config.eval.interval else None
-        if self._evaluator is not None:
-            opened.callback(self._evaluator.close)
-            check_same_data(self._evaluator.identity, "eval.data")
+        self._evaluator = validation = None
+        if config.eval.interval:
+            self._evaluator = opened.enter_context(closing(Evaluator(config, builder, mesh)))
+            check_same_data(self._evaluator.loader.identity, "eval.data")
+            validation = self._evaluator.loader.description
         first = distributed.is_first()
         self._profile = ProfileWindow(config.profile, config.run.folder / "profile", first)
         opened.callback(self._profile.end)
-        validation = self._evaluator and self._evaluator.description
         display.say(
             *banner(config, builder.count_parameters(), mesh, loader.description, validation)
         )
@@ -91,11 +87,12 @@ class Trainer:
         self._checkpoints = Checkpoints(folder, keep=keep, async_save=config.checkpoint.async_save)
         self._newest_checkpoint = self._checkpoints.newest
         opened.callback(self._close_checkpoints)
-        self._replicas = load = ReplicaLoad(config, loader) if replicas_differ(config) else None
-        if config.sparsity.tune != "none":
-            self._replicas = Tuner(config, loader, mesh, load)
+        self._replicas: ReplicaLoad | None = None
+        if replicas_differ(config):
+            tunes = config.sparsity.tune != "none"
+            self._replicas = Tuner(config, loader, mesh) if tunes else ReplicaLoad(config, loader)
         self._alarms = Alarms(config)
-        check_state_memory(builder.abstract(), self._devices)
+        check_state_memory(builder.abstract(), mesh.local_devices)
         if resume_from is None:
             self._state = builder.fresh()
         else:
@@ -107,12 +104,10 @@ class Trainer:
         self._writers = writers = open_writers(config, self._step) if first else []
         for writer in writers:
             opened.callback(writer.close)
-        alarms, watchdog, replicas = self._alarms, self._watchdog, self._replicas
+        devices, alarms, replicas = mesh.local_devices, self._alarms, self._replicas
+        finished = FinishedSteps(config, devices, writers, display, alarms, watchdog, replicas)
         # Opened last and closed first, because it writes.
-        self._finished = FinishedSteps(
-            config, self._devices, writers, display, alarms, watchdog, replicas
-        )
-        opened.callback(self._finished.close)
+        self._finished = opened.enter_context(closing(finished))
 
     def _restore(self, folder: Path, step: int) -> None:
         with self._watchdog.watch(f"reading the checkpoint of step {step}"):
@@ -123,17 +118,15 @@ class Trainer:
         self._alarms.go_to(place.get(_ALARMS))
         self._display.say(f"resuming from the checkpoint of step {step}")
 
-    def train(self) -> History:
-        """Takes all remaining steps, saves the last state, and returns the history of these steps.
-
-        Raises `Stopped` after a stop signal, when the state is saved.
-        """
+    def train(self) -> tuple[History, list[str]]:
+        """Takes all remaining steps; returns their history, and the places of all results."""
         config, total = self._config, self._config.run.steps
+        devices = self._builder.mesh.local_devices
         arguments = self._state, (batch := self._next_batch())
-        programs = compile_programs(self._programs, arguments, self._devices, self._display)
+        programs = compile_programs(self._programs, arguments, devices, self._display)
         if self._evaluator is not None:
             self._display.say("compiling the evaluation ...")
-            self._evaluator.compile(self._state, self._devices)
+            self._evaluator.compile(self._state, devices)
         self._display.start(self._step, total)
         self._finished.restart_clock()
         if self._signals is not None:
@@ -152,7 +145,7 @@ class Trainer:
         self._display.stop()
         if stopping:
             raise Stopped(self.with_way_to_resume("stop signal received"))
-        return history
+        return history, self._results()
 
     def _next_batch(self) -> Mapping[str, jax.Array]:
         with self._watchdog.watch(f"reading the batch of step {self._step + 1}"):
@@ -211,17 +204,14 @@ class Trainer:
         with self._watchdog.watch("writing the last checkpoint"):
             self._checkpoints.close()
 
-    def export(self) -> None:
-        if self._config.checkpoint.export_hf:
-            self._exported = export_state(self._config, self._builder, self._state)
-
-    def wrote(self) -> list[str]:
-        written = [writer.where for writer in self._writers]
+    def _results(self) -> list[str]:
+        """Exports the model if asked to, and returns the places of all results."""
+        places = [writer.where for writer in self._writers]
         if self._save_is_due():
-            written.append(_short(self._checkpoints.folder / str(self._step)))
-        if self._exported is not None:
-            written.append(str(self._exported))
-        return written
+            places.append(_short(self._checkpoints.folder / str(self._step)))
+        if self._config.checkpoint.export_hf:
+            places.append(str(export_state(self._config, self._builder, self._state)))
+        return places
 
     def _asked_to_stop(self) -> bool:
         """Whether to stop after this step; the same answer on all processes."""

@@ -1,8 +1,8 @@
-"""Dynamic sparsity tuning: mass fractions with which all data-parallel replicas end together.
+"""Mass fractions with which all data-parallel replicas end together.
 
 After SparseBalance (arXiv 2604.13847). The anchor is the mean, minimum or maximum of the replicas'
 predicted times at the configured fraction. Each replica takes the fraction that reaches the anchor,
-within bounds. A replica that is too slow even at the lower bound takes the lower bound.
+or the nearest bound.
 """
 
 import dataclasses

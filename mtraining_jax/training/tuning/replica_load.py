@@ -69,13 +69,6 @@ def balance_of(config: Config) -> Balance | None:
     )
 
 
-def document_lengths(loader: Loader) -> list[np.ndarray]:
-    """Returns the lengths of the documents in each sequence of the loader's last batch."""
-    packs, sequences = loader.packs, loader.sequences
-    assert packs is not None and sequences is not None  # there are documents and a batch
-    return [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-
-
 class ReplicaLoad:
     """Reports for each step how balanced the replicas were.
 
@@ -93,8 +86,11 @@ class ReplicaLoad:
         self._rest_ms = 1e3 * products / (config.devices * rate)
 
     def begin(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Takes the batch that the loader returned last; returns that of the step."""
-        self._lengths[self._loader.step] = document_lengths(self._loader)
+        """Takes the loader's last batch; returns that of the step."""
+        packs, sequences = self._loader.packs, self._loader.sequences
+        assert packs is not None and sequences is not None  # there are documents and a batch
+        lengths = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
+        self._lengths[self._loader.step] = lengths
         return batch
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
@@ -110,12 +106,12 @@ class ReplicaLoad:
         if step in self._config.dense_steps:
             known = np.ones_like(self._assumed)
         times = self._times(lengths, self._assumed if known is None else known)
-        record = self.imbalances(times, "_predicted")
+        record = self._imbalances(times, "_predicted")
         pairs = take_pairs_by_length(metrics["layers"])
         if pairs is not None:
             measured = self._densities(pairs, lengths)
             self._loader.measured(step, measured)
-            record |= self.imbalances(self._times(lengths, np.nan_to_num(measured)), "")
+            record |= self._imbalances(self._times(lengths, np.nan_to_num(measured)), "")
             record["density_by_length"] = [x if np.isfinite(x) else None for x in measured.tolist()]
         return record
 
@@ -136,7 +132,7 @@ class ReplicaLoad:
         costs = [sequence_cost(of_row, densities, self._weigh, block) for of_row in lengths]
         return np.array(costs).reshape(self._config.parallel.replicas, -1).sum(1)
 
-    def imbalances(self, attention_ms: np.ndarray, suffix: str) -> Record:
+    def _imbalances(self, attention_ms: np.ndarray, suffix: str) -> Record:
         """Returns the times, and the imbalance (slowest over mean) of attention and full steps."""
         step_ms = attention_ms + self._rest_ms
         record: Record = {

@@ -19,12 +19,7 @@ from mtraining_jax.training.tuning.density_response import (
     sparse_densities,
 )
 from mtraining_jax.training.tuning.mass_fractions import FractionTuning, TunedFractions
-from mtraining_jax.training.tuning.replica_load import (
-    ReplicaLoad,
-    assumed_densities,
-    attention_size,
-    document_lengths,
-)
+from mtraining_jax.training.tuning.replica_load import ReplicaLoad, attention_size
 from mtraining_jax.utils.errors import UserError
 
 # The fractions of a step are computed while the previous step runs, so measurements are available
@@ -32,66 +27,66 @@ from mtraining_jax.utils.errors import UserError
 DELAY = 2
 
 
-class Tuner:
+class Tuner(ReplicaLoad):
     """Adds mass fractions to each batch, and learns from the measurements of finished steps.
 
     It needs no communication: every process knows the documents of the global batch, and the
-    densities of all replicas are among the metrics of a step. Without `load`, replicas have equal
-    work.
+    densities of all replicas are among the metrics of a step.
     """
 
-    def __init__(
-        self, config: Config, loader: Loader, mesh: Mesh, load: ReplicaLoad | None
-    ) -> None:
+    def __init__(self, config: Config, loader: Loader, mesh: Mesh) -> None:
+        super().__init__(config, loader)
         sparsity = config.sparsity
         kept = sparsity.pattern.mass_fraction()
         assert kept is not None  # `validate` requires it for sparsity.tune
-        self._config, self._loader, self._load, self._kept = config, loader, load, kept
-        self._sharding = NamedSharding(mesh, MASS_FRACTION)
+        self._kept, self._sharding = kept, NamedSharding(mesh, MASS_FRACTION)
         self._tuning = FractionTuning(
             sparsity.tune_min, sparsity.tune_max, sparsity.tune, attention_size(config)
         )
         base = getattr(sparsity.pattern, kept.name)
-        start = DensityResponse.start(assumed_densities(config), base, config.model.num_layers)
+        start = DensityResponse.start(self._assumed, base, config.model.num_layers)
         self._after = {0: start}  # estimates after each of the last steps
         self._unfinished: dict[int, tuple[list[ReplicaDocuments], TunedFractions]] = {}
 
     def begin(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Adds `mass_fraction`, int32 [B, L], to the batch that the loader returned last."""
-        if self._load is not None:
-            self._load.begin(batch)
-        step, documents = self._loader.step, self._documents()
+        """Adds `mass_fraction`, int32 [B, L], to the loader's last batch."""
+        super().begin(batch)
+        config, step = self._config, self._loader.step
+        shortest = getattr(config.sparsity.pattern, "min_sparse_tokens", 0)
+        each = config.data.batch_size // config.parallel.replicas
+        documents = [
+            ReplicaDocuments(lengths, config.sparsity.block_size, shortest)
+            for lengths in itertools.batched(self._lengths[step], each)
+        ]
         tuned = self._tuning.tune(documents, self._after[max(step - DELAY, min(self._after))])
         self._unfinished[step] = documents, tuned
         units = np.rint(tuned.fractions * (1 << self._kept.bits)).astype(np.int32)
-        units = np.repeat(units, self._config.data.batch_size // len(documents), axis=0)
+        units = np.repeat(units, each, axis=0)
         array = jax.make_array_from_callback(units.shape, self._sharding, units.__getitem__)
         return {**batch, "mass_fraction": array}
 
     def finish(self, metrics: MutableMapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
 
-        If replicas differ, imbalances are _untuned (predicted at the configured fraction),
-        _predicted (at the tuned ones) and without suffix (from measured densities).
+        Imbalances are _untuned (predicted at the configured fraction), _predicted (at the tuned
+        ones) and without suffix (from measured densities).
         """
         step = int(metrics["step"])
         documents, tuned = self._unfinished.pop(step)
         measured = np.asarray(metrics["density_by_group"], np.float64)
         before = self._after[max(self._after)]
-        record: Record = {
+        recent = {past: x for past, x in self._after.items() if past >= step - DELAY}
+        self._after = {**recent, step: before.after(documents, tuned.fractions, measured)}
+        return {
+            **super().finish(metrics),
             "tuned": self._kept.name,
             "tuned_by_group": tuned.fractions.mean(1).tolist(),
             "tuned_per_layer": tuned.fractions.mean(0).tolist(),
             "infeasible": float(tuned.infeasible.mean()),
+            **self._imbalances(tuned.untuned_ms, "_untuned"),
+            **self._imbalances(tuned.tuned_ms, "_predicted"),
+            **self._imbalances(self._measured_ms(documents, before, measured), ""),
         }
-        if (load := self._load) is not None:
-            record = load.finish(metrics) | record
-            record |= load.imbalances(tuned.untuned_ms, "_untuned")
-            record |= load.imbalances(tuned.tuned_ms, "_predicted")
-            record |= load.imbalances(self._measured_ms(documents, before, measured), "")
-        recent = {past: x for past, x in self._after.items() if past >= step - DELAY}
-        self._after = {**recent, step: before.after(documents, tuned.fractions, measured)}
-        return record
 
     def state(self) -> dict[str, Any]:
         return {str(step): response.state() for step, response in self._after.items()}
@@ -105,30 +100,16 @@ class Tuner:
             raise UserError("the checkpoint has no valid state of sparsity.tune") from error
         self._after = {at: start.of_state(x) for at, x in after.items()} or {step: start}
 
-    def _documents(self) -> list[ReplicaDocuments]:
-        """Returns the documents of each replica in the batch that the loader returned last."""
-        config = self._config
-        if config.data.has_documents:
-            rows = document_lengths(self._loader)
-            min_sparse_tokens = getattr(config.sparsity.pattern, "min_sparse_tokens", 0)
-        else:  # every sequence is one document with sparse attention
-            rows = [np.array([config.data.seq_len])] * config.data.batch_size
-            min_sparse_tokens = 0
-        return [
-            ReplicaDocuments(of_replica, config.sparsity.block_size, min_sparse_tokens)
-            for of_replica in itertools.batched(rows, len(rows) // config.parallel.replicas)
-        ]
-
     def _measured_ms(
         self, documents: list[ReplicaDocuments], response: DensityResponse, measured: np.ndarray
     ) -> np.ndarray:
         """Attention times [M] from densities [M, L] of replicas, with expected document ratios."""
-        expected = [own.class_weights(response.densities).sum() for own in documents]
         computed = sparse_densities(documents, measured).mean(1)
-        computed *= [own.sparse_weight for own in documents]
-        return np.array(
-            [
-                self._tuning.ms(own, response, pairs / before if np.isfinite(pairs) else 1.0)
-                for own, pairs, before in zip(documents, computed, expected, strict=True)
-            ]
-        )
+        times = []
+        for own, density in zip(documents, computed, strict=True):
+            factor = 1.0
+            if np.isfinite(density):
+                expected = own.class_weights(response.densities).sum()
+                factor = density * own.sparse_weight / expected
+            times.append(self._tuning.ms(own, response, factor))
+        return np.array(times)
