@@ -21,10 +21,7 @@ def banner(
     data: str,
     validation: str | None = None,
 ) -> list[str]:
-    """Summarizes a run in a few lines.
-
-    `parameters` are the numbers of all and of trained ones; `data` and `validation` describe data.
-    """
+    """Summarizes a run in a few lines; `data` and `validation` describe data."""
     model, parallel, sparsity = config.model, config.parallel, config.sparsity
     total, trained = parameters
     trainable = "" if trained == total else f" ({trained / total:.1%} trainable)"

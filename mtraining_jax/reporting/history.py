@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mtraining_jax.reporting.record import Record, density_of, validation_text
 
-KEPT = 1000
+KEPT = 1000  # all records, with values per layer and head, would take gigabytes
 _MEANS = (
     "recall", "infeasible", "attention_imbalance", "step_imbalance",
     "attention_imbalance_predicted", "step_imbalance_predicted",
@@ -14,10 +14,7 @@ _MEANS = (
 
 
 class History:
-    """The newest records, and running statistics of all steps.
-
-    Keeping all records would take gigabytes: they hold values per layer, and of audits per head.
-    """
+    """The newest records, and running statistics of all steps."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.count, self.seconds = 0, 0.0  # of all steps

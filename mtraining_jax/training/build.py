@@ -16,11 +16,7 @@ from mtraining_jax.utils.errors import UserError
 
 
 def build_mesh(config: Config) -> Mesh:
-    """Builds the mesh of the run over the devices of all processes.
-
-    Raises:
-        UserError: if there are too few devices, or processes cannot share them evenly.
-    """
+    """Builds the mesh over all processes; raises a UserError if the devices do not fit."""
     validate(config, jax.device_count())
     try:
         return make_mesh(*config.mesh_shape)
@@ -41,11 +37,7 @@ def build_layout(config: Config) -> Layout:
 
 
 def build_pattern(config: Config) -> Pattern:
-    """Builds the sparse pattern; with a leading layer axis if it differs from layer to layer.
-
-    Raises:
-        UserError: if the pattern cannot be built for this model.
-    """
+    """Builds the sparse pattern; with a leading layer axis if it differs from layer to layer."""
     model = config.model
     sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len, config.run.seed)
     return config.sparsity.pattern.pattern(sizes)

@@ -19,10 +19,7 @@ from mtraining_jax.training.tuning.replica_load import balance_of
 
 
 class DeviceBatches:
-    """Iterates over global batches on the devices; each process reads its own part.
-
-    The state of its `loader` is that of the batch returned last.
-    """
+    """Iterates over global batches on the devices; each process reads its own part."""
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout) -> None:
         self._sharding = NamedSharding(mesh, TOKENS)
@@ -60,14 +57,11 @@ class DeviceBatches:
         """
         local = next(self.loader)
         documents = local.pop("documents", None)
-        batch = {name: self._spread(array) for name, array in local.items()}
+        batch = {name: self._spread(x, self._shape, self._sharding) for name, x in local.items()}
         if documents is None:
             return batch | {"positions": self._positions}
-        table = jax.make_array_from_callback(
-            (self._shape[0], *documents.shape[1:]),
-            self._of_documents,
-            lambda index: self.loader.shard(documents, index or ()),
-        )
+        shape = self._shape[0], *documents.shape[1:]
+        table = self._spread(documents, shape, self._of_documents)
         positions, lengths = self._in_documents(self._positions, table)
         batch |= {"positions": positions, "documents": table}
         return batch | {"document_lengths": lengths} if self._reads_lengths else batch
@@ -75,9 +69,9 @@ class DeviceBatches:
     def close(self) -> None:
         self.loader.close()
 
-    def _spread(self, local: np.ndarray) -> Array:
+    def _spread(self, local: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
         return jax.make_array_from_callback(
-            self._shape, self._sharding, lambda index: self.loader.shard(local, index or ())
+            shape, sharding, lambda index: self.loader.shard(local, index or ())
         )
 
 

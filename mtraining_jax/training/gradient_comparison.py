@@ -10,16 +10,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
-from mtraining_jax.models.loss import count_labels
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
+from mtraining_jax.parallel.replicas import constrain
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.state import StateBuilder, TrainState
@@ -32,10 +31,7 @@ _LAYERS = "layers."
 def make_gradient_comparison(
     config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout
 ) -> Callable[[TrainState, Batch], dict[str, Array]]:
-    """Builds a jitted function (state, batch) -> `compared` gradients of one micro-batch.
-
-    The state is not donated.
-    """
+    """Jits a function (state, batch) -> `compared` gradients of one micro-batch."""
     short = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, seq_len=config.gradient_tokens),
@@ -58,21 +54,16 @@ def make_gradient_comparison(
             for name, x in batch.items()
         }
         batch = shortened(first, layout, short_layout, mesh)
-        count = count_labels(batch["labels"])
-        count = jnp.sum(batch["weights"]) if "weights" in batch else count
-        _, sparse, _ = sparse_gradients(trained, frozen, batch, count, None)
+        _, sparse, _ = sparse_gradients(trained, frozen, batch, None)
         batch.pop("mass_fraction", None)
-        _, dense, _ = dense_gradients(trained, frozen, batch, count, None)
+        _, dense, _ = dense_gradients(trained, frozen, batch, None)
         return compared(sparse, dense)
 
     return jax.jit(compare, out_shardings=NamedSharding(mesh, P()))
 
 
 def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
-    """Cuts a batch to its first tokens, in the order of a shorter layout.
-
-    Both layouts have the same block size and number of ranks.
-    """
+    """Cuts a batch to its first tokens, in the order of a shorter layout on the same ranks."""
     places = layout.inverse()[short.permutation()]
     blocks, size = short.num_blocks, short.block_size
 
@@ -84,37 +75,36 @@ def shortened(batch: Batch, layout: Layout, short: Layout, mesh: Mesh) -> Batch:
             inside = jnp.maximum(blocks - first, 0) * size
             parts = jnp.minimum(first, blocks), jnp.minimum(end, blocks)
             x = jnp.stack([*parts, jnp.minimum(tokens, inside)], -1)
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, DOCUMENTS))
-        x = jnp.take(x, np.asarray(places), axis=1, unique_indices=True, mode="clip")
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, TOKENS))
+            return constrain(x, mesh, DOCUMENTS)
+        x = jnp.take(x, places, axis=1, unique_indices=True, mode="clip")
+        return constrain(x, mesh, TOKENS)
 
     return {name: cut(name, x) for name, x in batch.items()}
 
 
-def compared(own: dict[str, Array], dense: dict[str, Array]) -> dict[str, Array]:
-    """Compares two gradients by name, sparse and dense; NaN where the dense one is 0.
+def compared(sparse: dict[str, Array], dense: dict[str, Array]) -> dict[str, Array]:
+    """Compares two gradients by name; NaN where the dense one is 0.
 
     Returns `global_gradient_cosine`; `global_gradient_ratio`, the norm of the sparse one over that
     of the dense one; and, where layers are trained, `global_gradient_cosine_per_layer` fp32 [L].
     """
-
-    def sums(a: dict[str, Array], b: dict[str, Array], per_layer: bool) -> Array:
-        names = [name for name in a if name.startswith(_LAYERS) or not per_layer]
-        axes = [tuple(range(1, a[name].ndim)) if per_layer else None for name in names]
-        products = (jnp.sum(a[n] * b[n], axis=x) for n, x in zip(names, axes, strict=True))
-        return jnp.asarray(sum(products))
-
     largest = jnp.stack([jnp.max(jnp.abs(x)) for x in dense.values()]).max()
-    scale = jnp.where(largest > 0, 1 / jnp.where(largest > 0, largest, 1), 1)
     # Scaled, because squares of small numbers would underflow.
-    own, dense = ({name: x * scale for name, x in one.items()} for one in (own, dense))
-    found = {}
-    layered = any(name.startswith(_LAYERS) for name in own)
-    for per_layer in (False, True) if layered else (False,):
-        dot, a, b = (sums(*two, per_layer) for two in ((own, dense), (own, own), (dense, dense)))
+    scale = jnp.where(largest > 0, 1 / largest, 1)
+    sparse, dense = ({name: x * scale for name, x in one.items()} for one in (sparse, dense))
+
+    def cosine_and_ratio(names: list[str], per_layer: bool) -> tuple[Array, Array]:
+        def product(a: dict[str, Array], b: dict[str, Array]) -> Array:
+            axes = (tuple(range(1, a[name].ndim)) if per_layer else None for name in names)
+            products = (jnp.sum(a[n] * b[n], axis=x) for n, x in zip(names, axes, strict=True))
+            return jnp.asarray(sum(products))
+
+        dot, a, b = product(sparse, dense), product(sparse, sparse), product(dense, dense)
         cosine = jnp.where(a > 0, dot / (jnp.sqrt(a) * jnp.sqrt(b)), jnp.where(b > 0, 0, jnp.nan))
-        suffix = "_per_layer" if per_layer else ""
-        found[f"global_gradient_cosine{suffix}"] = cosine
-        if not per_layer:
-            found["global_gradient_ratio"] = jnp.sqrt(a) / jnp.sqrt(b)
+        return cosine, jnp.sqrt(a) / jnp.sqrt(b)
+
+    cosine, ratio = cosine_and_ratio(list(dense), per_layer=False)
+    found = {"global_gradient_cosine": cosine, "global_gradient_ratio": ratio}
+    if of_layers := [name for name in dense if name.startswith(_LAYERS)]:
+        found["global_gradient_cosine_per_layer"], _ = cosine_and_ratio(of_layers, per_layer=True)
     return found

@@ -28,14 +28,11 @@ def check_memory(
     *,
     take: Callable[[int, Any], None] = allocate,
 ) -> None:
-    """Stops a run if a program would run out of memory.
+    """Stops a run if a program (a `jax.stages.Compiled`, named `what`) would run out of memory.
 
     On several GPUs such a step does not fail cleanly: one device has no memory, and the others
-    wait for it in a collective forever. XLA allocates the temporary memory of a program as one
-    block, so on a GPU the check tries to allocate that block: free memory may be fragmented, and
-    other programs may have taken some of it. CPU devices share the memory of the host; other
-    devices without memory statistics are assumed to have enough. `what` names the program, a
-    `jax.stages.Compiled`, for the message.
+    wait for it in a collective forever. Devices without memory statistics are assumed to have
+    enough, except CPUs, which share the memory of the host.
     """
     sizes = program.memory_analysis()
     if sizes is None:
@@ -43,6 +40,7 @@ def check_memory(
     devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     _check_room(needed, devices, what, " in addition to parameters and optimizer state")
+    # XLA allocates temporary memory as one block, and free memory may be fragmented.
     block = sizes.temp_size_in_bytes
     for device, left, _ in _memory_of(devices):
         try:
@@ -59,10 +57,8 @@ def check_memory(
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
-    """Stops a run if a state of `jax.ShapeDtypeStruct` would not fit, before it is created.
-
-    Otherwise the operating system may kill the process without a message.
-    """
+    """Stops a run if a state of `jax.ShapeDtypeStruct` would not fit, before it is created."""
+    # Otherwise the operating system may kill the process without a message.
     what = "the training state (parameters and Adam moments)"
     _check_room(shard_bytes(state), list(devices), what, "")
 

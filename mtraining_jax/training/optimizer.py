@@ -1,7 +1,6 @@
 """AdamW over the trainable parameters, with its learning-rate schedule and gradient clipping.
 
-Parameters are a flat dict from dotted name ("layers.self_attn.q_proj.weight") to fp32 master
-weights. Frozen parameters have no gradient and no optimizer state.
+Frozen parameters have no gradient and no optimizer state.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,16 +14,15 @@ from jax import Array
 from mtraining_jax.config.sections import OptimizerConfig
 from mtraining_jax.utils.errors import UserError
 
-Parameters = dict[str, Array]
+Parameters = dict[str, Array]  # fp32 by dotted name: "layers.self_attn.q_proj.weight"
 Schedule = Callable[[Array], Array]
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     """Builds the learning-rate schedule, from the int32 step to the fp32 rate.
 
-    Step t (from 0) of a warm-up of n steps has rate lr * (t + 1) / n, so the first rate is not 0.
-    After the warm-up the rate is constant, or decays linearly or along half a cosine from lr to
-    final_lr_ratio * lr. It reaches that at step `decay_steps` (None: `total_steps`) and stays.
+    Step t (from 0) of a warm-up of n steps has rate lr * (t + 1) / n. After it the rate is
+    constant, or decays to final_lr_ratio * lr at `decay_steps` (None: `total_steps`), and stays.
     """
     end = config.decay_steps or total_steps
 
@@ -76,10 +74,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array]:
-    """Scales gradients to a global norm of at most `clip_norm`; 0 disables clipping.
-
-    Returns the gradients and their global norm before clipping, fp32.
-    """
+    """Clips gradients to a global norm, 0 disables that; returns them and their norm before."""
     norm = optax.tree.norm(gradients)
     if not clip_norm:
         return gradients, norm

@@ -32,23 +32,14 @@ PRNG_IMPL = "threefry2x32"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The training state, a pytree.
+    """The training state, a pytree."""
 
-    Attributes:
-        step: int32, steps taken so far, including skipped ones: the number of batches read.
-        parameters: fp32 by dotted name, trained and frozen.
-        opt_state: Optax state of the trained parameters.
-        skipped: int32, number of skipped updates so far.
-        skipped_in_row: int32, number of skipped updates since the last applied one.
-        rng: uint32 [2], key data (`PRNG_IMPL`) for the random numbers of a step.
-    """
-
-    step: Array
-    parameters: Parameters
-    opt_state: optax.OptState
-    skipped: Array
-    skipped_in_row: Array
-    rng: Array
+    step: Array  # int32, steps taken so far, including skipped ones: the number of batches read
+    parameters: Parameters  # trained and frozen
+    opt_state: optax.OptState  # of the trained parameters
+    skipped: Array  # int32, number of skipped updates so far
+    skipped_in_row: Array  # int32, the same since the last applied one
+    rng: Array  # uint32 [2], key data (`PRNG_IMPL`) for the random numbers of a step
 
 
 class StateBuilder:
@@ -69,11 +60,9 @@ class StateBuilder:
         self.trainable = trainable_names(self._names, config.optimizer.trainable)
 
     def flatten(self, state: nnx.State) -> dict[str, Any]:
-        """Returns the leaves of a model's state by dotted name."""
         return dict(zip(self._names, jax.tree.leaves(state), strict=True))
 
     def unflatten(self, parameters: dict[str, Any]) -> nnx.State:
-        """The inverse of `flatten`."""
         return jax.tree.unflatten(self._structure, [parameters[name] for name in self._names])
 
     def split(self, parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -40,15 +40,11 @@ def make_train_step(
 
     It donates the state. The loss is the mean of -log p over all counted labels of the batch, on
     all micro-batches and devices, or the mean over documents of their means (`loss.weighting`).
-    Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. Within a
-    micro-batch, gradients of the layers' matrices have the compute dtype. A step with a loss or
-    gradient norm that is not finite is skipped and counted: parameters and optimizer state stay
-    unchanged. With `audited`, attention is measured in every step, as `[audit]` says.
+    Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. A step with a
+    loss or gradient norm that is not finite is skipped and counted: parameters and optimizer state
+    stay unchanged. With `audited`, attention is measured in every step, as `[audit]` says.
 
-    The batch has int32 [B, S] `tokens`, `labels` and `positions` in layout order. Optional:
-    `documents` int32 [B, NB, 3] as in `Documents` (attention stays within each document, and
-    positions restart there), `document_lengths` int32 [B, S] for models with length-dependent
-    rotary positions, `weights` fp32 [B, S] of the labels, and `mass_fraction` int32 [B, L], of each
+    The batch is that of `DeviceBatches`, optionally with `mass_fraction` int32 [B, L], of each
     layer for each sequence, as in `SelectionContext`.
 
     Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping) and
@@ -62,11 +58,8 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.parameters)
-        labels = count_labels(batch["labels"])
-        # The weights of a document sum to 1.
-        count = jnp.sum(batch["weights"]) if "weights" in batch else labels
         rows = draw_rows(config, state) if audited else None
-        loss, gradients, by_group = gradients_of(trained, frozen, batch, count, rows)
+        loss, gradients, by_group = gradients_of(trained, frozen, batch, rows)
         several = config.parallel.replicas > 1
         layers = jax.tree.map(_over_parts, by_group) if several else dict(by_group)
         of_audit = {name: layers.pop(name) for name in ("audit", "masks") if name in layers}
@@ -76,14 +69,15 @@ def make_train_step(
             updates, opt_state = builder.optimizer.update(gradients, state.opt_state, trained)
             lr = schedule(state.step)
             updated = jax.tree.map(lambda parameter, u: parameter - lr * u, trained, updates)
-
-            def guarded(new: Any, old: Any) -> Any:
-                return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
-
+            updated, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (updated, opt_state),
+                (trained, state.opt_state),
+            )
             after = TrainState(
                 step=state.step + 1,
-                parameters={**frozen, **guarded(updated, trained)},
-                opt_state=guarded(opt_state, state.opt_state),
+                parameters={**frozen, **updated},
+                opt_state=opt_state,
                 skipped=state.skipped + jnp.where(finite, 0, 1),
                 skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
                 rng=state.rng,
@@ -93,7 +87,7 @@ def make_train_step(
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
-            "labels": labels,
+            "labels": count_labels(batch["labels"]),
             "skipped": after.skipped,
             "skipped_in_row": after.skipped_in_row,
             "layers": layers,
@@ -133,13 +127,11 @@ def make_gradients(
     attention_inputs: AttentionInputs | None = None,
     audited: bool = False,
 ):
-    """Builds a function (trained, frozen, batch, count, rows) -> loss, gradients, layer stats.
+    """Builds a function (trained, frozen, batch, rows) -> loss, gradients, layer stats.
 
-    `count` is the divisor of the loss over all micro-batches; `rows` are those of an audit, or
-    None. Stats are [L, ...], or [M, L, ...] with several replicas.
+    `rows` are those of an audit, or None. Stats are [L, ...], or [M, L, ...] with several replicas.
     """
-    model, mesh = config.model, builder.mesh
-    parts, replicas = config.optimizer.accumulation_steps, config.parallel.replicas
+    model, mesh, parts = config.model, builder.mesh, config.optimizer.accumulation_steps
     of_run = attention_inputs or AttentionInputs()
 
     def loss_of(trained: Parameters, taps: Array | None, frozen, batch, count, rows):
@@ -188,10 +180,18 @@ def make_gradients(
         loss, gradients = lax.psum((loss, gradients), DATA_AXIS)
         return loss, gradients, jax.tree.map(lambda x: x[None], layers)
 
-    if replicas == 1:
-        return of_replica
-    in_specs, out_specs = (P(), P(), P(DATA_AXIS), P(), P()), (P(), P(), P(DATA_AXIS))
-    return per_replica(summed_over_replicas, mesh, in_specs, out_specs)
+    of_batch = of_replica
+    if config.parallel.replicas > 1:
+        in_specs, out_specs = (P(), P(), P(DATA_AXIS), P(), P()), (P(), P(), P(DATA_AXIS))
+        of_batch = per_replica(summed_over_replicas, mesh, in_specs, out_specs)
+
+    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, rows: AuditRows | None):
+        labels, weights = batch["labels"], batch.get("weights")
+        # The weights of a document sum to 1.
+        count = count_labels(labels) if weights is None else jnp.sum(weights)
+        return of_batch(trained, frozen, batch, count, rows)
+
+    return gradients_of
 
 
 def run_layers(

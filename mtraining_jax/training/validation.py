@@ -28,16 +28,10 @@ from mtraining_jax.utils.errors import UserError
 
 
 class Evaluator:
-    """Evaluates states of a run, always on the same validation batches.
+    """Evaluates states of a run, always on the same validation batches; all processes call it.
 
-    It has its own loader, so the position in the training data never moves. All processes call it.
-
-    Attributes:
-        description: one line about the data.
-        identity: identity of the data, from its loader.
-
-    Raises:
-        UserError: if the validation data cannot be used or has too few batches.
+    It has its own loader, so the position in the training data never moves. Raises a
+    UserError if the data cannot be used.
     """
 
     def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
@@ -48,8 +42,7 @@ class Evaluator:
             self._batches = DeviceBatches(evaluation, mesh, layout)
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
-        loader = self._batches.loader
-        self.description, self.identity = loader.description, loader.identity
+        self.loader = loader = self._batches.loader
         wanted = config.eval.num_batches * evaluation.data.batch_size
         if wanted > loader.num_sequences:
             self.close()
@@ -68,14 +61,9 @@ class Evaluator:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after this step is evaluated."""
         return step % self._config.eval.interval == 0 or step == self._config.run.steps
 
-    def compile(
-        self,
-        state: TrainState,
-        devices: Iterable[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
-    ) -> None:
+    def compile(self, state: TrainState, devices: Iterable[Any]) -> None:
         """Compiles the programs of `measure`, for states like `state`; checks their memory."""
         self._batches.loader.set_state(self._begin)
         batch = next(self._batches)
@@ -84,11 +72,7 @@ class Evaluator:
             check_memory(self._programs[name], devices, "the evaluation on validation data")
 
     def measure(self, state: TrainState, after_batch: Callable[[], None] = lambda: None) -> Record:
-        """Evaluates a state, without changing it; `after_batch` is called after each batch.
-
-        Raises:
-            UserError: if a batch cannot be read.
-        """
+        """Evaluates a state, without changing it; `after_batch` is called after each batch."""
         begin = time.perf_counter()
         self._batches.loader.set_state(self._begin)
         found: dict[str, list[Any]] = {name: [] for name in self._programs}
@@ -110,7 +94,6 @@ class Evaluator:
         return validation_record(sums, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Stops prefetching."""
         self._batches.close()
 
 

@@ -36,10 +36,7 @@ WRITERS: dict[str, Callable[[Config, int], Writer]] = {
 
 
 def open_writers(config: Config, last_step: int) -> list[Writer]:
-    """Opens the writers enabled in the `metrics` section; call in one process only.
-
-    Records after `last_step`, from which the run resumes, are removed.
-    """
+    """Opens the enabled writers, in one process only; removes records after `last_step`."""
     writers: list[Writer] = []
     with contextlib.ExitStack() as opened:
         try:

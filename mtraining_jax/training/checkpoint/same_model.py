@@ -16,11 +16,9 @@ _FREE_MODEL_FIELDS = (
 
 
 def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
-    """Compares the configuration in a checkpoint with that of the run.
-
-    Fields that were added later had their defaults.
-    """
-    # The folder of the initial weights may no longer exist.
+    """Compares the configuration in a checkpoint with that of the run."""
+    # The folder of the initial weights may no longer exist. Fields that were added later had their
+    # defaults.
     model = saved["model"] | {"init_from": None, "override": []}
     table = {"model": model, "optimizer": saved.get("optimizer", {})}
     before, current = config_to_dict(config_of_model(table, str(path))), config_to_dict(config)

@@ -11,7 +11,6 @@ class ProfileWindow:
     """Traces some steps into a folder, for TensorBoard or `benchmarks.step.trace_summary`.
 
     The caller waits for the devices before `begin` and `end`, so that the trace has full steps.
-    One process traces its own devices, which is enough; it is `enabled`.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, enabled: bool) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from mtraining_jax.attention.inputs import AttentionInputs
@@ -52,10 +51,7 @@ def make_programs(
 
 
 def compile_programs(
-    programs: Programs,
-    arguments: tuple[Any, Any],
-    devices: Iterable[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
-    display: Display,
+    programs: Programs, arguments: tuple[Any, Any], devices: Iterable[Any], display: Display
 ) -> Programs:
     """Compiles the programs of a run for `arguments`, a state and a batch; checks their memory."""
     compiled = {}

@@ -56,20 +56,14 @@ def check_same_configuration(config: Config) -> None:
 
 
 def check_same_data(identity: Mapping[str, Any], section: str) -> None:
-    """Compares the identities of the loaders of `section`, as each process opens its own files.
-
-    Otherwise they would silently train on batches of mismatched sequence shards.
-    """
+    """Compares the identities of the loaders of `section`, as each process opens its own files."""
     values = {f"{section}: {name}": value for name, value in identity.items()}
     # Opening files may take one process much longer; JAX notices if a process dies meanwhile.
     assert_same_on_all_processes(values, _WHILE_ALL_LIVE)
 
 
 def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> None:
-    """Raises a UserError on all processes, with a line for each value that differs from process 0.
-
-    The values are serializable as JSON. Processes wait for each other for `timeout` seconds.
-    """
+    """Raises a UserError on all processes, with a line for each JSON value that differs."""
     if jax.process_count() == 1:
         return
     key, own = _next_key(), json.loads(json.dumps(dict(values)))
