@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mtraining_jax.config import available_configs
+from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.config.tables import all_fields, nearest
 from mtraining_jax.utils.errors import UserError
 
@@ -32,12 +32,8 @@ def config_parser(prog: str) -> ArgumentParser:
 def parse_with_overrides(parser: ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parses arguments, with the fields of a configuration as `--section.field=value`.
 
-    Returns:
-        The options of the parser, `config` as a name or None, and `overrides` of fields for
-        `load_config`, which validates them.
-
-    Raises:
-        UserError: one line per unknown option or misplaced argument.
+    The result also has these `overrides`, which `load_config` validates. Raises UserError with a
+    line per unknown option or misplaced argument.
     """
     options, rest = parser.parse_known_args([x if x != "-h" else "--help" for x in arguments])
     overrides, positional, problems = [], [], []
@@ -65,15 +61,15 @@ def parse_with_overrides(parser: ArgumentParser, arguments: Sequence[str]) -> ar
     return options
 
 
-def required_config(options: argparse.Namespace) -> str:
-    """The name or path given by `--config`."""
+def selected_config(options: argparse.Namespace) -> Config:
+    """Loads the configuration of `--config` with its overrides."""
     if options.config is None:
         names = ", ".join(available_configs())
         raise UserError(
             f"--config NAME is missing; choose one of {names} or pass the path of a TOML file; "
             "see --help"
         )
-    return options.config
+    return load_config(options.config, options.overrides)
 
 
 def _misplaced(text: str, options: Sequence[str], has_config: bool) -> str:

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, required_config
+from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.cli.model_command import run_command
-from mtraining_jax.config import load_config
 from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.pack_report import report_on
 from mtraining_jax.utils.errors import UserError
@@ -38,7 +37,7 @@ def _run(arguments: list[str]) -> int:
     options = parse_with_overrides(parser, arguments)
     if options.picture is not None:
         _check_picture(options.picture)
-    config = load_config(required_config(options), options.overrides)
+    config = selected_config(options)
     data, block_size = config.data, config.sparsity.block_size
     if not data.has_documents:
         raise UserError(

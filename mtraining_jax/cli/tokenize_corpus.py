@@ -8,12 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, required_config
+from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.cli.model_command import at_least, run_command
-from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.text import counted
 
 _USAGE = """\
 usage: python -m mtraining_jax.cli.tokenize_corpus --out FOLDER --config NAME [options]
@@ -45,7 +43,7 @@ def _run(arguments: list[str]) -> int:
     options = parse_with_overrides(parser, arguments)
     if options.out is None:
         raise UserError("--out FOLDER, the folder for the token files, is missing; see --help")
-    config, out = load_config(required_config(options), options.overrides), options.out.expanduser()
+    config, out = selected_config(options), options.out.expanduser()
     console = Console(highlight=False, soft_wrap=True)
     begin = reported = time.monotonic()
 
@@ -54,7 +52,7 @@ def _run(arguments: list[str]) -> int:
         nonlocal reported
         now = time.monotonic()
         speed = read / 2**20 / max(now - begin, 1e-3)
-        line = f"read {read / 2**20:,.0f} MiB ({speed:,.1f} MiB/s), wrote {_words(totals)}"
+        line = f"read {read / 2**20:,.0f} MiB ({speed:,.1f} MiB/s), wrote {totals}"
         status.update(line)
         if not console.is_terminal and now - reported >= _SECONDS_BETWEEN_LINES:
             reported = now
@@ -69,20 +67,11 @@ def _run(arguments: list[str]) -> int:
         raise UserError("interrupted; the same command resumes") from None
     resumed = f" ({totals.found:,} already there)" if totals.found else ""
     console.print(
-        f"{options.out}: {_words(totals)}{resumed}, in {time.monotonic() - begin:,.1f} s",
+        f"{options.out}: {totals}{resumed}, in {time.monotonic() - begin:,.1f} s\n"
+        f"train with  --data.source=tokens --data.paths='[\"{options.out}\"]'",
         markup=False,
     )
-    console.print(
-        f"train with  --data.source=tokens --data.paths='[\"{options.out}\"]'", markup=False
-    )
     return 0
-
-
-def _words(totals: Totals) -> str:
-    return (
-        f"{counted(totals.documents, 'document')}, {totals.tokens:,} tokens in "
-        f"{counted(totals.parts, 'part')}"
-    )
 
 
 def _processors() -> int:

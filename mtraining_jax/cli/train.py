@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, required_config
-from mtraining_jax.config import available_configs, config_to_toml, help_text, load_config
+from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
+from mtraining_jax.config import available_configs, config_to_toml, help_text
 from mtraining_jax.config.load import fields_with
 from mtraining_jax.config.notes import notes
 from mtraining_jax.planning.hardware import GPUS
@@ -71,7 +71,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         return print_text(f"mtraining-jax {VERSION}\n")
     if options.dry_run_gpu is not None and options.dry_run is None:
         raise UserError(f"--dry-run-gpu={options.dry_run_gpu} needs --dry-run")
-    config = load_config(required_config(options), options.overrides)
+    config = selected_config(options)
     for sentence in notes(config, [name for name, _ in options.overrides]):
         print(f"note: {sentence}", file=sys.stderr)
     if options.print_config:

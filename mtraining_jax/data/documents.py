@@ -12,7 +12,7 @@ from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
 from mtraining_jax.data.packs import pack_documents
 from mtraining_jax.data.source import FileSource, Source, eos_id_problems
 from mtraining_jax.data.spec import DataSpec
-from mtraining_jax.data.stream import TokenStream, check_ids, spill
+from mtraining_jax.data.stream import TokenStream, Vocab, spill
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import Text
@@ -74,7 +74,7 @@ class DocumentSource(Source):
             pack = functools.partial(pack_documents, sizes)
         else:
             starts = windows(part.ids.size, data, summary)
-        stream = TokenStream([part], encoder.vocab_size, encoder.vocab_name)
+        stream = TokenStream([part], encoder.vocab)
         summary += f", {len(stream):,} tokens"
         return Corpus(stream, encoder.vocab_size, encoder.tokenizer, summary, starts, pack)
 
@@ -113,10 +113,11 @@ class Encoder:
     vocab_size: int
 
     @property
-    def vocab_name(self) -> str:
-        return (
-            "model.vocab_size" if self.tokenizer is None else f"the tokenizer {self.tokenizer.name}"
-        )
+    def vocab(self) -> Vocab:
+        origin = "model.vocab_size"
+        if self.tokenizer is not None:
+            origin = f"the tokenizer {self.tokenizer.name}"
+        return Vocab(self.vocab_size, origin)
 
     @property
     def dtype(self) -> np.dtype:
@@ -126,7 +127,7 @@ class Encoder:
         """The ids [n] of a document; appends eos unless it is empty or given with eos."""
         if self.tokenizer is None:
             ids = np.asarray(document)
-            check_ids(ids, where, self.vocab_size, self.vocab_name)
+            self.vocab.check(ids, where, range(ids.size))
         else:
             try:
                 ids = self.tokenizer.encode(document)

@@ -16,8 +16,8 @@ def find_files(
 ) -> list[Path]:
     """Lists files without duplicates: in the order of ``paths``, sorted within each entry.
 
-    An entry is a file, a folder (searched recursively for suffixes) or a glob (``**`` crosses
-    folders). Empty files are errors; without suffixes, those of folders and globs are skipped.
+    An entry is a file, a folder (searched recursively for suffixes, except hidden files) or a glob
+    (``**`` crosses folders). Empty files are errors; without suffixes, folders and globs skip them.
     """
     files: dict[Path, None] = {}
     for entry in paths:
@@ -39,15 +39,15 @@ def find_files(
     return list(files)
 
 
-def find_folders(paths: Sequence[str], field: str = "data.paths") -> list[Path]:
+def find_folders(paths: Sequence[str]) -> list[Path]:
     """Lists folders without duplicates: in the order of ``paths``, sorted within a glob."""
     folders: dict[Path, None] = {}
     for entry in paths:
-        matches = _matches(entry, field)
+        matches = _matches(entry, "data.paths")
         found = [match for match in matches if match.is_dir()]
         if not found:
             problem = "is not a folder" if matches else "matches no folder"
-            raise UserError(f'{field}: "{entry}" {problem}')
+            raise UserError(f'data.paths: "{entry}" {problem}')
         folders |= dict.fromkeys(found)
     return list(folders)
 

@@ -44,17 +44,13 @@ class PackReport:
         sums = np.cumsum(self.padded.astype(np.float64) ** 2)[self.ends - 1]
         return np.diff(sums, prepend=0) / self.seq_len**2
 
-    def buckets(self) -> list[tuple[int, int, int, int, int]]:
+    def buckets(self) -> list[tuple[int, ...]]:
         """Lower and upper bounds 2^k, documents, tokens, and tokens with padding."""
         kinds = np.frexp(self.lengths.astype(np.float64))[1]  # 2^(k-1) <= length < 2^k
         first = int(kinds.min())
-        count, tokens, padded = (
-            np.bincount(kinds - first, of) for of in (None, self.lengths, self.padded)
-        )
-        return [
-            (2 ** (first + i - 1), 2 ** (first + i), int(count[i]), int(tokens[i]), int(padded[i]))
-            for i in range(count.size)
-        ]
+        sums = [np.bincount(kinds - first, of) for of in (None, self.lengths, self.padded)]
+        rows = np.stack(sums, axis=1).astype(np.int64).tolist()
+        return [(2 ** (first + i - 1), 2 ** (first + i), *row) for i, row in enumerate(rows)]
 
     def __str__(self) -> str:
         each, pairs, seen = self.documents_each, self.pairs, self.ends.size

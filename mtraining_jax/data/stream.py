@@ -23,17 +23,35 @@ class Part:
     row_len: int | None = None
 
 
+@dataclass(frozen=True)
+class Vocab:
+    """Number of token ids, and its origin for messages."""
+
+    size: int
+    origin: str
+
+    def check(self, ids: np.ndarray, name: str, positions: np.ndarray | range) -> None:
+        """Rejects token ids [n] outside of the vocabulary."""
+        if not ids.size or (ids.min() >= 0 and ids.max() < self.size):
+            return
+        first = int(np.argmax((ids < 0) | (ids >= self.size)))
+        raise UserError(
+            f"{name}: token id {ids[first]} at position {positions[first]} is outside the "
+            f"vocabulary (0 to {self.size - 1}, from {self.origin})"
+        )
+
+
 class TokenStream:
     """Concatenation of non-empty parts with random access; checks ids against the vocabulary."""
 
-    def __init__(self, parts: Sequence[Part], vocab_size: int, vocab_name: str):
+    def __init__(self, parts: Sequence[Part], vocab: Vocab) -> None:
         self._parts = tuple(parts)
         self._ends = np.cumsum([part.ids.size for part in self._parts])
-        self._vocab = vocab_size, vocab_name
+        self._vocab = vocab
         if len(self) <= _CHECKED_AT_START:
             for part in self._parts:
                 for start, chunk in chunks(part.ids):
-                    check_ids(chunk, part.name, *self._vocab, range(start, start + chunk.size))
+                    self._vocab.check(chunk, part.name, range(start, start + chunk.size))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -56,26 +74,8 @@ class TokenStream:
         part = self._parts[number]
         local = positions - (int(self._ends[number]) - part.ids.size)
         ids = part.ids[local]
-        check_ids(ids, part.name, *self._vocab, local)
+        self._vocab.check(ids, part.name, local)
         return ids.astype(np.int32)
-
-
-def check_ids(
-    ids: np.ndarray,
-    name: str,
-    vocab_size: int,
-    vocab_name: str,
-    positions: np.ndarray | range | None = None,
-) -> None:
-    """Rejects token ids [n] outside of the vocabulary; by default `positions` are 0 to n - 1."""
-    if not ids.size or (ids.min() >= 0 and ids.max() < vocab_size):
-        return
-    first = int(np.argmax((ids < 0) | (ids >= vocab_size)))
-    position = first if positions is None else int(positions[first])
-    raise UserError(
-        f"{name}: token id {int(ids[first])} at position {position} is outside the vocabulary "
-        f"(0 to {vocab_size - 1}, from {vocab_name})"
-    )
 
 
 def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:

@@ -14,7 +14,7 @@ from mtraining_jax.data.source import FileSource, eos_id_problems
 from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
 from mtraining_jax.data.sources.token_parts import LENGTHS, check_complete
 from mtraining_jax.data.spec import DataSpec
-from mtraining_jax.data.stream import Part, TokenStream, chunks
+from mtraining_jax.data.stream import Part, TokenStream, Vocab, chunks
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
@@ -52,7 +52,7 @@ class TokenFiles(FileSource):
         for folder in dict.fromkeys(path.parent for path in paths):
             check_complete(folder)
         files = [open_token_file(path, self.token_dtype) for path in paths]
-        stream = TokenStream(files, vocab_size, "model.vocab_size")
+        stream = TokenStream(files, Vocab(vocab_size, "model.vocab_size"))
         summary, starts, pack = counted(len(files), "file"), range(0), None
         if data.mode == "exact":
             all_starts, lengths = _exact_documents(files, data)
