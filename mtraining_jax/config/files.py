@@ -80,8 +80,6 @@ def find_config(name: str) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path)
-    except UserError:
-        raise
     except FileNotFoundError:
         others = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
         close = difflib.get_close_matches(str(path), others, 1)

@@ -1,12 +1,13 @@
 """Model fields from the config.json of the checkpoint in `model.init_from`."""
 
-import dataclasses
 import json
 import os.path
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtraining_jax.config.kinds import ROPE_KIND
+from mtraining_jax.config.render import values_of
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, FIXED, FREE, read_hf_values
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 from mtraining_jax.utils.errors import UserError
@@ -66,9 +67,7 @@ def _plain(value: Any) -> Any:
     """A value as TOML would load it."""
     if not isinstance(value, RopeScaling):
         return value
-    fields = dataclasses.asdict(value)
-    plain = {key: list(x) if isinstance(x, tuple) else x for key, x in fields.items()}
-    return {"type": value.type, **{key: x for key, x in plain.items() if x is not None}}
+    return {key: x for key, x in values_of(ROPE_KIND, value).items() if x is not None}
 
 
 def _text(value: Any) -> str:

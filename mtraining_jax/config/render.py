@@ -16,17 +16,18 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     As in files, the options of a plug-in are fields of its section.
     """
     sections = fields_of(Config).items()
-    return {name: _table(field.annotation, getattr(config, name)) for name, field in sections}
+    return {name: values_of(field.annotation, getattr(config, name)) for name, field in sections}
 
 
-def _table(kind: Any, section: Any) -> dict[str, Any]:
+def values_of(kind: Any, section: Any) -> dict[str, Any]:
+    """The values of a table of type `kind`, see `table_type`, as TOML has them."""
     table, values = table_of(kind, section), {}
     for name, field in table.fields.items():
         holder = section if hasattr(section, name) else getattr(section, table.holder)
         value = getattr(holder, name)
         inner = table_type(field)
         if inner is not None and value is not None:
-            value = _table(inner, value)
+            value = values_of(inner, value)
         values[name] = list(value) if isinstance(value, tuple) else value
     return values
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -79,16 +80,9 @@ def attribute_docs(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         _, _, text = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
-        name = ""
-        for line in text.splitlines():
-            if line.startswith("     ") and name:
-                docs[name] += " " + line.strip()
-            elif line.startswith("    "):
-                names, _, doc = line.strip().partition(":")
-                for name in names.split(", "):
-                    docs[name] = doc.strip()
-            elif line:
-                break
+        text = re.split(r"^\S", text, maxsplit=1, flags=re.MULTILINE)[0]
+        for names, doc in re.findall(r"^ {4}(\w.*?):(.*(?:\n {5}.*)*)", text, re.MULTILINE):
+            docs |= dict.fromkeys(names.split(", "), " ".join(doc.split()))
     return docs
 
 

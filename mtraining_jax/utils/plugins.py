@@ -66,11 +66,8 @@ def _load(place: str, name: str, what: str) -> Any:
     module_name, _, attribute = place.partition(":")
     try:
         module = importlib.import_module(module_name)
+        if not hasattr(module, attribute):
+            raise ImportError(f"{module_name} has no {attribute!r}")
     except ImportError as error:
         raise UserError(f'"{name}" cannot be loaded as a {what}: {error}') from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise UserError(
-            f'"{name}" cannot be loaded as a {what}: {module_name} has no {attribute!r}'
-        ) from None
+    return getattr(module, attribute)

@@ -27,10 +27,7 @@ class Stream:
     """A stream of random numbers.
 
     Number i of stream s is mix(mix(seed * G + s) + (i + 1) * G) mod 2^64, where mix is the
-    finalizer of SplitMix64 and G its increment.
-
-    Args:
-        seed: any integer, reduced modulo 2^64.
+    finalizer of SplitMix64 and G its increment. The seed is any integer.
     """
 
     def __init__(self, seed: int, stream: int = 0):

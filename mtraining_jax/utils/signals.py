@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 # EX_TEMPFAIL of sysexits.h: the same command resumes the run; schedulers can requeue on it.
 EXIT_STOPPED = 75
@@ -43,7 +43,7 @@ class StopSignals:
         self.requested = False
         self._immediate = True  # a signal stops the command, not only the run
         self._together = False
-        self._installed = False
+        self._before: dict[signal.Signals, Any] = {}  # handlers, if ours are installed
         self._notify_jax: Callable[[int], None] | None = None
         self._received = 0
         self._timer: threading.Timer | None = None
@@ -59,22 +59,20 @@ class StopSignals:
         So SIGTERM is handled here again, and the first signal of any kind is passed on to JAX.
         """
         self._together = True
-        if self._installed and (handler := _c_handler(signal.SIGTERM)) != self._own_c_handler:
+        if self._before and (handler := _c_handler(signal.SIGTERM)) != self._own_c_handler:
             self._notify_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
             signal.signal(signal.SIGTERM, self._in_main_thread)
 
     def __enter__(self) -> Self:
-        self._installed = threading.current_thread() is threading.main_thread()
-        if not self._installed:
+        if threading.current_thread() is not threading.main_thread():
             return self
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
-        if before[signal.SIGHUP] is signal.SIG_IGN:
-            del before[signal.SIGHUP]
-        self._before = before
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        if self._before[signal.SIGHUP] is signal.SIG_IGN:
+            del self._before[signal.SIGHUP]
         self._terminals = [output for output in (1, 2) if os.isatty(output)]
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        for number in before:
+        for number in self._before:
             signal.signal(number, self._in_main_thread)
         self._own_c_handler = _c_handler(signal.SIGTERM)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno())
@@ -83,7 +81,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._installed:
+        if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
@@ -93,8 +91,7 @@ class StopSignals:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _in_main_thread(self, number: int, _: FrameType | None) -> None:
         if self._immediate and not self._together:
             raise Stopped(_before_first_step(number))
         self.requested = True
