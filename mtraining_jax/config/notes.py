@@ -12,20 +12,20 @@ def notes(config: Config, names: Iterable[str]) -> list[str]:
 
     The names are those of the command line, where such a field is most likely a mistake.
     """
-    names = dict.fromkeys(RENAMED.get(name, name) for name in names)
-    reasons = [(name, next(_reasons(config, name), None)) for name in names]
-    unused = [f"{name} has no effect: {reason}" for name, reason in reasons if reason is not None]
+    found = []
+    for name in dict.fromkeys(RENAMED.get(name, name) for name in names):
+        if reason := next(_reasons(config, name), None):
+            found.append(f"{name} has no effect: {reason}")
     sparse = config.sparsity.pattern.sparse and not config.dense_steps.count()
-    if not (config.checkpoint.export_hf and sparse):
-        return unused
-    # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
-    return [
-        *unused,
-        "Hugging Face transformers runs the exported model with dense attention, where a model "
-        "trained with sparse attention has a slightly higher loss; "
-        f"--sparsity.dense_cooldown_steps={max(1, config.run.steps // 10)} (a tenth of the "
-        "steps) recovers most of it",
-    ]
+    if config.checkpoint.export_hf and sparse:
+        # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
+        found.append(
+            "Hugging Face transformers runs the exported model with dense attention, where a model "
+            "trained with sparse attention has a slightly higher loss; "
+            f"--sparsity.dense_cooldown_steps={max(1, config.run.steps // 10)} (a tenth of the "
+            "steps) recovers most of it"
+        )
+    return found
 
 
 def _reasons(config: Config, name: str) -> Iterator[str]:
@@ -34,9 +34,9 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
     audit, schedule = config.audit, config.optimizer.schedule
     if section == "eval" and field != "interval" and not config.eval.interval:
         yield "eval.interval = 0 disables evaluation"
-    if section == "audit" and "interval" not in field:
-        if not audit.interval and not audit.gradient_interval:
-            yield "audit.interval = 0 and audit.gradient_interval = 0 disable audits"
+    audited = audit.interval or audit.gradient_interval
+    if section == "audit" and "interval" not in field and not audited:
+        yield "audit.interval = 0 and audit.gradient_interval = 0 disable audits"
     if name == "profile.steps" and config.profile.start is None:
         yield "profile.start = none disables tracing"
     if name in ("sparsity.tune_min", "sparsity.tune_max") and config.sparsity.tune == "none":

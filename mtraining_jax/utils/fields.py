@@ -91,13 +91,11 @@ def toml_value(value: Any) -> str:
     match value:
         case None:
             return "none"
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
+        case bool() | str():
             # TOML basic strings are JSON strings, except for a raw DEL.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() | float():
+            return repr(value)
         case list() | tuple():
             return "[" + ", ".join(map(toml_value, value)) + "]"
         case dict():
