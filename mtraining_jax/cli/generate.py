@@ -75,7 +75,8 @@ def _run(arguments: list[str]) -> int:
         raise UserError(
             f"--{min(of_sparse)} has no effect with --attention=dense; add --attention=sparse"
         )
-    options = GenerateOptions(*(getattr(found, name) for name in _NUMBERS), tuple(found.stop))
+    numbers = {name: getattr(found, name) for name in _NUMBERS}
+    options = GenerateOptions(**numbers, stop=tuple(found.stop))
     prompt = _prompt(found.prompt, found.prompt_file)
     set_platform(found.cpu_devices)
     # Imported here, because it imports JAX, which reads the number of devices when it starts.

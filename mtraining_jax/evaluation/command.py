@@ -67,9 +67,10 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
         for name, value in sorted(request.overrides)
         if name.startswith("sparsity.")
     ]
-    options = {task.name: dataclasses.asdict(task) for task in plan.tasks}
-    for task in options.values():
-        del task["name"]
+    tasks = {}
+    for task in plan.tasks:
+        tasks[task.name] = dataclasses.asdict(task)
+        del tasks[task.name]["name"]
     return {
         "models": {
             label: {"name": names[label], **_identity(path)}
@@ -82,7 +83,7 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
         "end of prompts": f"dense_suffix_tokens = {PROMPT_END} unless given",
         "dtype": request.dtype or "as the model says",
         "tokenizer": request.tokenizer or "the model's own",
-        "tasks": options,
+        "tasks": tasks,
     }
 
 
@@ -103,11 +104,11 @@ def _identity(folder: Path) -> dict[str, Any]:
 
 def _max_positions(folder: Path) -> int:
     """Returns the maximum context length of a model, without reading its parameters."""
-    checkpoints = folder / CHECKPOINTS_NAME
-    step = newest_step(checkpoints)
+    step = newest_step(folder / CHECKPOINTS_NAME)
     if step is None:
         return read_hf_values(folder)["max_position_embeddings"]
-    return read_record(checkpoints, step)["config"]["model"]["max_position_embeddings"]
+    record = read_record(folder / CHECKPOINTS_NAME, step)
+    return record["config"]["model"]["max_position_embeddings"]
 
 
 def _facts(command: str) -> dict[str, str]:

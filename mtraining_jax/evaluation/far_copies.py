@@ -9,9 +9,8 @@ NEAR = 256  # tokens: a repetition within this distance is not far
 def far_copies(tokens: np.ndarray, gram: int = GRAM, near: int = NEAR) -> np.ndarray:
     """Returns which tokens are far copies, bool [S].
 
-    The n-gram of a token consists of the token and those before it, `gram` in all. The token is a
-    far copy if its n-gram occurred earlier and the latest occurrence is more than `near` tokens
-    back. To predict it, a model needs keys outside of a window of `near` tokens.
+    The n-gram of a token is the token and those before it, `gram` in all. A far copy has an n-gram
+    that occurred earlier, the last time more than `near` tokens back: a window does not show it.
     """
     found = np.zeros(len(tokens), bool)
     if len(tokens) < gram:

@@ -2,9 +2,6 @@
 
 python -m mtraining_jax.evaluation.lm_eval --model mtraining_jax \
     --model_args path=FOLDER,attention=sparse --tasks hellaswag
-
-is the harness command with this model class registered. From Python, pass a `HarnessModel` as
-`model` to `lm_eval.simple_evaluate`.
 """
 
 from typing import Any

@@ -9,15 +9,11 @@ from mtraining_jax.evaluation.engine.options import GenerateOptions
 
 
 class Forced(NamedTuple):
-    """Scores of a given answer of n tokens after a prompt.
-
-    `density` is computed over causal pairs of the padded prompt, with the answer if both are read
-    in one pass, mean over layers; None if unknown.
-    """
+    """Scores of a given answer of n tokens after a prompt."""
 
     log_probs: np.ndarray  # fp32 [n], natural logarithms
     is_argmax: np.ndarray  # bool [n], whether a token is the most likely one
-    density: float | None
+    density: float | None  # of the pass over the padded prompt, mean over layers
 
 
 class Generated(NamedTuple):
@@ -34,14 +30,9 @@ class Generated(NamedTuple):
 class Model(Protocol):
     """What `evaluate` needs of a model: members of `Engine`."""
 
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_positions: int
 
     def token_losses(self, tokens: np.ndarray) -> np.ndarray: ...
 

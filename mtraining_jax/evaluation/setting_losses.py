@@ -20,8 +20,7 @@ from mtraining_jax.utils.text import counted
 def read_sequences(engine: Engine, paths: Sequence[str], length: int, count: int) -> np.ndarray:
     """Reads text files, joins them, and splits them into up to `count` sequences: int32 [N, S].
 
-    `paths` are files, folders and patterns, as in data.paths. Raises UserError if the model has no
-    tokenizer, a file cannot be read, or the text is too short.
+    `paths` are those of data.paths.
     """
     tokenizer = engine.loaded.needed_tokenizer()
     encoder = Encoder(tokenizer, tokenizer.eos, tokenizer.vocab_size)
@@ -60,10 +59,7 @@ def check_length(engine: Engine, settings: Iterable[PatternOptions], length: int
 def measure(
     engine: Engine, sequences: np.ndarray, settings: Mapping[str, PatternOptions]
 ) -> Iterator[Measured]:
-    """Runs a model over sequences, int32 [N, S], first dense, then with each setting.
-
-    The selection reads all tokens of a sequence, as in training.
-    """
+    """Runs a model over sequences, int32 [N, S], first dense, then with each setting."""
     far = np.stack([far_copies(tokens) for tokens in sequences])[:, 1:]
     dense = None
     block_size = next(iter(settings.values())).block_size

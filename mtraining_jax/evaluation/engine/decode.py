@@ -91,14 +91,11 @@ def room_for(new_tokens: int, local_tokens: int) -> int:
 
 
 def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
-    """Builds a program that reads one token and samples the next.
+    """Builds a program that reads one token and samples the next, with dense attention.
 
-    Attention is dense. Every rank computes the full layer, but attends only to its own shard of the
-    prompt; ranks exchange one output per head.
-
-    Returns:
-        A jitted function of the state, a `Cache` with room (donated), the token int32 [B] that
-        follows those in the cache, and temperature, top_p and seed of `next_token`.
+    Every rank computes the full layer, but attends only to its own shard of the prompt; ranks
+    exchange one output per head. The program takes the state, a `Cache` with room (donated), the
+    token int32 [B] after those in the cache, and temperature, top_p and seed of `next_token`.
     """
     mesh, one_layer = network.mesh, (_ONE_LAYER,) * network.spec.num_layers
     specs = Cache(*cast(Any, (one_layer, one_layer, P(), P())))
@@ -176,10 +173,9 @@ def _slot_and_seen(layout: Layout, cache: Cache) -> tuple[Array, Array]:
 
 
 def _attend_to_cache(q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array) -> Array:
-    """Softmax attention over the keys of all ranks, fp32 [B, Hq, D]; inside `jax.shard_map`.
+    """Softmax attention over those keys of all ranks that are seen, fp32 [B, Hq, D].
 
-    Queries are replicated, rotated and unscaled. `seen_S` says which keys of this rank to attend
-    to; there is at least one over all ranks.
+    Queries are replicated, rotated and unscaled; at least one key is seen by some rank.
     """
     batch, heads, dim = q_BHD.shape
     kv_heads, tokens = k_BHkSD.shape[1:3]

@@ -10,7 +10,6 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import Programs, first_token
 from mtraining_jax.evaluation.engine.sampling import judge
@@ -37,6 +36,9 @@ class Engine:
     def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
         self.loaded = loaded
         self.programs = Programs(loaded, like and like.programs)
+        self.tokenizer = loaded.tokenizer
+        self.vocab_size = loaded.network.spec.vocab_size
+        self.max_positions = loaded.network.spec.max_position_embeddings
 
     @classmethod
     def load(
@@ -77,23 +79,10 @@ class Engine:
     def dense(self) -> Self:
         return self.with_pattern(DenseOptions(self.loaded.network.settings.block_size))
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.loaded.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return self.loaded.network.spec.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.loaded.network.spec.max_position_embeddings
-
     def token_losses(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Computes -log p of each token of ids [S] except the first: fp32 [S - 1], in nats.
 
-        Raises:
-            UserError: for too few or too many tokens, or an id outside the vocabulary.
+        Raises UserError for too few or too many tokens, or an id outside the vocabulary.
         """
         ids = self._checked(tokens, least=2)
         self._check_length(len(ids) - 1, 0)
@@ -140,12 +129,8 @@ class Engine:
     ) -> Generated:
         """Continues a prompt, ids [n]; new tokens attend to all earlier tokens.
 
-        Args:
-            options: None uses the defaults.
-            on_text: called with each new piece of text as soon as it is final.
-
-        Raises:
-            UserError: see `token_losses`; or a stop text is given without a tokenizer.
+        `on_text` is called with each new piece of text as soon as it is final. Errors as in
+        `token_losses`; also UserError for a stop text without a tokenizer.
         """
         options = GenerateOptions() if options is None else options
         if options.stop and self.tokenizer is None:

@@ -25,22 +25,17 @@ from mtraining_jax.patterns.options.base import PatternOptions
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A model without its parameters, on a mesh with one device along 'data'; static.
-
-    Attributes:
-        sparse_answers: whether given answers use the pattern too, in one pass with the prompt as
-            in training. Otherwise answer tokens attend to all earlier tokens, like generated ones.
-        layout, ring, backend, fsdp, loss_chunk_size: see sections parallel and loss.
-    """
+    """A model without its parameters, on a mesh with one device along 'data'; static."""
 
     spec: ModelSpec
     mesh: Mesh
     settings: PatternOptions
+    # See sections parallel and loss.
     layout: str = "striped"
     ring: str = "gather"
     backend: str | None = None
     fsdp: bool = False
-    sparse_answers: bool = False
+    sparse_answers: bool = False  # see `Engine.forced`
     loss_chunk_size: int = 1024
 
     @property

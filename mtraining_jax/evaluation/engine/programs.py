@@ -73,10 +73,7 @@ class Programs:
         return cache, lambda cache, token: run(cache, token, *how)
 
     def inputs(self, ids: np.ndarray, of_prompt: bool) -> tuple[Layout, tuple[Any, ...]]:
-        """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`.
-
-        A sparse pattern estimates from the ids only, not from the padding.
-        """
+        """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""
         padded = self._network.padded_length(len(ids))
         layout = self._network.sequence_layout(padded)
         tokens, positions = self._place(ids, layout, 0), self._place(np.arange(padded), layout, 0)

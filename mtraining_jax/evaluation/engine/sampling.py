@@ -27,10 +27,7 @@ def judge(logits_BV: Array, label_B: Array) -> tuple[Array, Array]:
 
 
 def kept_tokens(logits_BV: Array, top_p: Array) -> Array:
-    """Selects the most likely tokens with a total probability of `top_p`: bool [B, V].
-
-    Nucleus sampling (arXiv 1904.09751); it keeps the token with which the sum reaches `top_p`.
-    """
+    """Selects the fewest tokens with a probability of `top_p`: bool [B, V] (arXiv 1904.09751)."""
     descending = jnp.sort(logits_BV, axis=-1, descending=True)
     probabilities = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities

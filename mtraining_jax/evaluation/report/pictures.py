@@ -28,10 +28,7 @@ class _Panel(NamedTuple):
 
 
 def draw_all(lines: Lines, folder: Path, caption: str) -> list[Path]:
-    """Draws all pictures into a folder, with a caption below each, and returns the files.
-
-    Raises ImportError if matplotlib is not installed.
-    """
+    """Draws all pictures with a caption; returns the files. ImportError without matplotlib."""
     if Figure is None:
         raise ImportError("matplotlib is not installed")
     written = []

@@ -1,10 +1,7 @@
 """A needle in a haystack: one number hidden at some depth of a long text.
 
-Needle and question are those of MInference (Jiang et al., 2024,
-experiments/needle_in_a_haystack). Its haystack is a book of PG-19; this one is text from the user
-or generated sentences. The last words of the prompt are new: the answer follows directly, so that
-a model without instruction tuning can give it and teacher forcing can score it. The passkey has
-the template of Landmark Attention (Mohtashami and Jaggi, 2023).
+Needle and question are those of MInference (Jiang et al., 2024), the passkey that of Landmark
+Attention (Mohtashami and Jaggi, 2023). The last words of the prompt let the answer follow directly.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Multi-query associative recall over token ids (Arora et al., 2023, "Zoology").
-
-Only for models that were trained on it: the ids have no meaning for others.
-"""
+"""Multi-query associative recall over token ids (Arora et al., 2023), for models trained on it."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -19,14 +16,11 @@ NOT_ASKED = -100
 
 
 def mqar(length: int, pairs: int, vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Builds a sequence with key-value pairs in its first half and queries in the second.
+    """Builds tokens and labels, int32 [S] each; the label of a queried key is its value, else -100.
 
     Ids below V/2 are filler, ids from V/2 to 3V/4 - 1 are different keys, and the others are
     values. Pairs lie at even positions of the first half, and queries (a key, then its value) at
     even positions of the second half.
-
-    Returns:
-        tokens and labels, int32 [S] each. The label of a queried key is its value, else -100.
     """
     filler, keys = vocab_size // 2, vocab_size // 4
     tokens = Stream(seed, 1).below_each(np.full(length, filler))

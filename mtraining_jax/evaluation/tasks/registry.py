@@ -54,8 +54,7 @@ def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:
         names: names in `TASKS` or `GROUPS`, or your own task as `package.module:Name`.
         options: values or texts by field. Each task takes the options that it has.
 
-    Raises:
-        UserError: for an unknown name or option, an invalid value, or a problem of a task.
+    Raises UserError for an unknown name or option, an invalid value, or a problem of a task.
     """
     single = dict.fromkeys(one for name in names for one in GROUPS.get(name, (name,)))
     classes = {name: TASKS.get(name) for name in single}

@@ -98,9 +98,8 @@ def largest_size(
 ) -> tuple[int, int]:
     """Finds the largest size of a text within a token limit, by the method of false position.
 
-    Counts grow almost in proportion to the size, so a few calls of `count` are enough. The search
-    stops when less than one unit of average size is left, or one part in 2000 of the limit.
-    Returns the size and its count; `smallest` - 1 and the smallest count if that is too large.
+    The search stops when less than one unit of average size is left, or one part in 2000 of the
+    limit. Returns the size and its count; `smallest` - 1 and its count if that is too large.
     """
     low, low_count = smallest, count(smallest)
     if low_count > limit:

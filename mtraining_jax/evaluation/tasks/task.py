@@ -19,35 +19,23 @@ _TAIL = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question, determined by task, options, length, number and seed.
-
-    Attributes:
-        length: requested tokens; prompt and `max_new_tokens` together do not exceed it.
-        prompt: text, or token ids if the task needs no tokenizer.
-        prompt_ids: int32 [n], without a start token.
-        references: gold answers. The task decides how many of them an answer needs.
-        depth: depth of the needle, from 0 (first) to 1 (last), if the task has one.
-        answer: what teacher forcing appends to the prompt; None if there is no such answer.
-        answer_ids: int32 [m].
-        scored: ascending indices of the scored `answer_ids`; None for all. The others are given,
-            such as the colon before a value.
-        stop: texts that end an answer.
-        cut_tokens: tokens removed from the middle of a published prompt to make it fit.
-    """
+    """One question, determined by task, options, length, number and seed."""
 
     task: str
-    length: int
+    length: int  # requested tokens; prompt and `max_new_tokens` together do not exceed it
     number: int
-    prompt: str | tuple[int, ...] = field(repr=False)
-    prompt_ids: np.ndarray = field(repr=False, compare=False)
-    references: tuple[str, ...] | tuple[int, ...]
+    prompt: str | tuple[int, ...] = field(repr=False)  # text, or ids if the task has no text
+    prompt_ids: np.ndarray = field(repr=False, compare=False)  # int32 [n], without a start token
+    references: tuple[str, ...] | tuple[int, ...]  # gold answers; the task says how many it needs
     max_new_tokens: int
-    depth: float | None = None
-    answer: str | tuple[int, ...] | None = None
-    answer_ids: np.ndarray | None = field(default=None, repr=False, compare=False)
+    depth: float | None = None  # of the needle, from 0 (first) to 1 (last)
+    answer: str | tuple[int, ...] | None = None  # what teacher forcing appends to the prompt
+    answer_ids: np.ndarray | None = field(default=None, repr=False, compare=False)  # int32 [m]
+    # Ascending indices of the scored `answer_ids`; None for all. The others are given, such as the
+    # colon before a value.
     scored: tuple[int, ...] | None = None
-    stop: tuple[str, ...] = ()
-    cut_tokens: int = 0
+    stop: tuple[str, ...] = ()  # texts that end an answer
+    cut_tokens: int = 0  # removed from the middle of a published prompt to make it fit
 
     @property
     def prompt_hash(self) -> str:
@@ -57,12 +45,12 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A long text for the loss by position; `name` is its location, for messages."""
+    """A long text for the loss by position."""
 
     task: str
     length: int
     number: int
-    name: str
+    name: str  # its location, for messages
     ids: np.ndarray = field(repr=False, compare=False)
 
     @property
@@ -77,28 +65,19 @@ def _hash(prompt: str | np.ndarray) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Base class of tasks, frozen dataclasses: their fields are options.
+    """Base class of tasks, frozen dataclasses: their fields are options."""
 
-    Attributes:
-        name: the name that the user gave; several names may share a class.
-        needs: required options, e.g. a file; their default is None.
-        needs_tokenizer: whether prompts are text.
-    """
+    needs: ClassVar[tuple[str, ...]] = ()  # required options, e.g. a file; their default is None
+    needs_tokenizer: ClassVar[bool] = True  # whether prompts are text
 
-    needs: ClassVar[tuple[str, ...]] = ()
-    needs_tokenizer: ClassVar[bool] = True
-
-    name: str
+    name: str  # that the user gave; several names may share a class
 
     def __post_init__(self) -> None:
         check_limits(self)
 
     @property
     def teacher_forced(self) -> bool:
-        """Whether one forward pass over prompt and a single known answer can decide.
-
-        Rules that search for the text anywhere in a generated answer are more lenient.
-        """
+        """Whether one forward pass over prompt and a single known answer can decide."""
         return False
 
     def check(self) -> None:
@@ -152,14 +131,9 @@ class Task:
         given: str = "",
         **fields: Any,
     ) -> Sample:
-        """Builds a text sample, with the token ids of its answer.
+        """Builds a text sample, with the token ids of its answer, and checks its length.
 
-        Args:
-            given: text between prompt and answer in teacher forcing, not scored.
-            **fields: other fields of `Sample`.
-
-        Raises:
-            UserError: if the sample is longer than `length`, or the answer than `max_new_tokens`.
+        In teacher forcing, the text `given` comes between prompt and answer, and is not scored.
         """
         if len(prompt_ids) + max_new_tokens > length:
             raise self.too_short(length, len(prompt_ids) + max_new_tokens)

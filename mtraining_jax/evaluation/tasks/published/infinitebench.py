@@ -1,7 +1,6 @@
-"""InfiniteBench's twelve parts, read from the published files.
+"""InfiniteBench's twelve parts (Zhang et al., 2024), with the rules of its compute_scores.py.
 
-The scoring rules are those of src/compute_scores.py. Labels are the published answers; for multiple
-choice, the text of the answer and its letter.
+Labels are the published answers; for multiple choice, the text of the answer and its letter.
 """
 
 import itertools

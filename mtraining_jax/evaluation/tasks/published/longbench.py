@@ -1,7 +1,4 @@
-"""LongBench's 21 data sets and LongBench v2, read from the published files.
-
-The scoring rules are those of LongBench's metrics.py and eval.py.
-"""
+"""LongBench's 21 parts and LongBench v2 (Bai et al., 2023 and 2024), with their own rules."""
 
 import functools
 import re

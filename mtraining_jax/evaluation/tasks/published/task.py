@@ -27,16 +27,11 @@ class PublishedTask(Task):
     """Records of a file in their order: sample n is record n for every seed.
 
     A prompt that is too long loses its middle, as in the original benchmarks.
-
-    Attributes:
-        family: prefix of the task names, and the option with the path of the files.
-        fields: fields that every record must have.
-        parts: all parts by name.
     """
 
-    family: ClassVar[str]
-    fields: ClassVar[tuple[str, ...]]
-    parts: ClassVar[Mapping[str, Part]]
+    family: ClassVar[str]  # prefix of the task names, and the option with the path of the files
+    fields: ClassVar[tuple[str, ...]]  # that every record must have
+    parts: ClassVar[Mapping[str, Part]]  # by name
 
     @property
     def needs(self) -> tuple[str, ...]:
