@@ -1,6 +1,5 @@
 """Scores labels with a chunked output layer, without gradients; `loss.py` also computes those."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -55,14 +54,22 @@ def label_scores(
 ) -> LabelScores:
     """Scores every token without the full logits; arguments as in `loss.linear_cross_entropy`."""
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
-    # Cast before the gather, which halves its traffic.
+
+    def scores_of_shard(weight_VE: Array, hidden_BSE: Array, labels_BS: Array) -> LabelScores:
+        batch, seq, width = hidden_BSE.shape
+        chunks = num_chunks(batch * seq, chunk_size)
+
+        def body(inputs: tuple[Array, Array]) -> LabelScores:
+            scores = score_chunk(inputs[0], weight_VE, inputs[1])
+            best_C = jnp.argmax(scores.logits, axis=-1)
+            return LabelScores(scores.loss, scores.counted & (best_C == scores.labels))
+
+        split = hidden_BSE.reshape(chunks, -1, width), labels_BS.reshape(chunks, -1)
+        return jax.tree.map(lambda x: x.reshape(batch, seq), lax.map(body, split))
+
+    weight_VE = weight_VE.astype(hidden_BSE.dtype)  # before the gather, which halves its traffic
     return fsdp_apply(
-        functools.partial(_scores_of_shard, chunk_size=chunk_size),
-        weight_VE.astype(hidden_BSE.dtype),
-        hidden_BSE,
-        labels_BS,
-        specs=weight_spec,
-        mesh=mesh,
+        scores_of_shard, weight_VE, hidden_BSE, labels_BS, specs=weight_spec, mesh=mesh
     )
 
 
@@ -77,18 +84,3 @@ def check_output_layer(
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-
-
-def _scores_of_shard(
-    weight_VE: Array, hidden_BSE: Array, labels_BS: Array, *, chunk_size: int
-) -> LabelScores:
-    batch, seq, width = hidden_BSE.shape
-    chunks = num_chunks(batch * seq, chunk_size)
-
-    def body(inputs: tuple[Array, Array]) -> LabelScores:
-        scores = score_chunk(inputs[0], weight_VE, inputs[1])
-        best_C = jnp.argmax(scores.logits, axis=-1)
-        return LabelScores(scores.loss, scores.counted & (best_C == scores.labels))
-
-    split = hidden_BSE.reshape(chunks, -1, width), labels_BS.reshape(chunks, -1)
-    return jax.tree.map(lambda x: x.reshape(batch, seq), lax.map(body, split))
