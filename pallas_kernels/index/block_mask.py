@@ -11,7 +11,14 @@ from jax import Array
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.entries import marked
 from pallas_kernels.index.mask_shards import MaskShards, tiles_of
-from pallas_kernels.index.protocol import Rows, TiledIndex, check_seq_len
+from pallas_kernels.index.protocol import (
+    Rows,
+    TiledIndex,
+    as_float,
+    check_seq_len,
+    rows_or_all,
+    tile_pairs,
+)
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.tiles import Columns, ListedTiles, padded_columns
 from pallas_kernels.tiles.protocol import check_shape
@@ -57,9 +64,8 @@ class BlockMaskIndex(TiledIndex):
     def with_columns(self, tokens: Array, rows: Array | None = None) -> Self:
         """Returns a copy with these columns, which every later row sees, instead of its own.
 
-        `tokens` are int32 [B, Hq, C], C >= 1 (the new `max_columns`), global positions in any
-        order; those outside of the sequence are padding. `rows`, int32 [rows], is the block number
-        of each row.
+        `tokens`, int32 [B, Hq, C], are global positions in any order, or padding outside of the
+        sequence. `rows`, int32 [rows], is the block number of each row.
         """
         seq_len = self.known_seq_len()
         tokens = jnp.where((tokens >= 0) & (tokens < seq_len), tokens, seq_len)
@@ -87,32 +93,28 @@ class BlockMaskIndex(TiledIndex):
         return dataclasses.replace(self.columns_from(first), bits=self.bits & own)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        size, to_float = self.block_size, jnp.result_type(float)
+        size = self.block_size
         tiles, cut = self._tiles(seq_len, rows)
-        whole = (tiles - cut).astype(to_float) * (size * size)
-        pairs = whole + cut.astype(to_float) * (size * (size + 1) // 2)
+        pairs = tile_pairs(as_float(tiles - cut), as_float(cut), size)
         if self.column_marks is None:
             return pairs
         below, own, _ = self._beside_blocks(rows)
-        return pairs + below.astype(to_float) * size + own.astype(to_float)
+        return pairs + as_float(below) * size + as_float(own)
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array:
-        size = self.block_size
-        own = self._own_listed(rows).astype(jnp.int32)
-        whole = sets.count(self.bits) - own
-        pairs = whole * size**2 + own * (size * (size + 1) // 2)
+        own = self._own_listed(self._rows(rows)).astype(jnp.int32)
+        pairs = tile_pairs(sets.count(self.bits) - own, own, self.block_size)
         if self.column_marks is None:
             return pairs
         below, in_own_row, _ = self._beside_blocks(rows, by_row=True)
-        return pairs + below * size + in_own_row
+        return pairs + below * self.block_size + in_own_row
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        size, to_float = self.block_size, jnp.result_type(float)
-        pairs = self._tiles(seq_len, rows)[0].astype(to_float) * size**2
+        pairs = as_float(self._tiles(seq_len, rows)[0]) * self.block_size**2
         if self.column_marks is None:
             return pairs
         below, _, in_own = self._beside_blocks(rows)
-        return pairs + (below + in_own).astype(to_float) * size
+        return pairs + as_float(below + in_own) * self.block_size
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         of_queries = self.bits[:, :, query_positions // self.block_size]
@@ -196,23 +198,20 @@ class BlockMaskIndex(TiledIndex):
     def _tiles(self, seq_len: int, rows: Rows | None) -> tuple[Array, Array]:
         """Counts set blocks, and those of them that are a row's own: int32 [B, Hq] each."""
         check_seq_len(self, seq_len)
+        rows = self._rows(rows)
         tiles = sets.count(self.bits).sum(-1, dtype=jnp.int32)
-        cut = self._own_listed(rows).sum(-1, dtype=jnp.int32)
-        return (tiles, cut) if rows is None else (rows.total(tiles), rows.total(cut))
+        return rows.total(tiles), rows.total(self._own_listed(rows).sum(-1, dtype=jnp.int32))
 
     def _beside_blocks(self, rows: Rows | None, by_row: bool = False) -> tuple[Array, Array, Array]:
-        """Counts what columns add to the set blocks, int32 [B, Hq] or, `by_row`, [B, Hq, rows].
-
-        Returns (column, later row of blocks that sees it without its block) pairs; token pairs of
-        columns in own blocks that are not set; columns in such blocks.
-        """
-        numbers, marks = self._numbers(rows), self._marked()
+        """Counts what columns add to the set blocks, int32 [B, Hq] or, `by_row`, [B, Hq, rows]."""
+        rows, marks = self._rows(rows), self._marked()
         of_row = marks.sum(-1, dtype=jnp.int32)
         counts = jnp.zeros((*of_row.shape[:2], self.num_blocks), jnp.int32)
-        counts = counts.at[:, :, numbers].set(of_row)
-        counts = counts if rows is None else rows.total(counts)
+        counts = rows.total(counts.at[:, :, rows.blocks].set(of_row))
         blocks = jnp.arange(self.num_blocks, dtype=jnp.int32)
-        free = (blocks < numbers[:, None]) & ~sets.unpack(self.bits, self.num_blocks)
+        # (Column, later row of blocks that sees it without its block) pairs; token pairs of columns
+        # in own blocks that are not set; columns in such blocks.
+        free = (blocks < rows.blocks[:, None]) & ~sets.unpack(self.bits, self.num_blocks)
         if self.column_start is not None:
             free &= blocks >= self.column_start[..., None]
         over = -1 if by_row else (-2, -1)
@@ -223,15 +222,14 @@ class BlockMaskIndex(TiledIndex):
         in_own = jnp.where(unlisted, of_row, 0)
         if by_row:
             return below, own, in_own
-        added = below, own, in_own.sum(-1, dtype=jnp.int32)
-        return added if rows is None else rows.total(added)
+        return rows.total((below, own, in_own.sum(-1, dtype=jnp.int32)))
 
-    def _own_listed(self, rows: Rows | None) -> Array:
-        own = sets.single(self._numbers(rows), self.bits.shape[-1])
+    def _own_listed(self, rows: Rows) -> Array:
+        own = sets.single(rows.blocks, self.bits.shape[-1])
         return ((self.bits & own) != 0).any(-1)
 
-    def _numbers(self, rows: Rows | None) -> Array:
-        return jnp.arange(self.bits.shape[-2], dtype=jnp.int32) if rows is None else rows.blocks
+    def _rows(self, rows: Rows | None) -> Rows:
+        return rows_or_all(rows, self.bits.shape[-2])
 
     def _marked(self) -> Array:
         """The columns of each row's own block: bool [B, Hq, rows, g]."""

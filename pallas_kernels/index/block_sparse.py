@@ -10,7 +10,7 @@ from jax import Array
 from pallas_kernels.index import bits
 from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.mask_shards import MaskShards
-from pallas_kernels.index.protocol import Rows, TiledIndex, check_seq_len
+from pallas_kernels.index.protocol import Rows, TiledIndex, as_float, check_seq_len, tile_pairs
 from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 from pallas_kernels.tiles.protocol import at_least_one, check_shape
 
@@ -43,20 +43,16 @@ class BlockSparseIndex(TiledIndex):
         return cls(key_blocks, key_count, query_blocks, query_count, block_size, causal)
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        size = self.block_size
-        to_float = jnp.result_type(float)
         tiles = self._tiles(seq_len)
         if not self.causal:
-            return tiles.astype(to_float) * (size * size)
+            return as_float(tiles) * self.block_size**2
         own = jnp.arange(self.key_count.shape[-1], dtype=jnp.int32)[:, None]
         valid = live(self.key_blocks, self.key_count)
         cut = ((self.key_blocks == own) & valid).sum((-1, -2), dtype=jnp.int32)
-        whole = (tiles - cut).astype(to_float) * (size * size)
-        return whole + cut.astype(to_float) * (size * (size + 1) // 2)
+        return tile_pairs(as_float(tiles - cut), as_float(cut), self.block_size)
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        tiles = self._tiles(seq_len)
-        return tiles.astype(jnp.result_type(float)) * self.block_size**2
+        return as_float(self._tiles(seq_len)) * self.block_size**2
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         rows = query_positions // self.block_size

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.index.protocol import Rows, TiledIndex, check_seq_len, check_whole_blocks
+from pallas_kernels.index.protocol import (
+    Rows,
+    TiledIndex,
+    as_float,
+    check_seq_len,
+    check_whole_blocks,
+    tile_pairs,
+)
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import DocumentShards, ToeplitzShards
 from pallas_kernels.tiles import DiagonalTiles
@@ -39,23 +46,21 @@ class DenseIndex(TiledIndex):
         )
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
-        size, to_float = self.block_size, jnp.result_type(float)
-        check_whole_blocks(seq_len, size)
+        check_whole_blocks(seq_len, self.block_size)
         if self.first is None:
             return _one(seq_len * (seq_len + 1) // 2 if self.causal else seq_len**2)
         check_seq_len(self, seq_len)
         tiles = self._tiles(self.first)
         own = (tiles > 0).sum(-1, dtype=jnp.int32)
-        pairs = (tiles.sum(-1, dtype=jnp.int32) - own).astype(to_float) * size**2
-        return pairs + own.astype(to_float) * (size * (size + 1) // 2)
+        whole = tiles.sum(-1, dtype=jnp.int32) - own
+        return tile_pairs(as_float(whole), as_float(own), self.block_size)
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
         if self.first is None:
             return None
-        size, blocks = self.block_size, None if rows is None else rows.blocks
-        tiles = self._tiles(self.first, blocks)
+        tiles = self._tiles(self.first, None if rows is None else rows.blocks)
         own = (tiles > 0).astype(jnp.int32)
-        return (tiles - own) * size**2 + own * (size * (size + 1) // 2)
+        return tile_pairs(tiles - own, own, self.block_size)
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         check_whole_blocks(seq_len, self.block_size)
@@ -64,8 +69,7 @@ class DenseIndex(TiledIndex):
             tiles = blocks * (blocks + 1) // 2 if self.causal else blocks**2
             return _one(tiles * self.block_size**2)
         check_seq_len(self, seq_len)
-        tiles = self._tiles(self.first).sum(-1, dtype=jnp.int32)
-        return tiles.astype(jnp.result_type(float)) * self.block_size**2
+        return as_float(self._tiles(self.first).sum(-1, dtype=jnp.int32)) * self.block_size**2
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         if self.first is None or self.end is None:

@@ -57,8 +57,7 @@ def tiles_of(
 ) -> ListedTiles:
     """Builds the lists of rows of bits, uint32 [B, Hq, n, ceil(num_keys/32)], and their transpose.
 
-    `last`, int32 [n], is the key block to move to the end of its list, or -1; None if ascending
-    lists already end with the masked one.
+    `last`, int32 [n], is the key block to move to the end of its list, or -1; None for no moves.
     """
     columns, column_count = sets.listed(sets.transpose(words, num_keys), words.shape[-2])
     if last is None:

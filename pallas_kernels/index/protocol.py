@@ -4,6 +4,7 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index.shards import Segment, ShardTiles
@@ -135,6 +136,21 @@ class TiledIndex(Index):
         `rows` are as in `shards`.
         """
         return None
+
+
+def rows_or_all(rows: Rows | None, count: int) -> Rows:
+    """Returns the given rows, or all `count` rows of an index that holds them."""
+    return Rows(jnp.arange(count, dtype=jnp.int32), lambda counts: counts) if rows is None else rows
+
+
+def tile_pairs(whole: Array, cut: Array, size: int) -> Array:
+    """Counts the pairs in whole tiles and in tiles cut by the diagonal."""
+    return whole * size**2 + cut * (size * (size + 1) // 2)
+
+
+def as_float(count: Array) -> Array:
+    """Converts a count for products that may exceed 2^31."""
+    return count.astype(jnp.result_type(float))
 
 
 def check_whole_blocks(seq_len: int, block_size: int) -> None:

@@ -1,8 +1,7 @@
 """Block diagonals of shards.
 
-With stride s, query block i of a segment is global block a + s*i, key block j is c + s*j. Block
-diagonal d occurs iff d = a - c modulo s, at local offset i - j = (d - (a - c)) / s. Sorting once by
-residue is enough for every shard pair.
+Between query blocks a + s*i and key blocks c + s*j, diagonal d occurs iff d = a - c modulo s, at
+local offset i - j = (d - (a - c)) / s. Sorting once by residue is enough for every shard pair.
 """
 
 import dataclasses

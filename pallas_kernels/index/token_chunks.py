@@ -9,7 +9,14 @@ from jax import Array
 
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.block_mask import BlockMaskIndex
-from pallas_kernels.index.protocol import Index, Rows, check_seq_len
+from pallas_kernels.index.protocol import (
+    Index,
+    Rows,
+    as_float,
+    check_seq_len,
+    rows_or_all,
+    tile_pairs,
+)
 from pallas_kernels.tiles.protocol import check_shape
 
 
@@ -61,26 +68,24 @@ class TokenChunksIndex(Index):
 
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         check_seq_len(self, seq_len)
-        size, to_float = self.block_size, jnp.result_type(float)
-        past = self._past_counts(rows).sum(-1, dtype=jnp.int32)
-        past = past if rows is None else rows.total(past)
+        rows, size = self._rows(rows), self.block_size
+        past = rows.total(self._past_counts(rows).sum(-1, dtype=jnp.int32))
         whole, cut = self._own_tiles(rows)
-        own = whole.astype(to_float) * size**2 + cut.astype(to_float) * (size * (size + 1) // 2)
-        return past.astype(to_float) * (self.chunk_blocks * size) + own
+        own = tile_pairs(as_float(whole), as_float(cut), size)
+        return as_float(past) * (self.chunk_blocks * size) + own
 
     def pairs_of_rows(self, rows: Rows | None = None) -> Array:
-        size, numbers = self.block_size, self._numbers(rows)
+        size, numbers = self.block_size, self._rows(rows).blocks
         past = sets.count(self.past(numbers)).sum(-1, dtype=jnp.int32)
-        whole, cut = self._own_tiles_of(numbers)
-        own = whole * size**2 + cut * (size * (size + 1) // 2)
+        own = tile_pairs(*self._own_tiles_of(numbers), size)
         return past * (self.chunk_blocks * size) + own
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         check_seq_len(self, seq_len)
+        rows = self._rows(rows)
         tiles = (-(-self._past_counts(rows) // self.block_size)).sum(-1, dtype=jnp.int32)
-        tiles = tiles if rows is None else rows.total(tiles)
         whole, cut = self._own_tiles(rows)
-        tiles = tiles.astype(jnp.result_type(float)) * self.chunk_blocks + whole + cut
+        tiles = as_float(rows.total(tiles)) * self.chunk_blocks + whole + cut
         return tiles * self.block_size**2
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
@@ -92,10 +97,9 @@ class TokenChunksIndex(Index):
         first = self.first[:, :, rows, None]
         chunks = chunks_of(first, key_blocks, self.chunk_blocks)
         words = jnp.clip(chunks // sets.WORD, 0, of_queries.shape[-1] - 1)
-        bit = jnp.take_along_axis(of_queries, words, axis=-1) >> (chunks % sets.WORD).astype(
-            jnp.uint32
-        )
-        return ((key_blocks >= first) & (bit & 1).astype(bool))[..., None]
+        place = (chunks % sets.WORD).astype(jnp.uint32)
+        bit = (jnp.take_along_axis(of_queries, words, axis=-1) >> place) & 1
+        return ((key_blocks >= first) & bit.astype(bool))[..., None]
 
     def budgets(self) -> dict[str, Array]:
         return {"chunks": sets.count(self.chosen).sum((-2, -1), dtype=jnp.int32)}
@@ -109,22 +113,21 @@ class TokenChunksIndex(Index):
         if self.first is not None:
             check_shape("index.first", self.first, (batch, num_heads, rows))
 
-    def _numbers(self, rows: Rows | None) -> Array:
-        return jnp.arange(self.chosen.shape[2], dtype=jnp.int32) if rows is None else rows.blocks
+    def _rows(self, rows: Rows | None) -> Rows:
+        return rows_or_all(rows, self.chosen.shape[2])
 
-    def _past_counts(self, rows: Rows | None) -> Array:
+    def _past_counts(self, rows: Rows) -> Array:
         """Counts the local queries that see each chunk as a past one: int32 [B, Hq, NC]."""
-        marked = sets.unpack(self.past(self._numbers(rows)), self.num_chunks)
+        marked = sets.unpack(self.past(rows.blocks), self.num_chunks)
         return marked.sum((2, 3), dtype=jnp.int32)
 
-    def _own_tiles(self, rows: Rows | None) -> tuple[Array, Array]:
+    def _own_tiles(self, rows: Rows) -> tuple[Array, Array]:
         """Counts blocks of own chunks that all rows see in full, and in part: [B, Hq] or []."""
         if self.first is None:
             whole, cut = self._own_tiles_of(jnp.arange(self.num_blocks, dtype=jnp.int32))
             return whole.sum(dtype=jnp.int32), cut.sum(dtype=jnp.int32)
-        whole, cut = self._own_tiles_of(self._numbers(rows))
-        tiles = whole.sum(-1, dtype=jnp.int32), cut.sum(-1, dtype=jnp.int32)
-        return tiles if rows is None else rows.total(tiles)
+        whole, cut = self._own_tiles_of(rows.blocks)
+        return rows.total((whole.sum(-1, dtype=jnp.int32), cut.sum(-1, dtype=jnp.int32)))
 
     def _own_tiles_of(self, numbers: Array) -> tuple[Array, Array]:
         if self.first is None:
@@ -142,8 +145,7 @@ def chunks_of(first: Array | None, blocks: Array, chunk_blocks: int) -> Array:
 def chunk_starts(first: Array | None, rows: Array, num_blocks: int, chunk_blocks: int) -> Array:
     """Returns the first block of each chunk that is complete before a row of its document.
 
-    `first`, int32 [..., n], is the first block of each row's document, NB for none. Returns int32
-    [..., NC], or [1, 1, NC] without documents; NB for a chunk that precedes no row.
+    int32 [..., NC], or [1, 1, NC] if `first` is None (no documents); NB if it precedes no row.
     """
     numbers = jnp.arange(-(-num_blocks // chunk_blocks), dtype=jnp.int32)
     if first is None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.index.entries import contains, live, marked
-from pallas_kernels.index.protocol import Rows, TiledIndex, check_whole_blocks
+from pallas_kernels.index.protocol import Rows, TiledIndex, as_float, check_whole_blocks, tile_pairs
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import Columns, DiagonalTiles, padded_columns
@@ -37,22 +37,16 @@ class VerticalSlashIndex(TiledIndex):
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         size = self.block_size
         main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
-        to_float = jnp.result_type(float)
-        triangles = main * (seq_len // size)
-        return (
-            triangles.astype(to_float) * (size * (size + 1) // 2)
-            + far_tiles.astype(to_float) * (size * size)
-            + blocks_below.sum(-1, dtype=jnp.int32).astype(to_float) * size
-            + own_rows.sum(-1, dtype=jnp.int32).astype(to_float)
-        )
+        pairs = tile_pairs(as_float(far_tiles), as_float(main * (seq_len // size)), size)
+        pairs += as_float(blocks_below.sum(-1, dtype=jnp.int32)) * size
+        return pairs + as_float(own_rows.sum(-1, dtype=jnp.int32))
 
     def executed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
         size = self.block_size
         main, far_tiles, blocks_below, own_rows = self._counts(seq_len)
-        to_float = jnp.result_type(float)
         tiles = main * (seq_len // size) + far_tiles
         columns = (blocks_below + (own_rows > 0)).sum(-1, dtype=jnp.int32)
-        return tiles.astype(to_float) * (size * size) + columns.astype(to_float) * size
+        return as_float(tiles) * size**2 + as_float(columns) * size
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         size = self.block_size
@@ -83,10 +77,8 @@ class VerticalSlashIndex(TiledIndex):
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ToeplitzShards:
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
-        diagonals = at_least_one(self.slash_blocks)
-        return ToeplitzShards.listed(
-            diagonals, self.slash_count, stride, num_blocks, self.block_size
-        )
+        lists = at_least_one(self.slash_blocks), self.slash_count
+        return ToeplitzShards.listed(*lists, stride, num_blocks, self.block_size)
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
         if self.vertical_tokens.shape[-1] == 0:
@@ -131,11 +123,9 @@ class VerticalSlashIndex(TiledIndex):
         return marked(self.slash_blocks, self.slash_count, num_blocks)
 
     def _counts(self, seq_len: int) -> tuple[Array, Array, Array, Array]:
-        """Returns the counts that all measures are built from, as integers that cannot overflow.
+        """Counts main diagonals and blocks on others [B, Hq]; blocks below and own rows by column.
 
-        int32 [B, Hq]: 1 if the main diagonal is active; blocks on the other ones. int32 [B, Hq,
-        Mv], per column: later query blocks that no diagonal computes; rows of its own block that it
-        adds.
+        Blocks below a column count if no diagonal computes them, own rows if the column adds them.
         """
         size = self.block_size
         check_whole_blocks(seq_len, size)
