@@ -40,15 +40,10 @@ def named(name: str) -> Backend:
 
 
 def resolve(name: str | None, q: Shaped, block_size: int | None = None) -> Backend:
-    """Selects the backend of a call; logs once if it falls back to XLA.
+    """Selects the backend of a call by name, or the fastest available one (None or "auto").
 
-    Args:
-        name: name of a backend; None or "auto" for the fastest available one.
-        q: queries or an output; only dtype and head dim are read.
-        block_size: tokens per block (g); None for calls without blocks.
-
-    Raises:
-        ValueError: if the name is unknown, or the backend does not support the call here.
+    Only dtype and head dim of `q` are read; `block_size` is None for calls without blocks. Logs
+    once if it falls back to XLA; raises ValueError if the name is unknown or cannot run the call.
     """
     found, reason = describe(name, q, block_size)
     if reason is not None and found == "xla":

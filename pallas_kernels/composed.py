@@ -103,17 +103,11 @@ def _with_past_bwd(scale, backend, residuals, cotangents):
     copies = _take(q, where.tokens)
     live_BnH = jnp.swapaxes(where.live, 1, 2)[..., None]
     # With this lse, slots without a copy get weight 0 and contribute nothing.
-    grads = ops.backward(
-        copies,
-        k,
-        v,
-        jnp.where(live_BnH, _take(dout, where.tokens), 0),
-        jnp.where(where.live, _at(where.tokens, lse), 1e30),
-        jnp.where(where.live, _at(where.tokens, delta), 0.0),
-        _plan(copies, k, where, backend),
-        scale=scale,
-        dq_dtype=q.dtype,
-    )
+    dout_of = jnp.where(live_BnH, _take(dout, where.tokens), 0)
+    lse_of = jnp.where(where.live, _at(where.tokens, lse), 1e30)
+    delta_of = jnp.where(where.live, _at(where.tokens, delta), 0.0)
+    arrays, plan = (copies, k, v, dout_of, lse_of, delta_of), _plan(copies, k, where, backend)
+    grads = ops.backward(*arrays, plan, scale=scale, dq_dtype=q.dtype)
     # Sums a query's copies one by one; a scatter on a GPU would add them in arbitrary order.
     assert grads.dk is not None and grads.dv is not None  # the plan has tiles
     dq = jnp.zeros(q.shape, jnp.float32)
@@ -123,14 +117,9 @@ def _with_past_bwd(scale, backend, residuals, cotangents):
     # The own chunk's part of out = sum of w_i out_i with w_i = exp(lse_i - lse).
     weight = jnp.where(lse > -jnp.inf, jnp.exp(lse_own - lse), 0.0)
     own = _times(dout, weight), weight * (ops.delta_of(out_own, dout, backend=backend) - delta)
-    return (
-        dq.astype(q.dtype),
-        grads.dk.astype(k.dtype),
-        grads.dv.astype(v.dtype),
-        None,
-        None,
-        (own[0].astype(out_own.dtype), own[1]),
-    )
+    own = own[0].astype(out_own.dtype), own[1]
+    dk, dv = grads.dk.astype(k.dtype), grads.dv.astype(v.dtype)
+    return dq.astype(q.dtype), dk, dv, None, None, own
 
 
 _with_past.defvjp(_with_past_fwd, _with_past_bwd)

@@ -33,6 +33,17 @@ class ScoreTiles(NamedTuple):
     programs: int  # row tiles of one head each that run concurrently
 
 
+class ScoreCall(NamedTuple):
+    """Rows and columns to score, in whole tiles of a kernel."""
+
+    q: Array  # [B, Hq, R, E], rows, bf16 or fp16
+    k: Array  # [B, Hk, C, E], columns
+    places: Array  # int32 [B, R] or (without starts) [1, R], the last column seen, or -1
+    starts: Array | None  # int32 [B, R], the first one, at the start of a block; None for 0
+    scale: float  # of the products, positive
+    block_columns: int  # c, columns per key block
+
+
 class BlockScores(abc.ABC):
     """Scores key blocks by the softmax mass of rows of queries; subclasses provide the kernel."""
 
@@ -41,25 +52,8 @@ class BlockScores(abc.ABC):
         """Returns the sizes of tiles for rows of `length` components."""
 
     @abc.abstractmethod
-    def scores(
-        self,
-        q: Array,
-        k: Array,
-        places: Array,
-        starts: Array | None,
-        *,
-        scale: float,
-        block_columns: int,
-    ) -> tuple[Array, Array]:
-        """Runs the kernel for rows q [B, Hq, R, E] and columns k [B, Hk, C, E] in whole tiles.
-
-        Args:
-            q, k: bf16 or fp16.
-            places: int32 [B or 1, R], the last column that each row sees; -1 for none.
-            starts: int32 [B, R], the first one, at the start of a block; None for 0. With `starts`,
-                `places` are [B, R].
-            scale: positive scale of the products.
-            block_columns: c, columns per key block.
+    def scores(self, call: ScoreCall) -> tuple[Array, Array]:
+        """Runs the kernel.
 
         Returns:
             scores fp32 [B, Hq, C / c or more, R]: the base-2 logarithm of the sum of
@@ -94,8 +88,7 @@ class BlockScores(abc.ABC):
     ) -> Array | tuple[Array, Array]:
         """Computes the softmax mass of each key block, mean over the rows of a query block.
 
-        A row's result depends on no other row and not on the number of its first block: selection
-        is then the same on any number of ranks and in any pack.
+        A row's result depends on no other row and not on the number of its first block.
 
         Args:
             q: [B, Hq, n, r, E], r rows of each of n query blocks.
@@ -140,7 +133,7 @@ class BlockScores(abc.ABC):
             begin, size = None, chunk * num_rows
             if starts is not None:
                 begin = lax.dynamic_slice_in_dim(starts, i * size, size, axis=1)
-            scores, peak = self.scores(own, k, seen, begin, scale=scale, block_columns=columns)
+            scores, peak = self.scores(ScoreCall(own, k, seen, begin, scale, columns))
             masses, of_rows = _masses(
                 scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows
             )
@@ -164,9 +157,8 @@ class BlockScores(abc.ABC):
 def parts_at_once(count: int, items: int, programs: int, room: float) -> int:
     """Returns how many parts of a causal sequence to score per step, in the least total time.
 
-    Items are assigned round-robin, longest first: a step with slightly more than `programs` items
-    takes nearly twice as long as one with fewer. Part i of `count` sees i + 1 parts. `room` parts
-    fit in memory; up to twice as many are used if clearly faster.
+    Items are assigned round-robin, longest first, to `programs`. Part i of `count` sees i + 1
+    parts. `room` parts fit in memory; up to twice as many are used if clearly faster.
     """
 
     def seconds(size: int) -> int:

@@ -86,19 +86,9 @@ def _attention_bwd(scale, residuals, cotangents):
     # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     delta = backends.named(plan.backend).delta_of(out, dout) - dlse
     # Columns are gathered again; saving them would take memory until here.
-    grads = backward(
-        q,
-        k,
-        v,
-        dout,
-        lse,
-        delta,
-        plan,
-        _column_kv(k, v, plan),
-        scale=scale,
-        dq_dtype=q.dtype,
-        key_dtype=k.dtype,
-    )
+    arrays, column_kv = (q, k, v, dout, lse, delta), _column_kv(k, v, plan)
+    dtypes = dict(dq_dtype=q.dtype, key_dtype=k.dtype)
+    grads = backward(*arrays, plan, column_kv, scale=scale, **dtypes)
     return grads.dq, grads.dk, grads.dv, None
 
 

@@ -141,20 +141,9 @@ def backward(
     check_shape("dout", dout, q.shape)
     check_shape("lse", lse, row_stats)
     check_shape("delta", delta, row_stats)
-    call = BackwardCall(
-        q,
-        k,
-        v,
-        dout,
-        lse,
-        delta,
-        plan,
-        column_kv,
-        scale_of(scale, q),
-        jnp.dtype(dq_dtype),
-        None if key_dtype is None else jnp.dtype(key_dtype),
-        beside_transfers,
-    )
+    arrays, scale = (q, k, v, dout, lse, delta), scale_of(scale, q)
+    dtypes = jnp.dtype(dq_dtype), None if key_dtype is None else jnp.dtype(key_dtype)
+    call = BackwardCall(*arrays, plan, column_kv, scale, *dtypes, beside_transfers)
     return backends.named(plan.backend).backward(call)
 
 

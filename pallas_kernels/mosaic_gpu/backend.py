@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,16 @@ from pallas_kernels.checks import Shaped, unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
 from pallas_kernels.mosaic_gpu import device
-from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
-from pallas_kernels.mosaic_gpu.common import ROWS, TILE, BackwardOperands, GatheredColumns
-from pallas_kernels.mosaic_gpu.configs import Configs, configs_for
+from pallas_kernels.mosaic_gpu.common import (
+    ROWS,
+    BackwardOperands,
+    GatheredColumns,
+    gathered_columns,
+)
+from pallas_kernels.mosaic_gpu.configs import CONFIGS, Configs
 from pallas_kernels.mosaic_gpu.fused_backward.kernel import fused_kernel
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
+from pallas_kernels.mosaic_gpu.kernels.block_scores import HopperBlockScores
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
 from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
@@ -25,14 +30,13 @@ from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
+from pallas_kernels.work.lists import Sizes
 from pallas_kernels.work.query_work import QueryWork, query_work
 
 _PARTS_BESIDE_TRANSFERS = 8  # thread blocks per multiprocessor
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HopperWork:
+class HopperWork(NamedTuple):
     queries: QueryWork  # of the forward kernel and of the one for dq
     keys: KeyWork | FusedWork  # of the kernel for dk and dv, or of the fused backward kernel
 
@@ -54,34 +58,20 @@ class MosaicGpu(Backend):
     def plan(
         self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> HopperWork:
-        sizes = q.shape[0], q.shape[2], q.shape[1] // TILE, k.shape[1] // TILE, k.shape[2]
-        queries = query_work(tiles, columns, *sizes)
+        sizes = Sizes.of(q, k)
+        queries = query_work(tiles, columns, sizes)
         if isinstance(tiles, DiagonalTiles | SegmentedDiagonals):
             config = self._fused_config(q, tiles, whole)
             if config is not None:
                 wave = device.multiprocessors(self.interpret) if config.waves else 0
                 heads = config.item_heads
-                keys = fused_work(tiles, columns, *sizes, item_heads=heads, wave=wave)
+                keys = fused_work(tiles, columns, sizes, item_heads=heads, wave=wave)
                 return HopperWork(queries, keys)
-        return HopperWork(queries, key_work(tiles, columns, *sizes))
+        return HopperWork(queries, key_work(tiles, columns, sizes))
 
     def forward(self, call: ForwardCall) -> Pair:
-        init = call.init
-        if init is not None:
-            init = init[0].astype(jnp.float32), init[1].astype(jnp.float32)
-        return forward_kernel(
-            call.q,
-            call.k,
-            call.v,
-            call.plan.work.queries,
-            _gathered(call),
-            init,
-            scale=call.scale,
-            out_dtype=call.out_dtype,
-            config=self._configs(call.q).forward,
-            num_blocks=self._thread_blocks(call.beside_transfers),
-            interpret=self.interpret,
-        )
+        num_blocks = self._thread_blocks(call.beside_transfers)
+        return forward_kernel(call, self._configs(call.q).forward, num_blocks, self.interpret)
 
     def backward(self, call: BackwardCall) -> Gradients:
         """Ignores `beside_transfers` in the fused kernel, which has one thread block per item."""
@@ -100,16 +90,8 @@ class MosaicGpu(Backend):
         return delta_kernel(out, dout, interpret=self.interpret)[..., :rows]
 
     def _two_kernels(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
-        configs, columns = self._configs(call.q), _gathered(call)
-        options = dict(scale=call.scale, interpret=self.interpret)
-        keys, of_columns = dkdv_kernel(
-            operands,
-            call.plan.work.keys,
-            columns,
-            config=configs.dkdv,
-            one_array=call.key_dtype is not None,
-            **options,
-        )
+        configs = self._configs(call.q)
+        keys, of_columns = dkdv_kernel(call, operands, configs.dkdv, self.interpret)
         if call.key_dtype is not None:
             dk, dv = _whole_keys(keys, of_columns, call.plan.columns, call.key_dtype)
             of_columns = None
@@ -118,15 +100,8 @@ class MosaicGpu(Backend):
             operands = operands._replace(q=q)
         else:
             dk, dv = keys
-        dq = dq_kernel(
-            operands,
-            call.plan.work.queries,
-            columns,
-            out_dtype=call.dq_dtype,
-            config=configs.dq,
-            num_blocks=self._thread_blocks(call.beside_transfers),
-            **options,
-        )
+        num_blocks = self._thread_blocks(call.beside_transfers)
+        dq = dq_kernel(call, operands, configs.dq, num_blocks, self.interpret)
         if not call.plan.has_tiles:
             dk = dv = None
         return Gradients(dq, dk, dv, *(of_columns or (None, None)))
@@ -141,12 +116,10 @@ class MosaicGpu(Backend):
         def fused(
             operands: BackwardOperands, work: FusedWork, columns: GatheredColumns | None
         ) -> Gradients:
-            return fused_kernel(
-                operands, work, columns, scale=call.scale, config=config, interpret=self.interpret
-            )
+            return fused_kernel(operands, work, columns, call.scale, config, self.interpret)
 
         plan = call.plan
-        grads = fused(operands, plan.work.keys, _gathered(call))
+        grads = fused(operands, plan.work.keys, gathered_columns(call))
         grads = grads._replace(dq=grads.dq.astype(call.dq_dtype))
         if call.key_dtype is not None:
             return whole_keys(grads, plan.columns, call.key_dtype)
@@ -155,45 +128,31 @@ class MosaicGpu(Backend):
     def _fused_config(
         self, q: Shaped, tiles: DiagonalTiles | SegmentedDiagonals, whole: bool
     ) -> FusedConfig | None:
-        """Returns the configuration of the fused backward kernel, or None if it is not used.
-
-        It is used for dense diagonals, and for sparse ones if a call returns complete gradients and
-        dq in fp32, needed in addition, is within the head dim's limit: on part of a ring's keys the
-        lists are short, and the fixed cost of an item weighs too much. With documents in the keys
-        of several ranks, additions to dq have no order that it could follow.
-        """
+        """Returns the configuration of the fused backward kernel, or None if it is not used."""
         if self.one_backward_kernel is False:
             return None
+        # Documents in the keys of several ranks: additions to dq have no order to follow.
         if isinstance(tiles, SegmentedDiagonals) and tiles.first_keys is not None:
             return None
+        # On part of a ring's keys, lists of sparse diagonals are too short for its fixed cost.
         configs = self._configs(q)
         small = math.prod(q.shape) * 4 <= configs.fused_sparse_bytes
         sparse = whole and tiles.num_segments == 1 and small
         return configs.fused if tiles.dense or sparse or self.one_backward_kernel else None
 
     def _configs(self, q: Shaped) -> Configs:
-        return self.configs or configs_for(q.shape[-1])
+        return self.configs or CONFIGS[q.shape[-1]]
 
     def _thread_blocks(self, beside_transfers: bool) -> int:
-        """Returns the thread blocks of persistent kernels: one per multiprocessor.
-
-        If a concurrent collective occupies some, the hardware starts more of them where there is
-        room.
-        """
+        """Returns the thread blocks of persistent kernels: more than fit next to a collective."""
         parts = _PARTS_BESIDE_TRANSFERS if beside_transfers else 1
         return device.multiprocessors(self.interpret) * parts
-
-
-def _gathered(call: ForwardCall | BackwardCall) -> GatheredColumns | None:
-    if call.column_kv is None or call.plan.columns is None:
-        return None
-    return GatheredColumns(*call.column_kv, call.plan.columns)
 
 
 def _whole_keys(
     keys: Array, of_columns: Array | None, columns: Columns | None, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """Applies `whole_keys` to dk and dv in one array [2, B, ...]: a batch twice as large."""
+    """Applies `whole_keys` to dk and dv in one array [2, B, ...]."""
     pair = keys.reshape(-1, *keys.shape[2:])
     if columns is not None and of_columns is not None:
         of_columns = of_columns.reshape(-1, *of_columns.shape[2:])

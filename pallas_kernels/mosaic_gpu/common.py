@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.interface import BackwardCall, ForwardCall
 from pallas_kernels.tiles import Columns
 
 LOG2E = math.log2(math.e)
@@ -43,6 +44,12 @@ class GatheredColumns(NamedTuple):
         keep = lax.bitcast_convert_type(seen.keep, jnp.int32)
         arrays = {"kc": self.k, "vc": self.v, "keep": keep, "tokens": seen.tokens}
         return arrays | {"query_blocks": seen.query_blocks}
+
+
+def gathered_columns(call: ForwardCall | BackwardCall) -> GatheredColumns | None:
+    if call.column_kv is None or call.plan.columns is None:
+        return None
+    return GatheredColumns(*call.column_kv, call.plan.columns)
 
 
 class BackwardOperands(NamedTuple):
@@ -82,12 +89,7 @@ def launch(
     warpgroups: int = WARPGROUPS,
     memory_warpgroups: int = 1,
 ) -> dict[str, Array]:
-    """Runs a kernel over thread blocks (axis "block") of compute and copy warpgroups ("wg").
-
-    It gets the references of inputs and outputs by name, "smem" and "bars". The barrier keeps XLA
-    (pass "dynamic-slice-fusion", jaxlib 0.11.2) from running a second copy of the kernel if a
-    `lax.scan` stacks its results.
-    """
+    """Runs a kernel(references by name) over thread blocks ("block") of warpgroups ("wg")."""
     names = [*inputs, *outputs, "smem", "bars"]
 
     def body(*arguments: Any) -> None:
@@ -105,6 +107,8 @@ def launch(
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
     )
+    # The barrier keeps XLA (pass "dynamic-slice-fusion", jaxlib 0.11.2) from running a second copy
+    # of the kernel if a `lax.scan` stacks its results.
     results = lax.optimization_barrier(run(*inputs.values()))
     return dict(zip(outputs, results, strict=True))
 

@@ -39,7 +39,3 @@ CONFIGS = {
         FusedConfig(early_shift=True, item_heads=1, waves=True),
     ),
 }
-
-
-def configs_for(head_dim: int) -> Configs:
-    return CONFIGS[head_dim]

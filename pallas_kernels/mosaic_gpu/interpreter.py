@@ -18,22 +18,6 @@ from pallas_kernels.mosaic_gpu.common import ROWS, WARPGROUPS, product, tiled
 AddProduct = Callable[[str, Array, Any], None]
 
 
-def product_plus(
-    base: Callable[[], Array], a: Any, b: Any, shape: tuple[int, int], interpreted: bool
-) -> Array:
-    """Computes base + a b, with the base as initial value of the accumulator."""
-    acc = plgpu.ACC(shape, jnp.float32)
-
-    def run(ref: Any) -> Array:
-        if not interpreted:
-            ref[...] = base()
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
-
-    result = pl.run_scoped(run, acc)
-    return result + base() if interpreted else result
-
-
 def accumulate_keys(
     smem: dict[str, Any], warpgroup: Array, interpreted: bool, run: Callable[[AddProduct], Array]
 ) -> tuple[Array, Array, Array]:
@@ -112,6 +96,19 @@ def with_accumulators(
         return body(*(_Value(shape, staging) for shape in shapes))
     accumulators = (plgpu.ACC(shape, jnp.float32) for shape in shapes)
     return pl.run_scoped(lambda *refs: body(*map(Accumulator, refs)), *accumulators)
+
+
+def product_plus(
+    base: Callable[[], Array], a: Any, b: Any, shape: tuple[int, int], interpreted: bool
+) -> Array:
+    """Computes base + a b, with the base as initial value of the accumulator."""
+
+    def body(acc: Any) -> Array:
+        acc.start(base())
+        acc.add(a, b)
+        return acc.value(younger=0)
+
+    return with_accumulators(body, shape, interpreted=interpreted)
 
 
 def add_product(acc: Array, a: Array, b: Any, *, interpreted: bool, staging: Any) -> Array:

@@ -33,11 +33,9 @@ def stream_memory(stages: int, head_dim: int, dtype: Any, has_columns: bool) -> 
 class Producer:
     """Streams keys and values of items; with `lag`, values come one step after keys."""
 
-    def __init__(
-        self, walk: QueryWalk, smem: dict[str, Any], bars: dict[str, Any], stages: int, lag: bool
-    ):
+    def __init__(self, walk: QueryWalk, smem: dict[str, Any], bars: dict[str, Any], lag: bool):
         self.walk, self.smem, self.bars = walk, smem, bars
-        self.stages, self.lag = stages, lag
+        self.stages, self.lag = smem["k"].shape[0], lag
 
     def _load(self, name: str, step: Array, source: Any) -> None:
         slot = lax.rem(step, self.stages)
@@ -50,9 +48,9 @@ class Producer:
             source, self.smem[name].at[slot], self.bars[f"{name}_full"].at[slot]
         )
 
-    def load_item(self, it: QueryItem, group: int, step: Array) -> Array:
+    def load_item(self, it: QueryItem, step: Array) -> Array:
         refs, walk = self.walk.refs, self.walk
-        kv_head = lax.div(it.head, group)
+        kv_head = lax.div(it.head, walk.group)
 
         def tile(name: str, number: Array, head: Array) -> Any:
             return refs[name].at[it.batch, pl.ds(number * TILE, TILE), head]

@@ -8,14 +8,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import masks
 from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, ROWS, TILE, WORD
-from pallas_kernels.mosaic_gpu.masks import (
-    KeyMask,
-    diagonal_shift,
-    keep_bias,
-    keep_words,
-    key_numbers,
-)
+from pallas_kernels.mosaic_gpu.masks import KeyMask
 from pallas_kernels.work.items import KeyItem
 from pallas_kernels.work.key_work import PARTS, KeyWork
 
@@ -28,23 +23,12 @@ RunStep = Callable[[Array, KeyMask], None]
 class KeyWalk:
     """The traversal of one item: by query blocks for copies, by steps for computation."""
 
-    def __init__(
-        self,
-        refs: dict[str, Any],
-        it: KeyItem,
-        work: KeyWork,
-        *,
-        group: int,
-        num_query_blocks: int,
-        queries: int,
-        has_columns: bool,
-    ):
-        self.refs, self.it, self.listed, self.group = refs, it, work.listed, group
-        self.queries = queries
-        self.end_row = it.sign if work.ends else num_query_blocks  # for columns
+    def __init__(self, refs: dict[str, Any], it: KeyItem, work: KeyWork, queries: int):
+        self.refs, self.it, self.listed, self.queries = refs, it, work.listed, queries
+        self.group = refs["q"].shape[2] // refs["k"].shape[2]
+        self.end_row = it.sign if work.ends else refs["q"].shape[1] // TILE  # for columns
         self.parts = TILE // queries
-        self.has_columns = has_columns
-        self.has_parts = work.heavy is not None
+        self.has_columns, self.has_parts = "keep" in refs, work.heavy is not None
 
     def load_all(self, stream: Any) -> Array:
         if not self.has_columns:
@@ -118,14 +102,14 @@ class KeyWalk:
 
     def _run_block(self, warpgroup: Array, run_step: RunStep) -> Array:
         """Implements `run_all` for a block of keys: only a list's first entry can be diagonal."""
-        keys = key_numbers() + warpgroup * ROWS
+        keys = masks.key_numbers() + warpgroup * ROWS
 
         def visit(head: Array, first: Array, last: Array, step: Array) -> Array:
             def masked(s: Array, step: Array) -> Array:
                 # Every first entry is compared: a branch would double the code, and the comparison
                 # is hidden by the products.
                 offset = self._query_block(head, s) - self.it.block
-                shift = diagonal_shift(offset, self.refs["diagonal"][0])
+                shift = masks.diagonal_shift(offset, self.refs["diagonal"][0])
                 return self._parts(
                     step, run_step, lambda part: KeyMask(keys, part * self.queries + shift)
                 )
@@ -145,18 +129,18 @@ class KeyWalk:
         tokens = plgpu.load(
             refs["tokens"].at[it.batch, it.head, rows], layout=ROW_LAYOUT, optimized=False
         )
-        numbers = key_numbers()
+        numbers = masks.key_numbers()
         first_word = it.block * (TILE // WORD) + warpgroup * _WORDS
 
         def read(row_block: Array) -> list[Array]:
-            return keep_words(refs["keep"], it, row_block, first_word, _WORDS)
+            return masks.keep_words(refs["keep"], it, row_block, first_word, _WORDS)
 
         def entry(n: Array, carry: tuple[Array, list[Array]], causal: bool):
             step, words = carry
             row_block = count - 1 - n
             # The next block's words are prefetched, to hide the latency.
             following = read(lax.max(row_block - 1, 0))
-            bias = keep_bias(words, numbers)
+            bias = masks.keep_bias(words, numbers)
             first_query = refs["query_blocks"][row_block] * TILE if causal else 0
 
             def mask(part: int) -> KeyMask:

@@ -1,8 +1,4 @@
-"""Tile masks of logits, [queries, keys] in kernels that own queries, else [keys, queries].
-
-Pairs are excluded by causality, on the masked diagonal or by the positions of columns, or by keep
-bits of columns, which become an additive mask: 0 or -inf for each key.
-"""
+"""Tile masks of logits, [queries, keys] in kernels that own queries, else [keys, queries]."""
 
 import dataclasses
 from collections.abc import Callable
@@ -48,24 +44,18 @@ def keep_bias(words: list[Array], index: Array) -> Array:
 
 
 class QueryMask:
-    """Keeps every logit [queries, keys] of a tile; subclasses mask some.
-
-    `prepare` reads global memory; called before waiting for the products, it hides the latency.
-    `bias` is the initial value of the logits. `apply` masks those of keys `column`, `column` + 1,
-    ...
-    """
+    """Keeps every logit [queries, keys] of a tile; subclasses mask some."""
 
     def prepare(self, s: Array) -> Any:
-        del s
+        """Reads global memory; called before waiting for the products, which hides the latency."""
 
     def await_bias(self, bars: dict[str, Any], slot: Array) -> None: ...
 
     def bias(self, smem: dict[str, Any], slot: Array, column: int, width: int) -> Array | None:
-        del smem, slot, column, width
-        return None
+        """Returns the initial value of the logits."""
 
     def apply(self, prepared: Any, logits: Array, column: int = 0) -> Array:
-        del prepared, column
+        """Masks the logits of keys `column`, `column` + 1, ..."""
         return logits
 
 

@@ -15,17 +15,10 @@ class QueryStream:
     """The copy side: keys and values once, then the queries and `rows` [B, Hq, nq] of each step."""
 
     def __init__(
-        self,
-        refs: dict[str, Any],
-        smem: dict[str, Any],
-        bars: dict[str, Any],
-        *,
-        stages: int,
-        queries: int,
-        rows: Sequence[str],
+        self, refs: dict[str, Any], smem: dict[str, Any], bars: dict[str, Any], rows: Sequence[str]
     ):
-        self.refs, self.smem, self.bars = refs, smem, bars
-        self.stages, self.queries, self.rows = stages, queries, rows
+        self.refs, self.smem, self.bars, self.rows = refs, smem, bars, rows
+        self.stages, self.queries = smem["q"].shape[:2]
 
     def load_keys(self, batch: Array, block: Array, head: Array, suffix: str = "") -> None:
         """Loads 128 keys and values of the operands k and v, or kc and vc with the suffix."""

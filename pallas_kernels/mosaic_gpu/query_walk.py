@@ -19,11 +19,10 @@ def work_operands(work: QueryWork, columns: GatheredColumns | None) -> dict[str,
 
 
 class QueryWalk:
-    def __init__(self, refs: dict[str, Any], work: QueryWork, has_columns: bool):
-        self.refs = refs
-        self.listed = work.listed
+    def __init__(self, refs: dict[str, Any], work: QueryWork):
+        self.refs, self.listed, self.has_columns = refs, work.listed, "keep" in refs
+        self.group = refs["q"].shape[2] // refs["k"].shape[2]
         self.runs = None if work.run_first is None else work.run_first.shape[2]
-        self.has_columns = has_columns
         # All but the last field, unless it is used.
         self.fields = len(QueryItem._fields) - (not work.skips_columns)
 

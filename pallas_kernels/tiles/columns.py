@@ -46,9 +46,8 @@ class Columns:
     ) -> Self:
         """Builds the columns in addition to the tiles of one shard of queries.
 
-        `covered`, bool [B, Hq, n, Mv], is whether a query block computes the block of a column, or
-        does not see the column; arbitrary for later blocks. `apart`: query blocks see separate runs
-        of columns, as in packed documents.
+        `covered`, bool [B, Hq, n, Mv]: a query block computes the block of a column, or does not
+        see it. `apart`: query blocks see separate runs of columns, as in packed documents.
         """
         seen = tokens[:, :, None] // block_size <= query_blocks[:, None]
         keep = seen & ~covered

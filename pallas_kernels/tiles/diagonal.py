@@ -11,25 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles, check_lists, check_shape
-
-
-class _Diagonals(Tiles):
-    offsets: Array
-    listed: ClassVar[bool] = False
-
-    @property
-    def row_entries(self) -> Array:
-        return self.offsets
-
-    @property
-    def column_entries(self) -> Array:
-        return self.offsets
+from pallas_kernels.tiles.protocol import NO_DIAGONAL, Lists, Tiles, check_lists, check_shape
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DiagonalTiles(_Diagonals):
+class DiagonalTiles(Tiles):
     """Block diagonals of a (query shard, key shard) pair, per batch entry and query head.
 
     Local query block i computes local key block i - o for every valid offset o for which that
@@ -48,6 +35,7 @@ class DiagonalTiles(_Diagonals):
     # key blocks that a query block sees.
     end_queries: Array | None = None
 
+    listed: ClassVar[bool] = False
     num_segments: ClassVar[int] = 1
 
     @classmethod
@@ -73,15 +61,15 @@ class DiagonalTiles(_Diagonals):
             dense=True,
         )
 
-    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+    def row_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
-        farthest = _farthest(rows, self.first_keys)
-        return _between(self.offsets, self.start, self.stop, rows - (num_key_blocks - 1), farthest)
+        limits = rows - (num_key_blocks - 1), _farthest(rows, self.first_keys)
+        return self.offsets, *_between(self.offsets, self.start, self.stop, *limits)
 
-    def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+    def column_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
         columns = jnp.arange(num_key_blocks, dtype=jnp.int32)
-        farthest = _last(num_query_blocks, self.end_queries) - columns
-        return _between(self.offsets, self.start, self.stop, -columns, farthest)
+        limits = -columns, _last(num_query_blocks, self.end_queries) - columns
+        return self.offsets, *_between(self.offsets, self.start, self.stop, *limits)
 
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
         shape = batch, heads
@@ -95,7 +83,7 @@ class DiagonalTiles(_Diagonals):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SegmentedDiagonals(_Diagonals):
+class SegmentedDiagonals(Tiles):
     """Block diagonals of one query shard over several consecutive key shards (segments).
 
     A run of offsets belongs to one segment: query block i computes key block i - o for every offset
@@ -116,25 +104,26 @@ class SegmentedDiagonals(_Diagonals):
     first_keys: Array | None = None
     end_queries: Array | None = None
 
-    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+    listed: ClassVar[bool] = False
+
+    def row_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         size = num_key_blocks // self.num_segments
-        farthest = _farthest(rows, self.first_keys)
-        return _between(self._within(size), self.start, self.stop, rows - (size - 1), farthest)
+        limits = rows - (size - 1), _farthest(rows, self.first_keys)
+        return self.offsets, *_between(self._within(size), self.start, self.stop, *limits)
 
-    def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
+    def column_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
         size = num_key_blocks // self.num_segments
         columns = jnp.arange(size, dtype=jnp.int32)
-        farthest = _last(num_query_blocks, self.end_queries) - columns
-        ranges = _between(self._within(size), self.start, self.stop, -columns, farthest)
+        limits = -columns, _last(num_query_blocks, self.end_queries) - columns
+        first, last = _between(self._within(size), self.start, self.stop, *limits)
         shape = (*self.start.shape[:2], self.num_segments, size)
 
         def place(x: Array) -> Array:
             every = jnp.zeros(shape, jnp.int32).at[:, :, self.segment].set(x, unique_indices=True)
             return every.reshape(*shape[:2], num_key_blocks)
 
-        first, last = ranges
-        return place(first), place(last)
+        return self.offsets, place(first), place(last)
 
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
         shape = batch, heads

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tiles.protocol import Tiles, check_lists, check_shape
+from pallas_kernels.tiles.protocol import Lists, Tiles, check_lists, check_shape
 
 
 @jax.tree_util.register_dataclass
@@ -30,21 +30,11 @@ class ListedTiles(Tiles):
     dense: ClassVar[bool] = False
     num_segments: ClassVar[int] = 1
 
-    @property
-    def row_entries(self) -> Array:
-        return self.key_blocks
+    def row_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        return self.key_blocks, jnp.zeros_like(self.key_count), self.key_count
 
-    @property
-    def column_entries(self) -> Array:
-        return self.query_blocks
-
-    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        del num_query_blocks, num_key_blocks
-        return jnp.zeros_like(self.key_count), self.key_count
-
-    def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        del num_query_blocks, num_key_blocks
-        return jnp.zeros_like(self.query_count), self.query_count
+    def column_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        return self.query_blocks, jnp.zeros_like(self.query_count), self.query_count
 
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
         for own, lists, count, number in (

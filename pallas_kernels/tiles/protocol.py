@@ -8,6 +8,8 @@ from jax import Array
 
 NO_DIAGONAL = np.int32(np.iinfo(np.int32).min)
 
+Lists = tuple[Array, Array, Array]
+
 
 class Tiles(abc.ABC):
     """The (query block, key block) tiles that one kernel call computes.
@@ -29,24 +31,16 @@ class Tiles(abc.ABC):
     dense: bool
     num_segments: int  # equal segments of the keys, processed one at a time (static)
 
-    @property
     @abc.abstractmethod
-    def row_entries(self) -> Array: ...
+    def row_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        """Returns entries, and the range first .. last - 1 of those of each query block.
 
-    @property
-    @abc.abstractmethod
-    def column_entries(self) -> Array: ...
-
-    @abc.abstractmethod
-    def row_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """Returns the range first .. last - 1 of `row_entries` of each query block.
-
-        int32 [B, Hq, num_query_blocks] each; [B, Hq, R, num_query_blocks] for R consecutive ranges.
+        Ranges are int32 [B, Hq, nq], or [B, Hq, R, nq] for R consecutive ones.
         """
 
     @abc.abstractmethod
-    def column_ranges(self, num_query_blocks: int, num_key_blocks: int) -> tuple[Array, Array]:
-        """Returns the range of `column_entries` of each key block, int32 [B, Hq, key blocks]."""
+    def column_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        """Returns entries, and the range of each key block, int32 [B, Hq, nk]."""
 
     @abc.abstractmethod
     def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None: ...

@@ -1,7 +1,7 @@
 """The Triton implementation of `pallas_kernels.interface.Backend`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,14 @@ from pallas_kernels.triton.call import Call, Run, run_on_gpu
 from pallas_kernels.triton.configs import Config, Configs, table_for
 from pallas_kernels.triton.estimate import TritonEstimate
 from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts, key_work
+from pallas_kernels.work.lists import Sizes
 from pallas_kernels.work.query_work import QueryWork, query_work
 
 BLOCK = 128
 _DELTA = Config(rows=64, keys=0, warps=4, stages=1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TritonWork:
+class TritonWork(NamedTuple):
     """Work lists of the kernels of both passes; items of columns come first in `keys`."""
 
     queries: QueryWork
@@ -55,8 +54,8 @@ class Triton(Backend):
     def plan(
         self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
     ) -> TritonWork:
-        sizes = q.shape[0], q.shape[2], q.shape[1] // BLOCK, k.shape[1] // BLOCK, k.shape[2]
-        return TritonWork(query_work(tiles, columns, *sizes), key_work(tiles, columns, *sizes))
+        sizes = Sizes.of(q, k)
+        return TritonWork(query_work(tiles, columns, sizes), key_work(tiles, columns, sizes))
 
     def forward(self, call: ForwardCall) -> Pair:
         """Ignores `beside_transfers`: every item has its own thread blocks."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.masses import LOG2E, BlockScores, ScoreTiles
+from pallas_kernels.masses import LOG2E, BlockScores, ScoreCall, ScoreTiles
 from pallas_kernels.triton.call import Call, Run, run_on_gpu
 from pallas_kernels.triton.configs import Config
 
@@ -23,18 +23,10 @@ class TritonBlockScores(BlockScores):
     def tiles(self, length: int) -> ScoreTiles:
         return ScoreTiles(SCORES.rows, SCORES.keys, _PROGRAMS)
 
-    def scores(
-        self,
-        q: Array,
-        k: Array,
-        places: Array,
-        starts: Array | None,
-        *,
-        scale: float,
-        block_columns: int,
-    ) -> tuple[Array, Array]:
+    def scores(self, call: ScoreCall) -> tuple[Array, Array]:
         from pallas_kernels.triton.kernels.block_scores import block_scores
 
+        q, k, places, starts, scale, block_columns = call
         batch, heads, num_rows, length = q.shape
         kv_heads, num_keys = k.shape[1:3]
         values = dict(q=q, k=k, places=places, starts=starts, COLUMNS=block_columns)

@@ -12,11 +12,7 @@ _HOPPER = 90
 
 
 def capability() -> int | None:
-    """Returns the compute capability of the target NVIDIA GPU, such as 80 for 8.0, or None.
-
-    A device of `jax.sharding.use_abstract_mesh` is the target; without a capability it is assumed
-    to be a Hopper GPU.
-    """
+    """Returns the compute capability of the target NVIDIA GPU, such as 80 for 8.0, or None."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]

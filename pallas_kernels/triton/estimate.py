@@ -60,7 +60,7 @@ class TritonEstimate(Estimate):
         if queries is None:
             queries = jnp.arange(batch, dtype=jnp.int32)
         shifts = jnp.broadcast_to(shifts.astype(jnp.int32), (batch, num_local))
-        values = rows | dict(q=q, k=k, shifts=shifts, queries=queries)
+        values: dict[str, Any] = rows | dict(q=q, k=k, shifts=shifts, queries=queries)
         values |= dict(HEADS=q.shape[1], KV_HEADS=k.shape[2], DIM=q.shape[3])
         values["log2_scale"] = float(of.scale) * LOG2E
         output = jax.ShapeDtypeStruct((batch, q.shape[1], num_local, size), jnp.float32)

@@ -1,17 +1,13 @@
 """The work list of the fused backward kernel, and the order in which it sums dq.
 
-Many items add to the dq of one query block, so each addition has a turn. Turns follow the list of
-items: an item only waits for items before it. If items of adjacent key blocks start together, the
-turns of a query block come up one step after another, and items hardly wait. Key blocks rise from
-the last to the first, the rows of each from the first to the last: row block i meets its own key
-block at that item's first step, the previous one at the second. Falling is the mirror image.
-
-Causal items of a rising sequence get longer, those of a falling one shorter. Sequences alternate,
-so that items end together. Documents shorter than a wave rise in falling sequences too: falling,
-each would wait for the previous one for up to half of its time. Column tiles come first at every
-query block, from the last query block to the first; with columns all sequences rise, one wave of
-every head after another: the few items that run concurrently with columns then need query blocks
-that the columns have passed.
+Many items add to the dq of one query block, so each addition has a turn. An item only waits for
+items before it in the list, and hardly waits if items of adjacent key blocks start together. Key
+blocks rise from the last to the first, the rows of each from the first to the last; falling is the
+mirror image. Rising causal items get longer, falling ones shorter: sequences alternate, so that
+items end together. Documents shorter than a wave always rise: falling, each would wait for the
+previous one. Column tiles come first at every query block, from the last query block to the first;
+with columns all sequences rise, one wave of every head after another, so that few items need query
+blocks that the columns have not passed.
 """
 
 import dataclasses
@@ -24,7 +20,7 @@ from jax import Array
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals
 from pallas_kernels.work.items import ITEM_FIELDS, KEY_BLOCKS, KeyItem, column_of, pack
 from pallas_kernels.work.key_work import column_items
-from pallas_kernels.work.lists import walked_lists
+from pallas_kernels.work.lists import Sizes, walked_lists
 
 
 @jax.tree_util.register_dataclass
@@ -51,57 +47,36 @@ class FusedWork:
 def fused_work(
     tiles: DiagonalTiles | SegmentedDiagonals | None,
     columns: Columns | None,
-    batch: int,
-    heads: int,
-    num_query_blocks: int,
-    num_key_blocks: int,
-    kv_heads: int,
+    sizes: Sizes,
     *,
     item_heads: int | None = None,
     wave: int = 0,
 ) -> FusedWork:
     """Builds the work list: column tiles first, then key blocks.
 
-    Items have at most `item_heads` query heads (None for the group); more and shorter ones add
-    their dk and dv in memory. After `wave` items of a sequence come as many of the next one (0:
-    all); with the number of multiprocessors, items of a wave process the same rows at once.
+    Items have at most `item_heads` query heads (None for the group). After `wave` items of a
+    sequence come as many of the next one (0: all).
     """
-    group = heads // kv_heads
+    group, num_query_blocks, num_key_blocks = sizes.group, sizes.query_blocks, sizes.key_blocks
     step = max(n for n in range(1, group + 1) if group % n == 0 and n <= (item_heads or group))
-    shape = (batch, heads, num_key_blocks)
-    lists, diagonal, _, first, last = walked_lists(
-        tiles, shape, num_query_blocks, own_queries=False
-    )
-    parts, column_turns = [], jnp.zeros((batch, heads, num_query_blocks), jnp.int32)
+    lists, diagonal, _, first, last = walked_lists(tiles, sizes, own_queries=False)
+    parts, column_turns = [], jnp.zeros((*sizes[:2], num_query_blocks), jnp.int32)
     if columns is not None:
         items = column_items(columns, num_query_blocks)
         parts.append(items)
-        first_rows = items[:, column_of(KeyItem, "first_row")].reshape(batch, heads, -1)
+        first_rows = items[:, column_of(KeyItem, "first_row")].reshape(*sizes[:2], -1)
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         column_turns = jnp.sum(first_rows[..., None] <= rows, axis=2, dtype=jnp.int32)
     turns, ranks = column_turns, jnp.zeros_like(lists)
     if tiles is not None:
-        items, falling = _key_items(
-            batch,
-            heads,
-            num_key_blocks,
-            group,
-            step,
-            wave,
-            alternate=columns is None,
-            segments=tiles.num_segments,
-        )
+        wave = wave or num_key_blocks
+        alternate, segments = columns is None, tiles.num_segments
+        items, falling = _key_items(sizes, step, wave, alternate=alternate, segments=segments)
         falls = jnp.asarray(falling)[..., None]  # per row
         items = jnp.asarray(items)
         if tiles.first_keys is not None and tiles.end_queries is not None:
-            items, falls = _turn_short_documents(
-                tiles.first_keys[:, 0],
-                tiles.end_queries[:, 0],
-                items,
-                falls,
-                wave or num_key_blocks,
-                group // step,
-            )
+            documents = tiles.first_keys[:, 0], tiles.end_queries[:, 0]
+            items, falls = _turn_short_documents(*documents, items, falls, wave, group // step)
         parts.append(items)
         ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)
         turns += jnp.where(falls, until - 1, -below)
@@ -111,10 +86,9 @@ def fused_work(
 def _turn_short_documents(
     first: Array, end: Array, items: Array, falling: Array, wave: int, sharing: int
 ) -> tuple[Array, Array]:
-    """Makes the documents of falling sequences that are shorter than `wave` items rise.
+    """Makes documents shorter than `wave` items rise; returns items, and which rows fall.
 
-    `sharing` items have the same keys. Returns items, and whether rows are falling, bool [B, Hq,
-    nq].
+    `sharing` items have the same keys.
     """
     batch, num_blocks = end.shape
     places = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -146,12 +120,11 @@ def _turn_short_documents(
 def _ranks(
     tiles: DiagonalTiles | SegmentedDiagonals, num_query_blocks: int, num_key_blocks: int
 ) -> tuple[Array, Array, Array]:
-    """Numbers valid offsets at a query block, nearest key first: int32 [B, Hq, M].
+    """Numbers valid offsets, nearest key first: int32 [B, Hq, M].
 
-    Also returns the first number with an existing key block, and one past the last, int32 [B, Hq,
-    nq].
+    Also returns each query block's first number with a key block, and one past the last.
     """
-    first, last = tiles.row_ranges(num_query_blocks, num_key_blocks)
+    _, first, last = tiles.row_lists(num_query_blocks, num_key_blocks)
     slots = jnp.arange(tiles.offsets.shape[-1], dtype=jnp.int32)
     start = tiles.start[..., None]
     if isinstance(tiles, DiagonalTiles):
@@ -168,21 +141,14 @@ def _ranks(
 
 
 def _key_items(
-    batch: int,
-    heads: int,
-    num_key_blocks: int,
-    group: int,
-    step: int,
-    wave: int,
-    *,
-    alternate: bool,
-    segments: int,
+    sizes: Sizes, step: int, wave: int, *, alternate: bool, segments: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lists items of key blocks [n, 8] of `step` heads, and marks falling heads [B, Hq].
 
     Sequences alternate after each wave: rising and falling ones with `alternate`, else all rising.
     """
-    wave = wave or num_key_blocks
+    batch, heads, _, num_key_blocks, _ = sizes
+    group = sizes.group
     sequences = [(b, h) for b in range(batch) for h in range(0, heads, step)]
     together = 2 if alternate else len(sequences)
     order = [

@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
 from pallas_kernels.work.items import ITEM_FIELDS, KEY_BLOCKS, KEY_COLUMNS, KEY_PARTS, KeyItem, pack
-from pallas_kernels.work.lists import walked_lists
+from pallas_kernels.work.lists import Sizes, walked_lists
 
 # In block lists, the key blocks seen by most query blocks are split into `PARTS` items each: one
 # block of `_HEAVY_SHARE`, and at most `_MOST_HEAVY`. Every query block sees the first keys: as a
@@ -40,31 +40,20 @@ class KeyWork:
         return {name: getattr(self, name) for name in names}
 
 
-def key_work(
-    tiles: Tiles | None,
-    columns: Columns | None,
-    batch: int,
-    heads: int,
-    num_query_blocks: int,
-    num_key_blocks: int,
-    kv_heads: int,
-) -> KeyWork:
+def key_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> KeyWork:
     """Builds items for each (batch, key/value head, key block) and (batch, head, column tile)."""
-    group = heads // kv_heads
-    shape = (batch, heads, num_key_blocks)
-    lists, diagonal, listed, first, last = walked_lists(
-        tiles, shape, num_query_blocks, own_queries=False
-    )
+    lists, diagonal, listed, first, last = walked_lists(tiles, sizes, own_queries=False)
+    shape = sizes.batch, sizes.kv_heads, sizes.key_blocks
     pieces, heavy = [], None
     if columns is not None:
         # A column tile may be seen by every query block, far more than a key block.
-        pieces.append(column_items(columns, num_query_blocks))
+        pieces.append(column_items(columns, sizes.query_blocks))
     if tiles is not None:
-        items = _items(KEY_BLOCKS, jnp.zeros((batch, kv_heads, num_key_blocks), jnp.int32))
+        items = _items(KEY_BLOCKS, jnp.zeros(shape, jnp.int32))
         if listed:
-            work = (last - first).reshape(batch, kv_heads, group, num_key_blocks).sum(2)
+            work = (last - first).reshape(*shape[:2], sizes.group, -1).sum(2)
             order = jnp.argsort(-work, axis=-1, stable=True)
-            count = min(_MOST_HEAVY, num_key_blocks // _HEAVY_SHARE)
+            count = min(_MOST_HEAVY, sizes.key_blocks // _HEAVY_SHARE)
             if count:
                 heavy = order[..., :count].astype(jnp.int32)
             items = jnp.take_along_axis(items, order[..., count:, None], axis=2)

@@ -1,25 +1,43 @@
-"""Tile lists in the form that kernels read."""
+"""Sizes and tile lists in the form that kernels read."""
+
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.checks import BLOCK_SIZE, Shaped
 from pallas_kernels.tiles import NO_DIAGONAL, Tiles
 
 
+class Sizes(NamedTuple):
+    batch: int
+    heads: int  # of queries
+    query_blocks: int
+    key_blocks: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, q: Shaped, k: Shaped) -> Self:
+        blocks = q.shape[1] // BLOCK_SIZE, k.shape[1] // BLOCK_SIZE
+        return cls(q.shape[0], q.shape[2], *blocks, k.shape[2])
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
 def walked_lists(
-    tiles: Tiles | None, shape: tuple[int, int, int], others: int, own_queries: bool
+    tiles: Tiles | None, sizes: Sizes, own_queries: bool
 ) -> tuple[Array, Array, bool, Array, Array]:
-    """Returns what own blocks [B, Hq, n] of a kernel meet among `others` blocks of the other side.
+    """Returns the lists of the blocks that own blocks of a kernel meet on the other side.
 
     In order: lists, masked offset [1], whether lists hold block numbers, and the range first ..
     last - 1 of entries of each own block, int32 [B, Hq, n] or, by run, [B, Hq, R, n].
     """
+    blocks = sizes.query_blocks, sizes.key_blocks
     if tiles is None:
-        zero = jnp.zeros(shape, jnp.int32)
-        lists = jnp.zeros((*shape[:2], 1), jnp.int32)
+        zero = jnp.zeros((*sizes[:2], blocks[not own_queries]), jnp.int32)
+        lists = jnp.zeros((*sizes[:2], 1), jnp.int32)
         return lists, jnp.full(1, NO_DIAGONAL), False, zero, zero
-    if own_queries:
-        lists, (first, last) = tiles.row_entries, tiles.row_ranges(shape[2], others)
-    else:
-        lists, (first, last) = tiles.column_entries, tiles.column_ranges(others, shape[2])
+    lists, first, last = (tiles.row_lists if own_queries else tiles.column_lists)(*blocks)
     return lists, tiles.diagonal.reshape(1), tiles.listed, first, last

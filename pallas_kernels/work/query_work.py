@@ -13,7 +13,7 @@ from jax import Array
 
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
 from pallas_kernels.work.items import ITEM_FIELDS, QueryItem, column_of, pack
-from pallas_kernels.work.lists import walked_lists
+from pallas_kernels.work.lists import Sizes, walked_lists
 
 # From this number of query blocks on, the keys of one head are processed after those of another:
 # those of all heads together would not stay in the L2 cache. 256 blocks of keys and values take 8
@@ -34,20 +34,9 @@ class QueryWork:
     skips_columns: bool = jax.tree.static(default=False)  # whether items have a `first_column_tile`
 
 
-def query_work(
-    tiles: Tiles | None,
-    columns: Columns | None,
-    batch: int,
-    heads: int,
-    num_query_blocks: int,
-    num_key_blocks: int,
-    kv_heads: int,
-) -> QueryWork:
+def query_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> QueryWork:
     """Builds one item per (batch, head, query block): its key blocks and columns."""
-    shape = (batch, heads, num_query_blocks)
-    lists, diagonal, listed, first, last = walked_lists(
-        tiles, shape, num_key_blocks, own_queries=True
-    )
+    lists, diagonal, listed, first, last = walked_lists(tiles, sizes, own_queries=True)
     runs = None, None
     count = last - first
     if first.ndim == 4:
@@ -56,7 +45,7 @@ def query_work(
         # The first entry of the first nonempty run.
         run = jnp.argmax(lengths > 0, axis=2, keepdims=True)
         first = jnp.take_along_axis(first, run, axis=2)[:, :, 0]
-    column_tiles = past_tiles = jnp.zeros(shape, jnp.int32)
+    column_tiles = past_tiles = jnp.zeros_like(first)
     first_column_tile = None
     if columns is not None:
         column_tiles = (columns.limit + COLUMN_TILE - 1) // COLUMN_TILE
@@ -68,7 +57,8 @@ def query_work(
             first_column_tile = columns.first // COLUMN_TILE
             # All kept columns may be in the queries' own block.
             past_tiles = jnp.maximum(past_tiles, first_column_tile)
-    items = _row_items(first, count, column_tiles, past_tiles, first_column_tile, kv_heads)
+    walked = count, column_tiles, past_tiles, first_column_tile
+    items = _row_items(first, *walked, sizes.kv_heads)
     return QueryWork(items, lists, diagonal, *runs, listed, first_column_tile is not None)
 
 
@@ -88,8 +78,7 @@ def _row_items(
 ) -> Array:
     """Returns the items [n, 8] in order of work; long sequences: one key/value head after another.
 
-    Heads then alternate between rising and falling lengths, so that items on both sides of a change
-    are equally long and the list ends with short ones. Ties go to later blocks.
+    Heads then alternate between rising and falling lengths. Ties go to later blocks.
     """
     batch, heads, blocks = first.shape
 
@@ -111,10 +100,7 @@ def _row_items(
 
 
 def share(block: Array, num_items: int, num_blocks: int) -> tuple[Array, Callable[[Array], Array]]:
-    """Returns how many items a thread block has, and the index of its nth one.
-
-    Blocks take turns, in alternating order: all get the same amount of work and advance in step.
-    """
+    """Returns how many items a thread block has, and the index of its nth; in alternating order."""
     rounds, rest = divmod(num_items, num_blocks)
 
     def place(n: Array) -> Array:

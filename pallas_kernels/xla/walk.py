@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +63,7 @@ class Walk:
         return own - sign * offset, offset
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class XlaWork:
+class XlaWork(NamedTuple):
     rows: Walk | None
     columns: Walk | None
 
@@ -75,14 +73,15 @@ def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
         return XlaWork(None, None)
     sizes = num_queries // tiles.block_size, num_keys // tiles.block_size
 
-    def walk(entries: Array, ranges: tuple[Array, Array], of_queries: bool) -> Walk:
+    def walk(lists: tuple[Array, Array, Array], of_queries: bool) -> Walk:
+        entries, *ranges = lists
         first, last = (x if x.ndim == 4 else x[:, :, None] for x in ranges)
         num_others, g = sizes[of_queries], tiles.block_size
         return Walk(entries, first, last, tiles.diagonal, tiles.listed, of_queries, num_others, g)
 
     return XlaWork(
-        walk(tiles.row_entries, tiles.row_ranges(*sizes), of_queries=True),
-        walk(tiles.column_entries, tiles.column_ranges(*sizes), of_queries=False),
+        walk(tiles.row_lists(*sizes), of_queries=True),
+        walk(tiles.column_lists(*sizes), of_queries=False),
     )
 
 

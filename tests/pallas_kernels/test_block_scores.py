@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.block_masses import HopperBlockScores
+from pallas_kernels.mosaic_gpu.kernels.block_scores import HopperBlockScores
 from tests.pallas_kernels.helpers.block_masses import check_masses, check_masses_of_documents
 
 WATCHED = HopperBlockScores(plgpu.InterpretGPUParams(detect_races=True))

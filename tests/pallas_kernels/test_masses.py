@@ -57,7 +57,8 @@ class Scores(BlockScores):
     def tiles(self, length):
         return ScoreTiles(TILE_ROWS, COLUMNS, programs=4)
 
-    def scores(self, q, k, places, starts, *, scale, block_columns):
+    def scores(self, call):
+        q, k, places, starts, scale, block_columns = call
         assert scale == 1.0 and block_columns == COLUMNS
         self.steps.append(q.shape[2] // TILE_ROWS)
         return score(q, k, places, starts)

@@ -12,6 +12,7 @@ from pallas_kernels import Columns, DiagonalTiles
 from pallas_kernels.tiles import COLUMN_TILE, Tiles
 from pallas_kernels.work.items import KEY_COLUMNS, KeyItem, QueryItem
 from pallas_kernels.work.key_work import KeyWork, key_work
+from pallas_kernels.work.lists import Sizes
 from pallas_kernels.work.query_work import LONG, QueryWork, query_work, share
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
@@ -32,14 +33,16 @@ def _items(blocks: int, dense: bool = True) -> tuple[Size, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames="size")
 def _query_work(tiles: Tiles, columns: Columns | None, size: Size) -> QueryWork:
-    lengths = size.query_blocks, size.key_blocks
-    return query_work(tiles, columns, size.batch, size.heads, *lengths, size.kv_heads)
+    return query_work(tiles, columns, _sizes(size))
 
 
 @functools.partial(jax.jit, static_argnames="size")
 def _key_work(tiles: Tiles, columns: Columns | None, size: Size) -> KeyWork:
-    lengths = size.query_blocks, size.key_blocks
-    return key_work(tiles, columns, size.batch, size.heads, *lengths, size.kv_heads)
+    return key_work(tiles, columns, _sizes(size))
+
+
+def _sizes(size: Size) -> Sizes:
+    return Sizes(size.batch, size.heads, size.query_blocks, size.key_blocks, size.kv_heads)
 
 
 def _work(items: np.ndarray) -> np.ndarray:

@@ -67,17 +67,16 @@ def blocks_of(name):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def ranges(tiles, num_rows, num_columns, by_rows):
-    return (tiles.row_ranges if by_rows else tiles.column_ranges)(num_rows, num_columns)
+def lists(tiles, num_rows, num_columns, by_rows):
+    return (tiles.row_lists if by_rows else tiles.column_lists)(num_rows, num_columns)
 
 
 def visits(tiles, num_rows, num_columns, by_rows):
     """How often each tile is computed and masked, int [B, Hq, rows, columns], by either list."""
     tiles = jax.device_get(tiles)
-    first, last = jax.device_get(ranges(tiles, num_rows, num_columns, by_rows))
+    entries, first, last = jax.device_get(lists(tiles, num_rows, num_columns, by_rows))
     if first.ndim == 3:
         first, last = first[:, :, None], last[:, :, None]
-    entries = np.asarray(tiles.row_entries if by_rows else tiles.column_entries)
     computed = np.zeros((BATCH, HEADS, num_rows, num_columns), int)
     masked = np.zeros_like(computed)
     for b, h, run, own in np.ndindex(*first.shape):

@@ -21,10 +21,10 @@ from tests.pallas_kernels.helpers import brute_force, cases
 from tests.pallas_kernels.helpers.cases import Size
 from tests.pallas_kernels.helpers.properties import repeatable
 
-row_ranges = jax.jit(DiagonalTiles.row_ranges, static_argnums=(1, 2))
-column_ranges = jax.jit(DiagonalTiles.column_ranges, static_argnums=(1, 2))
-run_ranges = jax.jit(SegmentedDiagonals.row_ranges, static_argnums=(1, 2))
-run_columns = jax.jit(SegmentedDiagonals.column_ranges, static_argnums=(1, 2))
+row_lists = jax.jit(DiagonalTiles.row_lists, static_argnums=(1, 2))
+column_lists = jax.jit(DiagonalTiles.column_lists, static_argnums=(1, 2))
+run_lists = jax.jit(SegmentedDiagonals.row_lists, static_argnums=(1, 2))
+run_columns = jax.jit(SegmentedDiagonals.column_lists, static_argnums=(1, 2))
 gather = jax.jit(gather_columns)
 scatter = jax.jit(scatter_columns)
 
@@ -50,9 +50,8 @@ def test_ranges_are_the_valid_offsets_that_meet_a_block(seed, lengths):
     rows, columns = lengths
     tiles = _tiles(seed, rows, columns)
     blocks = brute_force.tile_blocks(tiles, rows, columns)
-    offsets = np.asarray(tiles.offsets)
-    for ranges, of_rows in ((row_ranges, True), (column_ranges, False)):
-        first, last = (np.asarray(x) for x in ranges(tiles, rows, columns))
+    for lists, of_rows in ((row_lists, True), (column_lists, False)):
+        offsets, first, last = (np.asarray(x) for x in lists(tiles, rows, columns))
         assert first.dtype == last.dtype == np.int32
         for b, h, own in np.ndindex(*first.shape):
             assert 0 <= first[b, h, own] <= last[b, h, own] <= offsets.shape[-1]
@@ -78,16 +77,16 @@ def test_ranges_of_runs_match_single_segments(seed, lengths):
         segments,
         4,
     )
-    first, last = (np.asarray(x) for x in run_ranges(tiles, rows, segments * columns))
+    _, first, last = (np.asarray(x) for x in run_lists(tiles, rows, segments * columns))
     for run, n in enumerate(order):
-        wanted = [np.asarray(x) + run * capacity for x in row_ranges(parts[n], rows, columns)]
+        wanted = [np.asarray(x) + run * capacity for x in row_lists(parts[n], rows, columns)[1:]]
         _same_entries((first[:, :, run], last[:, :, run]), wanted)
-    first, last = (np.asarray(x) for x in run_columns(tiles, rows, segments * columns))
+    _, first, last = (np.asarray(x) for x in run_columns(tiles, rows, segments * columns))
     for n in range(segments):
         own = slice(n * columns, (n + 1) * columns)
         if n in order:
             run = order.tolist().index(n)
-            wanted = column_ranges(parts[n], rows, columns)
+            wanted = column_lists(parts[n], rows, columns)[1:]
             wanted = [np.asarray(x) + run * capacity for x in wanted]
         else:
             wanted = [np.zeros((1, 3, columns), np.int32)] * 2

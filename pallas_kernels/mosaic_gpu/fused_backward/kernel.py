@@ -1,4 +1,4 @@
-"""Hopper backward kernel for all gradients at once: dq, dk and dv from five products per tile.
+"""Hopper backward kernel for all gradients of diagonals, not of lists; `MosaicGpu` decides when.
 
 A thread block owns 128 keys, keeps their dk and dv in registers and iterates over the queries that
 see them. dq is added in global memory in the fixed order of `work.fused_work`.
@@ -34,25 +34,19 @@ from pallas_kernels.work.items import KeyItem, read
 _ROW_OPERANDS = ("shift", "minus_delta")
 
 
-def step_queries(head_dim: int) -> int:
-    """Returns the queries per step: as many as fit in shared memory and registers."""
-    return 64 * 128 // head_dim
-
-
 def fused_kernel(
     operands: BackwardOperands,
     work: FusedWork,
     columns: GatheredColumns | None,
-    *,
     scale: float,
     config: FusedConfig,
-    interpret: Any = False,
+    interpret: Any,
 ) -> Gradients:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq = scale dS K."""
     q, k, v, dout, base, delta = operands
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     split = work.heads < group
-    queries = step_queries(head_dim)
+    queries = 64 * 128 // head_dim  # per step: as many as fit in shared memory and registers
     interpreted = bool(interpret)
     has_columns = columns is not None
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
@@ -67,27 +61,16 @@ def fused_kernel(
         # One item per thread block: the hardware starts them in order as others finish.
         it = read(KeyItem, refs["items"], lax.axis_index("block"))
         kv_head = lax.div(it.head, group)
-        walk = FusedWalk(
-            refs,
-            it,
-            work,
-            num_query_blocks=q.shape[1] // TILE,
-            queries=queries,
-            has_columns=has_columns,
-        )
+        walk = FusedWalk(refs, it, work, queries)
 
         def load():
-            stream = QueryStream(
-                refs, smem, bars, stages=config.stages, queries=queries, rows=_ROW_OPERANDS
-            )
+            stream = QueryStream(refs, smem, bars, _ROW_OPERANDS)
 
             def load_keys():
                 stream.load_keys(it.batch, it.block, kv_head)
 
             if has_columns:
-                pl.when(walk.columns)(
-                    lambda: stream.load_keys(it.batch, it.block, it.head, suffix="c")
-                )
+                pl.when(walk.columns)(lambda: stream.load_keys(it.batch, it.block, it.head, "c"))
                 pl.when(walk.blocks)(load_keys)
             else:
                 load_keys()
@@ -110,9 +93,7 @@ def fused_kernel(
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            steps = FusedSteps(
-                smem, bars, warpgroup, config, scale=scale, queries=queries, interpreted=interpreted
-            )
+            steps = FusedSteps(smem, bars, warpgroup, config, scale, interpreted)
             plgpu.barrier_wait(bars["keys_full"])
             dk, dv, end = steps.run(lambda run_step: walk.steps(warpgroup, run_step))
             steps.finish(end)

@@ -6,6 +6,7 @@ not be in sync: one uses the tensor cores while the other computes exponentials.
 
 # pyright: reportPrivateImportUsage=false
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.common import COLUMN_LAYOUT, LOG2E, ROWS, await_last, product
 from pallas_kernels.mosaic_gpu.fused_backward.sums import ADDING_WARPS
-from pallas_kernels.mosaic_gpu.interpreter import product_plus
+from pallas_kernels.mosaic_gpu.interpreter import AddProduct, accumulate_keys
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 
 
@@ -43,31 +44,23 @@ class FusedSteps:
         bars: dict[str, Any],
         warpgroup: Array,
         config: FusedConfig,
-        *,
         scale: float,
-        queries: int,
         interpreted: bool,
     ):
         self.smem, self.bars, self.warpgroup, self.config = smem, bars, warpgroup, config
         self.scale, self.interpreted = scale, interpreted
         self.head_dim, self.dtype = smem["k"].shape[-1], smem["k"].dtype
-        self.shape = (ROWS, queries)
+        self.shape = ROWS, smem["q"].shape[1]
 
     def run(self, walk: Callable[[Callable[[Array, KeyMask], Array]], Array]) -> Any:
         """Runs all steps of a walk; returns dk, dv [64, D] fp32 and the number of steps."""
-        if self.interpreted:
-            dk_ref = self.smem["dk"].at[self.warpgroup]
-            dv_ref = self.smem["dv"].at[self.warpgroup]
-            dk_ref[...] = dv_ref[...] = jnp.zeros((ROWS, self.head_dim), jnp.float32)
-            end = walk(lambda step, mask: self._interpreted_step(step, mask, dk_ref, dv_ref))
-            return dk_ref[...], dv_ref[...], end
-
-        def body(dk_ref: Any, dv_ref: Any) -> Any:
-            end = walk(lambda step, mask: self._step(step, mask, dk_ref, dv_ref))
-            return dk_ref[...], dv_ref[...], end
-
-        acc = plgpu.ACC((ROWS, self.head_dim), jnp.float32)
-        return pl.run_scoped(body, acc, acc)
+        run_step = self._interpreted_step if self.interpreted else self._step
+        return accumulate_keys(
+            self.smem,
+            self.warpgroup,
+            self.interpreted,
+            lambda add: walk(functools.partial(run_step, add)),
+        )
 
     def finish(self, end: Array) -> None:
         @pl.when(end > 0)
@@ -78,7 +71,7 @@ class FusedSteps:
     def drain(self, end: Array) -> None:
         await_last([self.bars["dq_free"]], end, ADDING_WARPS)
 
-    def _step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
+    def _step(self, add: AddProduct, step: Array, mask: KeyMask) -> Array:
         config, smem, slot = self.config, self.smem, lax.rem(step, self.config.stages)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
         pl.when(step > 0)(lambda: self._await_ds(step - 1))
@@ -95,13 +88,13 @@ class FusedSteps:
             dp_acc[...] = self._columns(self._load("minus_delta", slot))
             plgpu.wgmma(dp_acc, smem["v"].at[self._own()], dout_tile.T)
             p = self._weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), mask, slot, shift)
-            plgpu.wgmma(dv_ref, p.astype(self.dtype), dout_tile)
+            add("dv", p.astype(self.dtype), dout_tile)
             ds = (p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)).astype(self.dtype)
             self._publish_ds(ds, step)
             plgpu.wgmma_wait(0)  # with dV done, P's registers are free
             if config.ds_from_memory:
                 ds = smem["ds"].at[lax.rem(step, 2), self._own()]
-            plgpu.wgmma(dk_ref, ds, q_tile)
+            add("dk", ds, q_tile)
             if config.retire_dk:
                 plgpu.wgmma_wait(0)
 
@@ -109,7 +102,7 @@ class FusedSteps:
         pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32), tile, tile)
         return step + 1
 
-    def _interpreted_step(self, step: Array, mask: KeyMask, dk_ref: Any, dv_ref: Any) -> Array:
+    def _interpreted_step(self, add: AddProduct, step: Array, mask: KeyMask) -> Array:
         """Runs a step with interpreter operations only: no accumulators across products."""
         smem, slot = self.smem, lax.rem(step, self.config.stages)
         q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
@@ -121,31 +114,18 @@ class FusedSteps:
             self._finish_previous(self._previous_dq(step), step)
 
         plgpu.barrier_wait(self.bars["full"].at[slot])
-
-        def accumulate(ref: Any, weights: Array, tile: Any) -> None:
-            smem["p"][self.warpgroup] = weights
-            plgpu.commit_smem()
-            ref[...] += product(smem["p"].at[self.warpgroup], tile, (ROWS, self.head_dim))
-
         p = self._weights(product(smem["k"].at[own], q_tile.T, self.shape), mask, slot)
-        accumulate(dv_ref, p.astype(self.dtype), dout_tile)
-        dp = product_plus(
-            lambda: self._columns(self._load("minus_delta", slot)),
-            smem["v"].at[own],
-            dout_tile.T,
-            self.shape,
-            interpreted=True,
-        )
+        add("dv", p.astype(self.dtype), dout_tile)
+        base = self._columns(self._load("minus_delta", slot))
+        dp = base + product(smem["v"].at[own], dout_tile.T, self.shape)
         ds = (p * dp).astype(self.dtype)
-        accumulate(dk_ref, ds, q_tile)
+        add("dk", ds, q_tile)
         self._publish_ds(ds, step)
         return step + 1
 
     def _own(self) -> Any:
-        """Returns the keys of this warpgroup, and the columns or rows of dq.
-
-        The barrier hides that they never change, or all addresses would stay in registers.
-        """
+        """Returns the keys of this warpgroup, and the columns or rows of dq."""
+        # The barrier hides that they never change, or all addresses would stay in registers.
         return pl.ds(lax.optimization_barrier(self.warpgroup) * ROWS, ROWS)
 
     def _load(self, name: str, slot: Array) -> Array:

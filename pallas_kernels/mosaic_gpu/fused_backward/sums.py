@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.fused_backward.turn_counters import await_turn, end_turn
 from pallas_kernels.mosaic_gpu.fused_backward.walk import FusedWalk
 
 # Warps that alternate in adding dq, each with its own shared memory: while one waits until its sums
@@ -25,9 +25,8 @@ def add_queries(
 ) -> None:
     """Adds dq of an item's steps, each at its turn; run by warp `number`, for every second step.
 
-    `counters`, int32 [B, Hq, steps of all queries, 1], are numbers of completed turns. Without a
-    number (in the interpreter items run in order) it must already be their turn; otherwise NaN is
-    added.
+    `counters`, int32 [B, Hq, steps of all queries, 1], are numbers of completed turns. The
+    interpreter has no number, and runs items in order: an early turn adds NaN.
     """
     batch = walk.it.batch
 
@@ -44,12 +43,12 @@ def add_queries(
             counters[batch, head, tile, 0] = turn + 1
             plgpu.barrier_arrive(free)
             return
-        await_turn(counter, turn)
+        _await_turn(counter, turn)
         plgpu.copy_smem_to_gmem(added, dq, reduction_op="add")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(free)
         plgpu.wait_smem_to_gmem(0)
-        end_turn(counter)
+        _end_turn(counter)
 
     def visit(head: Array, row_block: Array, turn: Array, step: Array) -> Array:
         for part in range(walk.parts):
@@ -72,14 +71,13 @@ def add_keys(
     turn: Array,
     interpreted: bool,
 ) -> None:
-    """Adds dk and dv [64, D] to those of earlier items, heads with the same keys, at a turn.
+    """Adds dk and dv [64, D] to those of earlier heads at a turn; `counter` is None for one head.
 
-    The first turn overwrites them; `counter` is None if it is the only one. `staging` is unused
-    shared memory, fp32 [64, D].
+    `staging` is unused shared memory, fp32 [64, D].
     """
     taken = counter is not None and not interpreted
     if taken:
-        await_turn(counter, turn, warp=False)
+        _await_turn(counter, turn, warp=False)
     for target, x in zip(targets, gradients, strict=True):
         if interpreted:
             if counter is not None:
@@ -103,4 +101,34 @@ def add_keys(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.wait_smem_to_gmem(0)
     if taken:
-        end_turn(counter, warp=False)
+        _end_turn(counter, warp=False)
+
+
+def _await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
+    """Waits until the counter int32 [1] has reached a turn; earlier turns' writes are visible."""
+    scope = _scope(warp)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def wait(_, ref, value):
+        semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
+        semaphore.wait(value.registers.item(), decrement=False, scope=scope, memory_scope="gpu")
+
+    wait(counter, turn)  # pyright: ignore[reportCallIssue]
+
+
+def _end_turn(counter: Any, warp: bool = True) -> None:
+    """Passes the turn on, after everything that the caller wrote to global memory."""
+    scope = _scope(warp)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def signal(_, ref):
+        if not warp:
+            mgpu.warpgroup_barrier()  # the whole warpgroup has written
+        semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
+        semaphore.signal(1, predicate=mgpu.single_thread_predicate(scope), memory_scope="gpu")
+
+    signal(counter)  # pyright: ignore[reportCallIssue]
+
+
+def _scope(warp: bool) -> mgpu.ThreadSubset:
+    return mgpu.ThreadSubset.WARP if warp else mgpu.ThreadSubset.WARPGROUP

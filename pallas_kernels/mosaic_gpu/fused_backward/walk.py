@@ -9,14 +9,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import masks
 from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, ROWS, TILE, WORD
-from pallas_kernels.mosaic_gpu.masks import (
-    KeyMask,
-    diagonal_shift,
-    keep_bias,
-    keep_words,
-    key_numbers,
-)
+from pallas_kernels.mosaic_gpu.masks import KeyMask
 from pallas_kernels.work.fused_work import FusedWork
 from pallas_kernels.work.items import KeyItem
 
@@ -26,20 +21,10 @@ _WORDS = ROWS // WORD
 class FusedWalk:
     """The traversal of one item: by query blocks for copies, by steps for computation."""
 
-    def __init__(
-        self,
-        refs: dict[str, Any],
-        it: KeyItem,
-        work: FusedWork,
-        *,
-        num_query_blocks: int,
-        queries: int,
-        has_columns: bool,
-    ):
+    def __init__(self, refs: dict[str, Any], it: KeyItem, work: FusedWork, queries: int):
         self.refs, self.it, self.heads = refs, it, work.heads
-        self.num_query_blocks, self.queries = num_query_blocks, queries
-        self.parts = TILE // queries
-        self.has_columns = has_columns
+        self.num_query_blocks, self.queries = refs["q"].shape[1] // TILE, queries
+        self.parts, self.has_columns = TILE // queries, "keep" in refs
         # Computed once, since the kernel needs them in many places.
         self.columns, self.blocks = it.columns, it.blocks
 
@@ -80,7 +65,7 @@ class FusedWalk:
         """Calls run_step(step, mask), which returns the next step; returns the number of steps."""
         it, refs, has_columns = self.it, self.refs, self.has_columns
         parts, queries, num_query_blocks = self.parts, self.queries, self.num_query_blocks
-        keys = key_numbers()
+        keys = masks.key_numbers()
         key_positions = keys + warpgroup * ROWS
         words_at = it.block * (TILE // WORD) + warpgroup * _WORDS
         if has_columns:
@@ -94,7 +79,9 @@ class FusedWalk:
 
         def read_words(n: Array) -> list[Array]:
             def read() -> list[Array]:
-                return keep_words(refs["keep"], it, num_query_blocks - 1 - n, words_at, _WORDS)
+                return masks.keep_words(
+                    refs["keep"], it, num_query_blocks - 1 - n, words_at, _WORDS
+                )
 
             return lax.cond(self.columns, read, lambda: [jnp.int32(-1)] * _WORDS)
 
@@ -115,7 +102,7 @@ class FusedWalk:
             def first_query(n: Array) -> Array:
                 def of_block() -> Array:
                     offset = refs["lists"][it.batch, head, self._entry(first, last, n)]
-                    return diagonal_shift(offset, refs["diagonal"][0])
+                    return masks.diagonal_shift(offset, refs["diagonal"][0])
 
                 def of_columns() -> Array:
                     return refs["query_blocks"][num_query_blocks - 1 - n] * TILE
@@ -128,7 +115,9 @@ class FusedWalk:
                 def one_step(i: Array, step: Array) -> Array:
                     n, part = lax.div(i, parts), lax.rem(i, parts)
                     words: Any = read_words(n) if has_columns else None
-                    mask = KeyMask(bias=(lambda: keep_bias(words, keys)) if has_columns else None)
+                    mask = KeyMask(
+                        bias=(lambda: masks.keep_bias(words, keys)) if has_columns else None
+                    )
                     if causal:
                         start = first_query(n) + part * queries
                         mask = dataclasses.replace(mask, keys=key_positions, first_query=start)

@@ -1,4 +1,4 @@
-"""Hopper backward kernel for keys and values: dk and dv of blocks and of gathered columns.
+"""Hopper backward kernel for dk and dv of blocks and gathered columns; runs before the one for dq.
 
 A thread block owns 128 keys and iterates over the query blocks that see them, in a fixed order.
 """
@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.interface import BackwardCall
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
     LOG2E,
@@ -20,7 +21,7 @@ from pallas_kernels.mosaic_gpu.common import (
     TILE,
     WARPGROUPS,
     BackwardOperands,
-    GatheredColumns,
+    gathered_columns,
     launch,
 )
 from pallas_kernels.mosaic_gpu.interpreter import (
@@ -47,25 +48,17 @@ class DkdvConfig:
 
 
 def dkdv_kernel(
-    operands: BackwardOperands,
-    work: KeyWork,
-    columns: GatheredColumns | None,
-    *,
-    scale: float,
-    config: DkdvConfig,
-    interpret: Any = False,
-    one_array: bool = False,
+    call: BackwardCall, operands: BackwardOperands, config: DkdvConfig, interpret: Any
 ) -> tuple[Any, Any]:
-    """Runs the kernel: dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta).
+    """Returns fp32 dk, dv, summed over the query heads of a group, and those of columns or None.
 
-    Returns fp32 dk, dv [B, nk, Hk, D], summed over the query heads of a group, and dk, dv of the
-    columns [B, Mv, Hq, D] or None; with `one_array` each pair is an array [2, ...].
+    dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta). If the call returns complete
+    gradients, each pair is an array [2, ...].
     """
+    columns, scale, one_array = gathered_columns(call), call.scale, call.key_dtype is not None
+    work: KeyWork = call.plan.work.keys
     q, k, v, dout, base, delta = operands
-    head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
-    stages = config.stages
-    num_items = work.items.shape[0]
-    interpreted = bool(interpret)
+    head_dim, stages, interpreted = q.shape[-1], config.stages, bool(interpret)
     has_columns = columns is not None
     heavy = work.heavy
     has_parts = heavy is not None
@@ -75,14 +68,12 @@ def dkdv_kernel(
     if has_parts:
         in_parts = heavy.shape[-1] * PARTS * TILE
         shapes["p"] = k.shape[0], in_parts, *k.shape[2:]
-    outputs = {}
-    for suffix, shape in shapes.items():
-        if one_array:
-            outputs["dkv" + suffix] = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
-        else:
-            outputs |= {
-                name + suffix: jax.ShapeDtypeStruct(shape, jnp.float32) for name in ("dk", "dv")
-            }
+    names, leading = (("dkv",), (2,)) if one_array else (("dk", "dv"), ())
+    outputs = {
+        name + suffix: jax.ShapeDtypeStruct((*leading, *shape), jnp.float32)
+        for suffix, shape in shapes.items()
+        for name in names
+    }
 
     def attention_dkdv(refs):
         if one_array:
@@ -95,19 +86,11 @@ def dkdv_kernel(
         # One item per thread block: items differ so much in length that the hardware's scheduling,
         # longest first, balances better than any fixed assignment.
         it = read(KeyItem, refs["items"], lax.axis_index("block"))
-        walk = KeyWalk(
-            refs,
-            it,
-            work,
-            group=group,
-            num_query_blocks=q.shape[1] // TILE,
-            queries=_STEP,
-            has_columns=has_columns,
-        )
+        walk = KeyWalk(refs, it, work, _STEP)
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            stream = QueryStream(refs, smem, bars, stages=stages, queries=_STEP, rows=_ROW_OPERANDS)
+            stream = QueryStream(refs, smem, bars, _ROW_OPERANDS)
             stream.drain(walk.load_all(stream))
 
         def compute_warpgroup():
@@ -145,12 +128,12 @@ def dkdv_kernel(
     inputs = dict(q=q, k=k, v=v, dout=dout, base=base, minus_delta=-delta)
     inputs |= work.operands | (columns.operands if has_columns else {})
     bars = key_barriers(stages)
-    results = launch(attention_dkdv, inputs, outputs, smem, bars, num_items, interpret)
+    num_blocks = work.items.shape[0]
+    results = launch(attention_dkdv, inputs, outputs, smem, bars, num_blocks, interpret)
 
     def of(suffix):
-        if one_array:
-            return results["dkv" + suffix]
-        return results["dk" + suffix], results["dv" + suffix]
+        found = tuple(results[name + suffix] for name in names)
+        return found[0] if one_array else found
 
     keys = of("")
     if has_parts:

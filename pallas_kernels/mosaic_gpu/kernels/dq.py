@@ -1,4 +1,4 @@
-"""Hopper backward kernel for queries: dq, over the same lists as the forward kernel."""
+"""Hopper backward kernel for dq, over the forward's lists; runs where the fused one does not."""
 
 # pyright: reportPrivateImportUsage=false
 import dataclasses
@@ -11,23 +11,26 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.interface import BackwardCall
 from pallas_kernels.mosaic_gpu.common import (
     LOG2E,
     ROWS,
     TILE,
     WARPGROUPS,
     BackwardOperands,
-    GatheredColumns,
     full,
+    gathered_columns,
     launch,
     load_rows,
+    product,
     rows_to_tile,
     store_rows,
     tiled,
 )
+from pallas_kernels.mosaic_gpu.interpreter import with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
-from pallas_kernels.work.query_work import QueryWork, share
+from pallas_kernels.work.query_work import share
 
 _KEYS = 64  # keys per part: two accumulators of a whole tile would not fit
 _PARTS = TILE // _KEYS
@@ -41,21 +44,16 @@ class DqConfig:
 
 
 def dq_kernel(
+    call: BackwardCall,
     operands: BackwardOperands,
-    work: QueryWork,
-    columns: GatheredColumns | None,
-    *,
-    scale: float,
-    out_dtype: jnp.dtype,
     config: DqConfig,
     num_blocks: int,
-    interpret: Any = False,
+    interpret: Any,
 ) -> Array:
     """Runs the kernel: dS = P * (dP - delta), dq [B, nq, Hq, D] = scale * dS K."""
-    q, k = operands.q, operands.k
-    head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
-    dtype = q.dtype
-    out_dtype = jnp.dtype(out_dtype)
+    work, columns, scale = call.plan.work.queries, gathered_columns(call), call.scale
+    q = operands.q
+    head_dim, dtype, out_dtype = q.shape[-1], q.dtype, call.dq_dtype
     stages = config.stages
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
@@ -64,7 +62,7 @@ def dq_kernel(
 
     def attention_dq(refs):
         smem, bars = refs["smem"], refs["bars"]
-        walk = QueryWalk(refs, work, columns is not None)
+        walk = QueryWalk(refs, work)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
         count, number = share(block, num_items, num_blocks)
 
@@ -73,7 +71,7 @@ def dq_kernel(
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            producer = Producer(walk, smem, bars, stages, lag=False)
+            producer = Producer(walk, smem, bars, lag=False)
 
             def load_item(n, step):
                 it = item(n)
@@ -87,7 +85,7 @@ def dq_kernel(
                     plgpu.copy_gmem_to_smem(
                         refs[name].at[it.batch, rows, it.head], smem[name], bars[f"{name}_full"]
                     )
-                return producer.load_item(it, group, step)
+                return producer.load_item(it, step)
 
             producer.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
 
@@ -120,34 +118,26 @@ def dq_kernel(
                     keys = pl.ds(part * _KEYS, _KEYS)
                     k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]
 
-                    def body(s_ref, dp_ref):
+                    def body(qk, dov):
                         zero = full((ROWS, _KEYS), 0.0, plgpu.Layout.WGMMA)
-                        # Otherwise delta would be subtracted per element.
-                        dp_base = rows_to_tile(-delta, zero)
-                        if not interpreted:
-                            dp_ref[...] = dp_base
-                        plgpu.wgmma(s_ref, q_tile, k_tile.T)
-                        plgpu.wgmma(dp_ref, dout_operand, v_tile.T)
-                        if interpreted:
-                            logits, dp = s_ref[...], dp_ref[...] + dp_base
-                        else:
-                            logits = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                            if part == 0:
-                                # The products of the previous tile are older than this one.
-                                pl.when(s > 0)(lambda: release(s - 1))
+                        dov.start(rows_to_tile(-delta, zero))  # not subtracted per element
+                        qk.add(q_tile, k_tile.T)
+                        dov.add(dout_operand, v_tile.T)
+                        logits = qk.value(younger=1)
+                        if part == 0 and not interpreted:
+                            # The products of the previous tile are older than this one.
+                            pl.when(s > 0)(lambda: release(s - 1))
                         logits = mask.apply(prepared, logits, part * _KEYS)
                         logits = logits * log2_scale + rows_to_tile(shift, zero)
                         # Added after scaling, the column mask is free.
                         bias = mask.bias(smem, slot, part * _KEYS, _KEYS)
                         p = jnp.exp2(logits if bias is None else logits + bias)
-                        if not interpreted:
-                            dp = dp_ref[...]
-                        return p * dp
+                        return p * dov.value(younger=0)
 
-                    acc = plgpu.ACC((ROWS, _KEYS), jnp.float32)
-                    return pl.run_scoped(body, acc, acc).astype(dtype)
+                    shapes = 2 * [(ROWS, _KEYS)]
+                    return with_accumulators(body, *shapes, interpreted=interpreted).astype(dtype)
 
-                def tile(s, dq, mask, product):
+                def tile(s, dq, mask, add):
                     slot = lax.rem(step + s, stages)
                     prepared = mask.prepare(s)
                     plgpu.barrier_wait(bars["k_full"].at[slot])
@@ -157,7 +147,7 @@ def dq_kernel(
                         ds = gradient(part, s, slot, mask, prepared)
                         if part == _PARTS - 1:
                             plgpu.barrier_arrive(bars["v_free"].at[slot])
-                        dq = product(dq, ds, smem["k"].at[slot, pl.ds(part * _KEYS, _KEYS)])
+                        dq = add(dq, ds, smem["k"].at[slot, pl.ds(part * _KEYS, _KEYS)])
                     if interpreted:  # waits for each product
                         release(s)
                     return dq
@@ -170,17 +160,13 @@ def dq_kernel(
                     smem["ds"][warpgroup] = ds
                     plgpu.commit_smem()
 
-                    def product(ref):
-                        plgpu.wgmma(ref, smem["ds"].at[warpgroup], keys)
-                        return ref[...]
-
-                    return dq + pl.run_scoped(product, plgpu.ACC(dq.shape, jnp.float32))
+                    return dq + product(smem["ds"].at[warpgroup], keys, dq.shape)
 
                 segments = walk.segments(it, warpgroup)
 
-                def walk_tiles(dq, product):
+                def walk_tiles(dq, add):
                     for start, stop, mask in segments:
-                        body = functools.partial(tile, mask=mask, product=product)
+                        body = functools.partial(tile, mask=mask, add=add)
                         dq = lax.fori_loop(start, stop, body, dq)
                     return dq
 

@@ -115,11 +115,10 @@ class HopperEstimate(Estimate):
         scratch: dict[str, Any],
         width: int,
     ) -> Any:
-        """Calls `tile(refs, (batch, head, block), logits, rows)` for every tile.
+        """Calls `tile(refs, (batch, head, block), causal logits [64, width], rows)` for each tile.
 
-        The logits are causal pieces [64, width], fp32; `rows` are values per query; the outputs
-        have `size` numbers per tile; each compute warpgroup has its part of `scratch`, without the
-        first dimension.
+        `rows` are values per query; outputs have `size` numbers per tile; each compute warpgroup
+        has its part of `scratch`.
         """
         q, k, block_ids, queries = call.q, call.k, call.block_ids, call.queries
         _, num_heads, _, head_dim = q.shape

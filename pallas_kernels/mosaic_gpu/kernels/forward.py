@@ -1,4 +1,4 @@
-"""Hopper forward kernel: list-driven flash attention with gathered columns."""
+"""Hopper forward kernel of all calls: list-driven flash attention with gathered columns."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.interface import ForwardCall
 from pallas_kernels.mosaic_gpu.common import (
     EDGE,
     LOG2E,
@@ -17,9 +18,9 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
-    GatheredColumns,
     fold,
     full,
+    gathered_columns,
     launch,
     load_rows,
     partial_sums,
@@ -30,7 +31,7 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
-from pallas_kernels.work.query_work import QueryWork, share
+from pallas_kernels.work.query_work import share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,27 +44,12 @@ class ForwardConfig:
 
 
 def forward_kernel(
-    q: Array,
-    k: Array,
-    v: Array,
-    work: QueryWork,
-    columns: GatheredColumns | None,
-    init: tuple[Array, Array] | None,
-    *,
-    scale: float,
-    out_dtype: jnp.dtype,
-    config: ForwardConfig,
-    num_blocks: int,
-    interpret: Any = False,
+    call: ForwardCall, config: ForwardConfig, num_blocks: int, interpret: Any
 ) -> tuple[Array, Array]:
-    """Runs the kernel, with `num_blocks` persistent thread blocks.
-
-    q is [B, nq, Hq, D], bf16 or fp16, k and v are [B, nk, Hk, D]; `init` is a running output fp32
-    [B, nq, Hq, D] and its lse fp32 [B, Hq, nq]. Returns out and lse, in the same shapes.
-    """
-    head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
-    dtype = q.dtype
-    out_dtype = jnp.dtype(out_dtype)
+    """Returns out and lse, merged with those of `init`; `num_blocks` persistent thread blocks."""
+    q, k, v, plan, _, scale, init, out_dtype, _ = call
+    work, columns = plan.work.queries, gathered_columns(call)
+    head_dim, dtype = q.shape[-1], q.dtype
     stages, query_slots = config.stages, config.query_slots
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
@@ -72,7 +58,7 @@ def forward_kernel(
 
     def attention_forward(refs):
         smem, bars = refs["smem"], refs["bars"]
-        walk = QueryWalk(refs, work, columns is not None)
+        walk = QueryWalk(refs, work)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
         count, number = share(block, num_items, num_blocks)
 
@@ -81,7 +67,7 @@ def forward_kernel(
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            producer = Producer(walk, smem, bars, stages, lag=True)
+            producer = Producer(walk, smem, bars, lag=True)
 
             def load_item(n, step):
                 it = item(n)
@@ -97,7 +83,7 @@ def forward_kernel(
                     smem["q"].at[slot],
                     bars["q_full"].at[slot],
                 )
-                return producer.load_item(it, group, step)
+                return producer.load_item(it, step)
 
             producer.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
 
@@ -129,19 +115,9 @@ def forward_kernel(
                     state = acc, peak, rows_to_tile(total, partial_sums(0.0))
                 plgpu.barrier_wait(bars["q_full"].at[slot])
                 segments = walk.segments(it, warpgroup)
-                tiles = _Tiles(
-                    step,
-                    it.steps,
-                    stages,
-                    config.keys_late,
-                    smem,
-                    bars,
-                    q_tile,
-                    log2_scale,
-                    dtype,
-                    interpreted,
-                    smem["p"].at[warpgroup] if interpreted else None,
-                )
+                staging = smem["p"].at[warpgroup] if interpreted else None
+                shared = smem, bars, q_tile, staging
+                tiles = _Tiles(step, it.steps, *shared, log2_scale, config.keys_late)
                 first = walk.first_masks(it, warpgroup)
                 state = lax.cond(
                     it.steps > 0,
@@ -182,7 +158,7 @@ def forward_kernel(
     }
     inputs = {"q": q, "k": k, "v": v, **work_operands(work, columns)}
     if init is not None:
-        inputs |= {"out0": init[0], "lse0": init[1]}
+        inputs |= {"out0": init[0].astype(jnp.float32), "lse0": init[1].astype(jnp.float32)}
     outputs = {
         "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
         "lse": jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
@@ -197,24 +173,22 @@ class _Tiles:
 
     step: Array  # tiles before this item, since the start of the kernel
     steps: Array  # tiles of this item
-    stages: int
-    keys_late: bool
     smem: dict[str, Any]
     bars: dict[str, Any]
     q_tile: Any
+    staging: Any  # shared memory for the weights in the interpreter, else None
     log2_scale: float
-    dtype: Any
-    interpreted: bool
-    staging: Any  # in the interpreter, shared memory for the weights
+    keys_late: bool
 
-    def with_accumulators(self, body, *shapes):
-        return with_accumulators(body, *shapes, interpreted=self.interpreted, staging=self.staging)
+    @property
+    def interpreted(self):
+        return dict(interpreted=self.staging is not None, staging=self.staging)
 
     def slot(self, s):
-        return lax.rem(self.step + s, self.stages)
+        return lax.rem(self.step + s, self.smem["k"].shape[0])
 
     def following(self, slot):
-        return jnp.where(slot == self.stages - 1, 0, slot + 1)
+        return jnp.where(slot == self.smem["k"].shape[0] - 1, 0, slot + 1)
 
     def softmax(self, logits, peak, total):
         """Returns unnormalized weights, new peak and totals, and the decay of earlier sums."""
@@ -237,27 +211,18 @@ class _Tiles:
             product.add(self.q_tile, self.smem["k"].at[slot].T)
             return product.value(younger=0)
 
-        logits = self.with_accumulators(qk, (ROWS, TILE))
+        logits = with_accumulators(qk, (ROWS, TILE), **self.interpreted)
         plgpu.barrier_arrive(self.bars["k_free"].at[slot])
         return mask.apply(prepared, logits)
 
     def add_values(self, acc, weights, slot):
         plgpu.barrier_wait(self.bars["v_full"].at[slot])
-        acc = add_product(
-            acc,
-            weights,
-            self.smem["v"].at[slot],
-            interpreted=self.interpreted,
-            staging=self.staging,
-        )
+        acc = add_product(acc, weights, self.smem["v"].at[slot], **self.interpreted)
         plgpu.barrier_arrive(self.bars["v_free"].at[slot])
         return acc
 
     def overlapped(self, segments, it, first_masks, state):
-        """Runs all tiles, with QK of tile s and PV of tile s - 1 during the softmax of tile s.
-
-        `first_masks` are those of the first tile: as a listed block, and as a tile of columns.
-        """
+        """Runs all tiles, with QK of tile s and PV of tile s - 1 during the softmax of tile s."""
         if len(first_masks) == 1:
             state = self.first_step(state, first_masks[0])
         else:
@@ -281,7 +246,7 @@ class _Tiles:
     def first_step(self, state, mask):
         acc, peak, total = state
         weights, peak, total, decay = self.softmax(self.logits(0, mask), peak, total)
-        return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.dtype)
+        return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.q_tile.dtype)
 
     def await_keys(self, s, slot):
         @pl.when(s < self.steps)
@@ -317,6 +282,8 @@ class _Tiles:
             plgpu.barrier_arrive(self.bars["v_free"].at[previous])
             return lax.optimization_barrier(new_acc), *parts
 
-        acc, weights, peak, total, decay = self.with_accumulators(body, (ROWS, TILE), acc.shape)
+        acc, weights, peak, total, decay = with_accumulators(
+            body, (ROWS, TILE), acc.shape, **self.interpreted
+        )
         acc = acc * rows_to_tile(decay, acc)
-        return acc, peak, total, weights.astype(self.dtype), slot, following
+        return acc, peak, total, weights.astype(self.q_tile.dtype), slot, following

@@ -99,9 +99,7 @@ class LongRows:
 class ShortRows(LongRows):
     """Rows no longer than a head dimension stay in shared memory; columns pass through it.
 
-    Products then take no longer than the exponentials: with four compute warpgroups and narrower
-    tiles some compute exponentials while others multiply. Their registers may not exceed the
-    initial allocation (640 threads of 96); otherwise no warpgroup ever gets more.
+    With four compute warpgroups some compute exponentials while others multiply.
     """
 
     name = "short_block_scores"
@@ -109,6 +107,7 @@ class ShortRows(LongRows):
     warpgroups = 4
     tile_rows = warpgroups * ROWS
     width = 128
+    # More in total than the initial allocation (640 threads of 96), and no warpgroup gets any.
     compute_registers = 104
 
     @classmethod

@@ -16,11 +16,7 @@ def block_scores(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, LENGTH: tl.constexpr, COLUMNS: tl.constexpr,
     ONE_FOR_ALL: tl.constexpr, HAS_STARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Implements `BlockScores.scores` for ROWS rows of one head.
-
-    A score is not written where no row of the program sees any of the KEYS keys around. COLUMNS,
-    keys per block, is a power of two.
-    """
+    """Implements `BlockScores.scores` for ROWS rows of one head; COLUMNS is a power of two."""
     # Later rows see more keys, so they come first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

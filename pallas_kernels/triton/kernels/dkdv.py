@@ -22,8 +22,7 @@ def attention_dkdv(
 ):  # fmt: skip
     """dv = P^T dO and dk = scale * dS^T Q of KEYS keys of a block, for all heads of its group.
 
-    Items are those of blocks in `KeyWork`, and of parts of blocks, which write to dk_parts and
-    dv_parts, fp32 [B, parts_length, KV_HEADS, DIM]; PARTS is 0 if there are none.
+    Items of parts of blocks write to dk_parts and dv_parts; PARTS is 0 if there are none.
     """
     program = tl.program_id(0)
     n, piece = program // (BLOCK // KEYS), program % (BLOCK // KEYS)

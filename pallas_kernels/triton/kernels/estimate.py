@@ -28,9 +28,7 @@ def estimate_statistics(
 ):  # fmt: skip
     """Computes peak and total, fp32 [B, HEADS, n, ROWS], of each query of a tile.
 
-    q is [sets, HEADS, ROWS, DIM], k [B, n * KEYS, KV_HEADS, DIM]; `shifts`, int32 [B, n], are
-    distances from the first key of a block to the first query; `queries`, int32 [B], are query
-    sets.
+    `shifts`, int32 [B, n], are distances from the first key of a block to the first query.
     """
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
     blocks = tl.num_programs(1)

@@ -21,12 +21,7 @@ def attention_forward(
     RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     HAS_INIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Output and lse of ROWS rows, over the tiles and columns of their item.
-
-    q is [B, query_length, HEADS, DIM], k and v [B, key_length, KV_HEADS, DIM]; lists are those of
-    `QueryWork`, of `capacity` entries, with runs if RUNS > 0; columns [B, num_columns, HEADS, DIM],
-    keep as int32. `init_out` and `init_lse` are read with HAS_INIT. lse is in natural logarithm.
-    """
+    """Output and lse of ROWS rows, over the tiles and columns of their item of `QueryWork`."""
     place = place_of(items, query_length, HEADS, KV_HEADS, ROWS)
     _, batch, head, _, head_at, _, _, _, row = place
     query_offsets = offsets(ROWS, HEADS, DIM)

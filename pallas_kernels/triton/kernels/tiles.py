@@ -1,7 +1,4 @@
-"""Common parts of the Triton kernels: items, addresses and tile masks.
-
-Offsets of batch entries and blocks are 64-bit: a long array has more than 2^31 elements.
-"""
+"""Common parts of the Triton kernels: 64-bit addresses (of over 2^31 elements) and tile masks."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton

@@ -19,11 +19,7 @@ from pallas_kernels.triton.kernels.tiles import (
 def place_of(
     items, query_length, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Returns which rows a program computes.
-
-    In order: item, batch entry, query head, key/value head, number of the head in the batch, block,
-    number of blocks; numbers of the rows in the block; the first row in the sequence.
-    """
+    """Returns item, batch entry, heads, block, number of blocks, rows in it, and the first row."""
     program = tl.program_id(0)
     n, part = program // (BLOCK // ROWS), program % (BLOCK // ROWS)
     batch, head, block = field(items, n, 0), field(items, n, 1), field(items, n, 2)
@@ -44,10 +40,9 @@ def over_keys(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr,
     RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Folds STEP over the tiles and columns of an item, KEYS keys at a time.
+    """Folds STEP over the tiles and columns of an item at `place_of`, KEYS keys at a time.
 
-    STEP(state, queries, k_tile, v_tile, positions, limits, log2_scale, MASKED) returns the next
-    state; MASKED hides keys from positions below `limits`. `place` is that of `place_of`.
+    MASKED hides keys from positions below `limits`.
     """
     n, batch, head, kv_head, head_at, block, blocks, rows, _ = place
     SPLIT: tl.constexpr = BLOCK // KEYS

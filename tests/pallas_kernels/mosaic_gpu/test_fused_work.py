@@ -17,6 +17,7 @@ from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.items import KeyItem
 from pallas_kernels.work.key_work import KeyWork
+from pallas_kernels.work.lists import Sizes
 from tests.pallas_kernels.helpers import brute_force, cases
 from tests.pallas_kernels.helpers.cases import Size
 
@@ -134,9 +135,9 @@ def test_documents_in_the_keys_of_several_ranks_use_two_kernels():
     def gathered(index):
         shards = index.shards(1, size.heads, 3, size.key_blocks)
         tiles = shards.gathered(Segment(0, 3, 4), jnp.arange(3), skip_own=False)
-        return tiles, tiles.row_ranges(4, 12)
+        return tiles, tiles.row_lists(4, 12)
 
-    tiles, (first, last) = jax.device_get(gathered(index))
+    tiles, (_, first, last) = jax.device_get(gathered(index))
     assert (last - first)[0, 0, :, 2].tolist() == [1, 1, 1]  # keys 6, 5 and 4
     q, k = (jax.ShapeDtypeStruct((1, n * G, h, 64), "bfloat16") for n, h in ((4, 2), (12, 1)))
     backend = MosaicGpu("one kernel", interpret=True, one_backward_kernel=True)
@@ -173,9 +174,8 @@ def test_turns_follow_the_list_and_every_tile_has_one(mask):
     for at, others in _column_tiles(columns).items():
         expected[at] |= others
     for item_heads, wave in itertools.product((None, 1, 2), (0, 1, 4)):
-        work = fused_work(
-            tiles, columns, 1, heads, queries, keys, kv_heads, item_heads=item_heads, wave=wave
-        )
+        sizes = Sizes(1, heads, queries, keys, kv_heads)
+        work = fused_work(tiles, columns, sizes, item_heads=item_heads, wave=wave)
         added = _walk(jax.tree.map(np.asarray, work), queries)
         assert added.keys() == expected.keys()
         for at, additions in added.items():
@@ -206,7 +206,8 @@ def test_items_of_the_same_keys_add_in_launch_order():
     documents, _ = cases.tiles_and_columns(index, size)
     ways = itertools.product((every, documents), ((None, 1), (1, 3), (2, 3)), (0, 4))
     for tiles, (item_heads, items), wave in ways:
-        work = fused_work(tiles, None, 2, heads, 9, 9, kv_heads, item_heads=item_heads, wave=wave)
+        sizes = Sizes(2, heads, 9, 9, kv_heads)
+        work = fused_work(tiles, None, sizes, item_heads=item_heads, wave=wave)
         turns = collections.defaultdict(list)
         for item in np.asarray(work.items):
             it = KeyItem(*item)
