@@ -96,7 +96,8 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
                 f"causal=False is not supported by {type(pattern).__name__}; use pattern=Dense() "
                 "or AdaSpa()"
             )
-        _check_hashable(pattern)
+        if not pattern.arrays:
+            _check_hashable(pattern)
         needed, expected = (heads,), f"one entry for each of the {heads} query heads"
     for path, leaf in jax.tree_util.tree_leaves_with_path(pattern):
         if jnp.shape(leaf)[: len(needed)] != needed:
@@ -107,10 +108,7 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
 
 
 def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> Array | None:
-    """Returns the number of tokens before the padding as int32, or None.
-
-    The range is checked only if the value is known at trace time.
-    """
+    """Returns the number of tokens before the padding as int32, or None; checks a known one."""
     if valid_len is None:
         return None
     if not causal:
@@ -161,9 +159,7 @@ def check_documents(
 
 
 def _check_hashable(pattern: Pattern) -> None:
-    """Checks that a pattern without arrays can be a static argument of `jax.jit`."""
-    if pattern.arrays:
-        return
+    """Checks that a pattern can be a static argument of `jax.jit`."""
     try:
         hash(pattern)
     except TypeError as error:

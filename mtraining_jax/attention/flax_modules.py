@@ -53,9 +53,7 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
             f"attention_fn got an unknown option {unknown[0]!r}; choose from {', '.join(allowed)}"
         )
     causal = options.get("causal", True)
-    pattern = options.get("pattern", SampledRows())
-    check_is_pattern(pattern)
-    block_size = pattern.block_size
+    block_size = check_is_pattern(options.get("pattern", SampledRows())).block_size
 
     # Linen passes only arguments that appear in the signature.
     def attend(
@@ -76,14 +74,14 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
         qk_attn_weights_einsum: Callable | None = None,
         attn_weights_value_einsum: Callable | None = None,
     ) -> Array:
+        einsums = qk_attn_weights_einsum, attn_weights_value_einsum
         refused = {
             f"bias must be None: {_REASON} to add it to": bias is not None,
             f"sow_weights must be False: {_REASON}": module is not None,
             f"dropout_rate={dropout_rate} must be 0, or deterministic=True: {_REASON} to drop "
             "from": dropout_rate > 0 and not deterministic,
             "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls must be None: sparse "
-            "attention runs in kernels without einsum": qk_attn_weights_einsum is not None
-            or attn_weights_value_einsum is not None,
+            "attention runs in kernels without einsum": einsums != (None, None),
             "is_causal=True contradicts causal=False of attention_fn": is_causal and not causal,
         }
         for sentence, given in refused.items():

@@ -49,8 +49,8 @@ class AttentionInputs:
 
     def for_layer(self, layer: Self) -> Self:
         """Returns the inputs of one layer, a slice of `per_layer`."""
-        shared = {name: getattr(self, name) for name in ("documents", "valid_len", "audit_rows")}
-        return dataclasses.replace(layer, **shared)
+        own = {name: getattr(layer, name) for name in ("pattern", "mass_fraction", "grad_tap")}
+        return dataclasses.replace(self, **own)
 
 
 @dataclasses.dataclass(frozen=True)

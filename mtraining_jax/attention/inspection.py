@@ -34,8 +34,7 @@ class Inspection:
             a vertical-slash index, "blocks" of a block list.
         pairs: float [B, Hq], computed pairs.
         recall: float [B, Hq], fraction of exact attention's softmax mass on computed pairs, mean
-            over the rows. None if no queries and keys were given.
-        rows: int [R], the query positions recall was measured on, or None.
+            over the `rows`, int [R] positions. None if no queries and keys were given.
         documents: documents within which everything was measured, or None.
     """
 
@@ -138,9 +137,7 @@ def inspect(
 
     Args:
         index: index with arrays [B, Hq, ...].
-        q: [B, S, Hq, D] queries the index was selected for. Recall is measured if q and k are
-            given.
-        k: [B, S, Hk, D] keys.
+        q, k: [B, S, Hq, D] and [B, S, Hk, D] queries and keys, to measure recall.
         seq_len: S. Needed only without q, for an index that does not store it.
         rows: number of queries to measure recall on, sampled evenly over the sequence, or their
             positions.

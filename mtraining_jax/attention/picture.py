@@ -85,14 +85,8 @@ def draw(
         axes = figure.add_subplot(1, len(panels), i + 1)
         shares = _shrunk(block_shares(panel.index, seq_len, panel.batch, panel.head))
         # Square root, so that a single column in a block of 128 is visible.
-        axes.imshow(
-            np.sqrt(shares),
-            cmap=colors,
-            vmin=0,
-            vmax=1,
-            interpolation="nearest",
-            extent=(0, seq_len, seq_len, 0),
-        )
+        scale = {"vmin": 0, "vmax": 1, "extent": (0, seq_len, seq_len, 0)}
+        axes.imshow(np.sqrt(shares), cmap=colors, interpolation="nearest", **scale)
         for border in borders:
             axes.axhline(border, color="0.6", linewidth=0.4)
             axes.axvline(border, color="0.6", linewidth=0.4)
@@ -110,10 +104,8 @@ def _shrunk(shares: np.ndarray) -> np.ndarray:
     if step == 1:
         return shares
     side = -(-shares.shape[0] // step)
-    padded = np.full((side * step, side * step), np.nan, np.float32)
-    padded[: shares.shape[0], : shares.shape[1]] = shares
+    missing = side * step - shares.shape[0]
+    padded = np.pad(shares, (0, missing), constant_values=np.nan)
     squares = padded.reshape(side, step, side, step)
-    valid = ~np.isnan(squares)
-    count = valid.sum((1, 3))
-    total = np.where(valid, squares, 0).sum((1, 3))
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    count = (~np.isnan(squares)).sum((1, 3))
+    return np.where(count > 0, np.nansum(squares, (1, 3)) / np.maximum(count, 1), np.nan)

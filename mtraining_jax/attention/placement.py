@@ -56,25 +56,19 @@ class Placement:
         batch, heads = remaining_axes(self.batch), remaining_axes(self.heads)
         return dataclasses.replace(self, batch=batch, heads=heads)
 
-    @property
-    def explicit(self) -> Mesh | AbstractMesh | None:
-        """The mesh in the types of the inputs, if it has Explicit axes."""
-        mesh = self.types or self.mesh
-        return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
-
     def run(self, function: Callable, in_specs: Any, out_specs: Any, args: tuple) -> Any:
         """Runs a function on the shards of every device, or directly without a mesh.
 
         The specs are prefixes of the arguments and results. Explicit axes are made Auto around the
         call; an axis removed by `jax.vmap` may therefore be sharded too.
         """
-        explicit = self.explicit
-        if explicit is None:
+        mesh = self.types or self.mesh
+        if mesh is None or AxisType.Explicit not in mesh.axis_types:
             if self.mesh is not None:
                 function = shard_map_remaining(function, self.mesh, in_specs, out_specs)
             return function(*args)
         of_args, of_results = jax.tree.map(
-            lambda spec: NamedSharding(explicit, spec),
+            lambda spec: NamedSharding(mesh, spec),
             (in_specs, out_specs),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
@@ -114,8 +108,7 @@ def find_placement(
     given = {name: as_axes(value) for name, value in arguments.items() if value is not None}
     own_mesh, own_axes = _explicit_axes(q)
     named = [f"{name}={axes}" for name, axes in given.items() if axes]
-    if mesh is None:
-        mesh = own_mesh
+    mesh = own_mesh if mesh is None else mesh
     if mesh is None and named:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
@@ -125,21 +118,19 @@ def find_placement(
     if mesh is None:
         types = jax.typeof(q).sharding.mesh
         return Placement(types=None if types.empty else types)
-    axes = own_axes
-    if axes is None:
-        axes = {"batch_axis": (DATA_AXIS,) if DATA_AXIS in mesh.axis_names else (), "head_axis": ()}
-        if set(SEQUENCE_AXES) <= set(mesh.axis_names):
-            axes["sequence_axes"] = SEQUENCE_AXES
-    axes = axes | given
-    axes = {name: axes[name] for name in arguments if name in axes}
-    if "sequence_axes" not in axes:
-        raise ValueError(
-            f"the mesh has axes {mesh.axis_names}, without the default sequence_axes="
-            f"{SEQUENCE_AXES}; pass sequence_axes= with the axes that shard the sequence, or () "
-            "for none"
-        )
+    if own_axes is None:
+        if "sequence_axes" not in given and not set(SEQUENCE_AXES) <= set(mesh.axis_names):
+            raise ValueError(
+                f"the mesh has axes {mesh.axis_names}, without the default sequence_axes="
+                f"{SEQUENCE_AXES}; pass sequence_axes= with the axes that shard the sequence, or "
+                "() for none"
+            )
+        data = (DATA_AXIS,) if DATA_AXIS in mesh.axis_names else ()
+        own_axes = {"batch_axis": data, "sequence_axes": SEQUENCE_AXES, "head_axis": ()}
+    axes = own_axes | given
     check_axes(axes, mesh)
-    return Placement(mesh, axes["batch_axis"], axes["sequence_axes"], axes["head_axis"])
+    batch, sequence, heads = axes.values()
+    return Placement(mesh, batch, sequence, heads)
 
 
 def as_axes(value: str | Axes) -> Axes:
@@ -180,11 +171,6 @@ def _explicit_axes(q: Array) -> tuple[Mesh | AbstractMesh | None, dict[str, Axes
         raise ValueError(
             f"q is sharded as {sharding.spec}; only batch, tokens and heads can be sharded"
         )
-    mesh = sharding.mesh
-    if not isinstance(q, Tracer):
-        mesh = cast(NamedSharding, q.sharding).mesh
-    return mesh, {
-        "batch_axis": entries[0] if q.ndim > 3 else (),
-        "sequence_axes": entries[-3],
-        "head_axis": entries[-2],
-    }
+    mesh = sharding.mesh if isinstance(q, Tracer) else cast(NamedSharding, q.sharding).mesh
+    batch = entries[0] if q.ndim > 3 else ()
+    return mesh, {"batch_axis": batch, "sequence_axes": entries[-3], "head_axis": entries[-2]}

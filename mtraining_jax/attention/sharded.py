@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -179,14 +178,12 @@ def make_attention(
     scale: float | None = None,
     mask_heads: tuple[int, ...] = (),
     by_length: bool = False,
-    batch_axis: str = DATA_AXIS,
-    sequence_axes: tuple[str, ...] = SEQUENCE_AXES,
 ) -> Callable[..., tuple[Array, Stats]]:
     """Builds the causal attention function of a model's layers.
 
     Args:
-        mesh: mesh with axes of type Auto, including `batch_axis` and `sequence_axes`.
-        layout: token order, for as many ranks as `sequence_axes` have devices.
+        mesh: mesh of `make_mesh`.
+        layout: token order, for as many ranks as `SEQUENCE_AXES` have devices.
         pattern: the default sparse pattern.
         ring, backend, scale: see `sparse_attention`.
         mask_heads: query heads with their masks included in an audit.
@@ -202,21 +199,21 @@ def make_attention(
         `inputs.audit_rows` also `audit`, the metrics of `forward_figures`, and `masks`, the index
         of `mask_heads` of the first sequence with all of its rows.
     """
-    ranks = math.prod(mesh.shape[name] for name in sequence_axes)
-    if ranks != layout.num_ranks:
+    placement = Placement(mesh, (DATA_AXIS,), SEQUENCE_AXES)
+    if placement.ranks != layout.num_ranks:
         raise ValueError(
-            f"layout has num_ranks={layout.num_ranks}, but the mesh axes {sequence_axes} have "
-            f"{ranks} devices"
+            f"layout has num_ranks={layout.num_ranks}, but the mesh axes {SEQUENCE_AXES} have "
+            f"{placement.ranks} devices"
         )
     spec = AttentionSpec(
-        placement=Placement(mesh, (batch_axis,), tuple(sequence_axes)),
-        layout=layout,
+        placement,
+        layout,
         ring=ring,
         scale=scale,
         backend=backend,
         statistics=True,
         by_length=by_length,
-        mask_heads=tuple(mask_heads),
+        mask_heads=mask_heads,
     )
 
     def attention(

@@ -20,16 +20,12 @@ KINDS = ("striped", "zigzag", "contiguous")
 class Layout:
     """Assignment and order of token blocks on the context-parallel ranks.
 
-    With W ranks and blocks of g tokens:
-
-    - "striped": rank r holds blocks p, p + W, p + 2W, ... with phase p (see `nodes`). Every block
-      diagonal d then meets its keys at ring distance d mod W on every rank: equal work.
-    - "zigzag": the sequence is split into 2W chunks and rank r holds chunks r and 2W-1-r. Equal
-      work for dense causal attention, but not for sparse.
-    - "contiguous": rank r holds the r-th of W chunks.
-
     Attributes:
-        kind: "striped", "zigzag" or "contiguous".
+        kind: "striped": rank r holds blocks p, p + W, p + 2W, ... with phase p (see `nodes`). Every
+            block diagonal d then meets its keys at ring distance d mod W on every rank: equal work.
+            "zigzag": the sequence is split into 2W chunks and rank r holds chunks r and 2W-1-r.
+            Equal work for dense causal attention, but not for sparse.
+            "contiguous": rank r holds the r-th of W chunks.
         seq_len: S, tokens of the whole sequence.
         num_ranks: W, the context-parallel size.
         block_size: g, tokens per block.

@@ -51,8 +51,8 @@ def forward_figures(
     - `starved_keys`: fraction of keys that no later query block computes.
     - `starved_mass`: fraction of a row's mass on such keys of earlier blocks, mean over rows.
 
-    Padding rows are ignored. Returns these metrics, fp32 [Hq] each, replicated (NaN if all rows are
-    padding), and the attention of the rows everywhere, for `gradient_figures`.
+    Returns these metrics, fp32 [Hq] each, replicated (NaN if all rows are padding), and the
+    attention of the rows everywhere, for `gradient_figures`.
     """
     q_BnHD, k, v = lax.stop_gradient((q_BnHD, keys.k, keys.v))
     keys = keys._replace(k=k, v=v)

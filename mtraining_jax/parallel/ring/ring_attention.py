@@ -1,7 +1,4 @@
-"""Ring attention: queries stay on their rank while keys and values travel.
-
-The kernels' work lists for all steps of both passes are planned before the first step.
-"""
+"""Ring attention: queries stay on their rank while keys and values travel."""
 
 import functools
 
@@ -34,8 +31,7 @@ def ring_attention(
 ) -> Array | tuple[Array, Array]:
     """Computes causal attention of a sequence sharded over mesh axes; differentiable.
 
-    Call it inside `jax.shard_map(..., check_vma=False)`. The backward pass's residuals have the
-    checkpoint names `attn_out` and `attn_lse`. Source: Ring Attention (arXiv 2310.01889).
+    Call it inside `jax.shard_map(..., check_vma=False)`. Source: Ring Attention (arXiv 2310.01889).
 
     Args:
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
@@ -54,6 +50,7 @@ def ring_attention(
         ValueError: if `ring` is unknown, or shapes, layout and axes do not match.
     """
     axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
+    # The kernels' work lists for all steps of both passes are planned before the first step.
     topology = RingTopology(layout, axis_names, axis_sizes, ring, scale, backend)
     _check(topology, q, k, v, index)
     out, lse = _ring(topology, q, k, v, plan_ring(topology, index, q, k))  # pyright: ignore[reportGeneralTypeIssues]

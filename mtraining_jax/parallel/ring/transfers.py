@@ -33,8 +33,7 @@ class Transfers:
         if self._gathered is None:
             return (kv,)
         names = self._gathered.names
-        here = jax.tree.map(lambda x: lax.all_gather(x, names, axis=1, tiled=True), kv)
-        return kv, here
+        return kv, jax.tree.map(lambda x: lax.all_gather(x, names, axis=1, tiled=True), kv)
 
     def advance(self, axis: RingAxis, held: Held) -> Held:
         """Returns what the previous rank of a rotating axis holds."""
