@@ -1,34 +1,22 @@
 """Metric writers.
 
-A new writer needs a module, a switch in the `metrics` section and a line in `WRITERS`.
+A new writer needs a module, a switch in the `metrics` section and a line in `WRITERS`. Its `write`
+takes the record of a step, and `close` waits until all of them are written.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Protocol
 
 from mtraining_jax.config import Config
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.writers.jsonl import JsonlWriter
 from mtraining_jax.reporting.writers.tensorboard import TensorBoardWriter
 from mtraining_jax.reporting.writers.wandb import WandbWriter
 from mtraining_jax.utils.errors import UserError
 
-
-class Writer(Protocol):
-    """Interface of metric writers; `where` is the place of the metrics, as the run prints it."""
-
-    where: str
-
-    def write(self, record: Record) -> None:
-        """Writes the record of one step."""
-
-    def close(self) -> None:
-        """Waits until all records are written."""
-
+# `where` is the place of its metrics, as the run prints it.
+Writer = WandbWriter | JsonlWriter | TensorBoardWriter
 
 # By switch in the `metrics` section. wandb is first: if it is missing, nothing must be written.
-WRITERS: dict[str, Callable[[Config, int], Writer]] = {
+WRITERS: dict[str, type[Writer]] = {
     "wandb": WandbWriter,
     "jsonl": JsonlWriter,
     "tensorboard": TensorBoardWriter,
