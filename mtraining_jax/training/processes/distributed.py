@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 
 from mtraining_jax.config.sections import DistributedConfig
-from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.errors import UserError, print_error
 
 # Transports of collectives between processes, as errors name them.
 _TRANSPORTS = ("Gloo", "NCCL")
@@ -95,9 +95,7 @@ def shutdown(reason: BaseException | None = None) -> None:
     leaving.start()
     leaving.join(_PATIENCE)
     if leaving.is_alive():
-        for line in str(reason).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        _exit(2)
+        _exit(print_error(UserError(str(reason))))
 
 
 def abort(error: Exception) -> NoReturn:
@@ -108,8 +106,8 @@ def abort(error: Exception) -> NoReturn:
     """
     reason = _first_line(error)
     if any(name in reason for name in _TRANSPORTS):
-        sentence = f"another process of the run ended during a collective ({reason})"
-        print(f"error: {sentence}; see its output for the reason", file=sys.stderr)
+        lost = f"another process of the run ended during a collective ({reason})"
+        print_error(UserError(f"{lost}; see its output for the reason"))
     else:
         traceback.print_exception(error)
     _exit(1)
