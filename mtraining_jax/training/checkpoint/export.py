@@ -11,8 +11,6 @@ from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import read_state, run_folder
 from mtraining_jax.training.state import StateBuilder, TrainState
 
-HF_NAME = "hf"
-
 # Files of a checkpoint other than its tensors: tokenizer and generation defaults.
 _TOKENIZER, _GENERATION = "tokenizer.json", "generation_config.json"
 _COPIED = (
@@ -27,7 +25,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Pa
     The tokenizer is data.tokenizer, or that of model.init_from if training read token ids.
     """
     return save_hf(
-        config.run.folder / HF_NAME,
+        config.run.folder / "hf",
         config.model,
         builder.unflatten(state.parameters),
         copied=_tokenizer_files(config),
