@@ -16,9 +16,10 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
     @property
-    def option_names(self) -> list[str]:
-        """Names of the options, without dashes."""
-        return [name.lstrip("-") for action in self._actions for name in action.option_strings]
+    def names(self) -> list[str]:
+        """Names of the options and of all fields, without dashes."""
+        options = [name.lstrip("-") for action in self._actions for name in action.option_strings]
+        return [*all_fields(), *options]
 
 
 def config_parser(prog: str) -> ArgumentParser:
@@ -48,9 +49,9 @@ def parse_with_overrides(parser: ArgumentParser, arguments: Sequence[str]) -> ar
         if "." in name:
             overrides.append((name, value))
         else:
-            problems.append(_unknown_option(name, parser.option_names))
+            problems.append(_unknown_option(name, parser.names))
     if positional:
-        problems.append(_misplaced(positional[0], parser.option_names, bool(options.config)))
+        problems.append(_misplaced(positional[0], parser.names, bool(options.config)))
     if len(options.config) > 1:
         names = ", ".join(options.config)
         problems.append(f"--config is given {len(options.config)} times: {names}")
@@ -72,19 +73,17 @@ def selected_config(options: argparse.Namespace) -> Config:
     return load_config(options.config, options.overrides)
 
 
-def _misplaced(text: str, options: Sequence[str], has_config: bool) -> str:
-    name = text.lstrip("-").partition("=")[0]
-    if text.startswith("-") and name in (*all_fields(), *options):
+def _misplaced(text: str, names: Sequence[str], has_config: bool) -> str:
+    if text.startswith("-") and text.lstrip("-").partition("=")[0] in names:
         return f'"{text}" begins with one dash; did you mean -{text}?'
     if not has_config:
         return f'unexpected argument "{text}"; did you mean --config {text}?'
     return f'unexpected argument "{text}"; quote a list as one: \'["a", "b"]\''
 
 
-def _unknown_option(name: str, options: Sequence[str]) -> str:
-    fields = all_fields()
-    if any(field.startswith(f"{name}.") for field in fields):
+def _unknown_option(name: str, names: Sequence[str]) -> str:
+    if any(known.startswith(f"{name}.") for known in names):
         return f"--{name} is a section; set one of its fields: --{name}.FIELD=VALUE"
-    near = nearest(name, [*fields, *options])
+    near = nearest(name, names)
     hint = "--help lists all options" if near is None else f"did you mean --{near}?"
     return f"unknown option --{name}; {hint}"

@@ -40,9 +40,8 @@ Set fields in the TOML file under their [section], or on the command line as
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; `arguments` without the program name, None for `sys.argv`.
 
-    Returns:
-        Exit status: 0 on success; 1 if a dry run does not fit; 2 after a user error, printed to
-        stderr; 75 if a signal stopped the run, which the same command resumes.
+    Returns the exit status: 1 if a dry run does not fit, 2 after a user error, 75 if a signal
+    stopped the run, which the same command resumes, otherwise 0.
     """
     try:
         with StopSignals() as signals:
@@ -56,9 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     parser = config_parser("train.py")
-    parser.add_argument(
-        "--dry-run", nargs="?", const="auto", choices=("auto", "compile", "estimate")
-    )
+    modes = "auto", "compile", "estimate"
+    parser.add_argument("--dry-run", nargs="?", const=modes[0], choices=modes)
     parser.add_argument("--dry-run-gpu", choices=list(GPUS))
     for name in ("print-config", "version"):
         parser.add_argument(f"--{name}", action="store_true")

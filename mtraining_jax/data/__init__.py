@@ -1,5 +1,1 @@
-"""Data pipeline: text or token files to batches of token ids in layout order.
-
-`source.py` defines the interface of data sources, `sources/` implements them, and `loader.py` makes
-batches. Only the loader imports JAX (through Grain).
-"""
+"""Text or token files to batches in layout order. Only the loader imports JAX (through Grain)."""

@@ -25,22 +25,35 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences of `data.seq_len` tokens in a stream."""
+    """Sequences of `data.seq_len` tokens in a stream, see `starts_of` and `packs_of`."""
 
     stream: Stream
     vocab_size: int  # all token ids are below this
     tokenizer: Tokenizer | None  # None if the source holds token ids
     summary: str  # description for the log
-    # First position of each sequence in the stream, int64; empty if they are packed.
-    starts: np.ndarray | range = range(0)
+    # First position of each sequence in the stream, int64; None splits it every `data.seq_len`.
+    starts: np.ndarray | range | None = None
     # Packs the documents, for `data` and the tokens per block; None if they are unknown.
     pack: Callable[[DataSpec, int], Packs] | None = None
+
+
+def starts_of(corpus: Corpus, data: DataSpec) -> np.ndarray | range:
+    """First positions of the sequences in the stream, if they are not packed."""
+    if corpus.starts is not None:
+        return corpus.starts
+    num_tokens = len(corpus.stream)
+    if num_tokens < data.seq_len:
+        raise UserError(
+            f"data.seq_len = {data.seq_len} is more than the {num_tokens} tokens of data.source = "
+            f'"{data.source}" ({corpus.summary}); use a smaller data.seq_len or more data'
+        )
+    return range(0, num_tokens - data.seq_len + 1, data.seq_len)
 
 
 def packs_of(corpus: Corpus, data: DataSpec, block_size: int) -> Packs:
     """Packs the documents of a corpus into sequences, if `data.has_documents`."""
     if data.mode == "exact":
-        starts = np.asarray(corpus.starts, np.int64)
+        starts = np.asarray(starts_of(corpus, data), np.int64)
         lengths, ends = np.full(starts.shape, data.seq_len), 1 + np.arange(starts.size)
         return PackArrays(starts, lengths, ends, data.seq_len)
     if corpus.pack is None:
@@ -49,17 +62,6 @@ def packs_of(corpus: Corpus, data: DataSpec, block_size: int) -> Packs:
             "has no document boundaries"
         )
     return corpus.pack(data, block_size)
-
-
-def windows(num_tokens: int, data: DataSpec, summary: str) -> range:
-    """Start positions of sequences in a stream split every `data.seq_len` tokens."""
-    count = num_tokens // data.seq_len
-    if count == 0:
-        raise UserError(
-            f"data.seq_len = {data.seq_len} is more than the {num_tokens} tokens of data.source = "
-            f'"{data.source}" ({summary}); use a smaller data.seq_len or more data'
-        )
-    return range(0, count * data.seq_len, data.seq_len)
 
 
 def check_some_exact(lengths: np.ndarray, data: DataSpec) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
+from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.packs import pack_documents
 from mtraining_jax.data.source import FileSource, Source, eos_id_problems
 from mtraining_jax.data.spec import DataSpec
@@ -25,9 +25,7 @@ Document = str | np.ndarray  # text or token ids [n]
 class DocumentSource(Source):
     """A source that yields documents, which are tokenized at startup into a temporary file.
 
-    ``concat`` joins documents, each followed by eos, and splits them every `seq_len` tokens.
-    ``exact`` keeps documents of exactly `seq_len` tokens without eos. ``pack`` packs documents,
-    each followed by eos.
+    Documents end with eos, except in mode ``exact``, which keeps those of `seq_len` tokens.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
@@ -65,18 +63,13 @@ class DocumentSource(Source):
                     yield ids
 
         part = spill(encoded_documents(), encoder.dtype, f'data.source = "{data.source}"')
-        summary = counted(len(lengths), "document")
         sizes = np.asarray(lengths, np.int64)
         if exact:
             check_some_exact(sizes, data)
-        starts, pack = range(0), None
-        if data.has_documents and not exact:
-            pack = functools.partial(pack_documents, sizes)
-        else:
-            starts = windows(part.ids.size, data, summary)
         stream = TokenStream([part], encoder.vocab)
-        summary += f", {len(stream):,} tokens"
-        return Corpus(stream, encoder.vocab_size, encoder.tokenizer, summary, starts, pack)
+        summary = f"{counted(sizes.size, 'document')}, {len(stream):,} tokens"
+        pack = functools.partial(pack_documents, sizes)
+        return Corpus(stream, encoder.vocab_size, encoder.tokenizer, summary, pack=pack)
 
 
 @dataclass(frozen=True, kw_only=True)

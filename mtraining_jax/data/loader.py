@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from mtraining_jax.data.balance import Balance
-from mtraining_jax.data.corpus import packs_of
+from mtraining_jax.data.corpus import packs_of, starts_of
 from mtraining_jax.data.packs import Packs, block_table, stream_positions
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
@@ -84,7 +84,8 @@ class Loader:
         self.packs: Packs | None = None
         if data.has_documents:
             self.packs = packs_of(self.corpus, data, self._block_size)
-        self.num_sequences = len(self.corpus.starts if self.packs is None else self.packs)
+        self._starts = starts_of(self.corpus, data) if self.packs is None else ()
+        self.num_sequences = len(self._starts if self.packs is None else self.packs)
         self.description = self._describe(balance)
         self.identity = self._identity()
         balances = balance is not None and self.packs is not None and balance.replicas > 1
@@ -220,7 +221,7 @@ class Loader:
 
     def _pieces(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         if self.packs is None:
-            return np.array([self.corpus.starts[sequence]]), np.array([self._data.seq_len])
+            return np.array([self._starts[sequence]]), np.array([self._data.seq_len])
         return self.packs.pieces(sequence)
 
     def _read_rows(self, sequences: np.ndarray) -> Batch:

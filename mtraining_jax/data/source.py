@@ -21,13 +21,13 @@ class Source:
     """Base class of data sources: a frozen dataclass with options of `[data]` as fields.
 
     Field types may have limits (`utils.limits`); "Attributes:" in the docstring are their help
-    texts. Every method gets the options of all sources (`seq_len`, `mode`, `eos`, ...) as `data`.
+    texts. Options of all sources (`seq_len`, `mode`, `eos`, ...) are passed to the methods.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact")  # supported values of `data.mode`
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
-        """Validates the options without opening files; yields one message per problem."""
+        """Yields problems of the options, without opening files; subclasses add to these."""
         if data.mode not in self.modes:
             allowed = " or ".join(f'"{mode}"' for mode in self.modes)
             yield (

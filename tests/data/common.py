@@ -5,6 +5,7 @@ import pytest
 
 from mtraining_jax.config import config_from_dict
 from mtraining_jax.config.sections import DataConfig
+from mtraining_jax.data.corpus import starts_of
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.utils.errors import UserError
 
@@ -43,7 +44,8 @@ def sequences(vocab_size: int = VOCAB, **fields):
     data = section(vocab_size, **fields)
     corpus = data.source_options.open(data, vocab_size)
     within = np.arange(data.seq_len)
-    return [corpus.stream.take(start + within).tolist() for start in corpus.starts], corpus
+    starts = starts_of(corpus, data)
+    return [corpus.stream.take(start + within).tolist() for start in starts], corpus
 
 
 def error_of(vocab_size: int = VOCAB, block_size: int | None = None, **fields) -> str:

@@ -51,10 +51,9 @@ class Synthetic(Source):
         # Without data.eos, the last id of the vocabulary ends documents.
         eos = data.eos if isinstance(data.eos, int) else vocab_size - 1
         stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
-        starts = range(0, len(stream), data.seq_len)
         summary = "random token ids, repeated passages"
         pack = functools.partial(SyntheticPacks, stream)
-        return Corpus(stream, vocab_size, None, summary, starts, pack)
+        return Corpus(stream, vocab_size, None, summary, pack=pack)
 
 
 class SyntheticStream:

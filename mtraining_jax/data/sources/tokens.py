@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mtraining_jax.data.corpus import Corpus, check_some_exact, windows
+from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.packs import pack_documents
 from mtraining_jax.data.source import FileSource, eos_id_problems
 from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
@@ -53,7 +53,7 @@ class TokenFiles(FileSource):
             check_complete(folder)
         files = [open_token_file(path, self.token_dtype) for path in paths]
         stream = TokenStream(files, Vocab(vocab_size, "model.vocab_size"))
-        summary, starts, pack = counted(len(files), "file"), range(0), None
+        summary, starts, pack = counted(len(files), "file"), None, None
         if data.mode == "exact":
             all_starts, lengths = _exact_documents(files, data)
             check_some_exact(lengths, data)
@@ -68,7 +68,6 @@ class TokenFiles(FileSource):
             rows = {file.row_len for file in files if file.row_len is not None} - {data.seq_len}
             if rows:
                 summary += f" with rows of {' or '.join(f'{n:,}' for n in sorted(rows))} joined"
-            starts = windows(len(stream), data, summary)
         summary += f", {len(stream):,} tokens"
         return Corpus(stream, vocab_size, None, summary, starts, pack)
 
