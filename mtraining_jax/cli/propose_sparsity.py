@@ -7,8 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.table import Column, Table
+from typing import Any
 
 from mtraining_jax.cli.model_command import (
     at_least,
@@ -20,7 +19,6 @@ from mtraining_jax.cli.model_command import (
     token_count,
 )
 from mtraining_jax.config import Config, load_config
-from mtraining_jax.evaluation.proposal import Measured, proposed
 from mtraining_jax.patterns.registry import parse_options, split_options
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
@@ -85,28 +83,38 @@ def _run(arguments: list[str]) -> int:
     configs = {text: config_with(own.config, text) for text in texts}
     set_platform(own.cpu_devices)
     # Imported here, because they import JAX, which reads the number of devices when it starts.
+    from mtraining_jax.evaluation import proposal
     from mtraining_jax.evaluation.engine.engine import Engine
-    from mtraining_jax.evaluation.setting_losses import check_length, measure, read_sequences
 
     console = results_console()
     engine = Engine.load(
         own.model, dtype=own.dtype, tokenizer=own.tokenizer, overrides=list(overrides.items())
     )
-    check_length(engine, settings.values(), own.length)
-    sequences = read_sequences(engine, own.text, own.length, own.sequences)
+    proposal.check_length(engine, settings.values(), own.length)
+    sequences = proposal.read_sequences(engine, own.text, own.length, own.sequences)
     say = functools.partial(console.print, markup=False)
     say(f"{engine.loaded.source}: {len(sequences)} sequences of {own.length:,} tokens")
     found = []
-    for measured in measure(engine, sequences, settings):
+    for measured in proposal.measure(engine, sequences, settings):
         say(f"measured {measured.text}")
         if configs:
             seconds = forecast_seconds(configs[measured.text], measured.density)
             measured = dataclasses.replace(measured, step_seconds=seconds)
         found.append(measured)
-    best = proposed(found[1:], own.most_rise, own.most_copies)
-    console.print(_table(found))
+    best = proposal.proposed(found[1:], own.most_rise, own.most_copies)
+    console.print(proposal.table(found))
     if own.output is not None:
-        _write(own, len(sequences), found, best)
+        result = {
+            "model": str(own.model),
+            "text": own.text,
+            "length": own.length,
+            "sequences": len(sequences),
+            "most_rise": own.most_rise,
+            "most_copies": own.most_copies,
+            "settings": [dataclasses.asdict(one) for one in found],
+            "proposed": best and best.text,
+        }
+        _write(own.output, result)
     if configs and (planned := configs["dense"].data.seq_len) != own.length:
         say(
             f"note: step times are for {planned:,} tokens, with densities measured at "
@@ -164,36 +172,12 @@ def forecast_seconds(config: Config, density: float) -> float | None:
     return sum(parts.values())
 
 
-def _table(found: Sequence[Measured]) -> Table:
-    names = "density", "loss", "increase", "far copies", "s/step"
-    table = Table("setting", *(Column(name, justify="right") for name in names))
-    for one in found:
-        table.add_row(
-            one.text,
-            f"{one.density:.1%}",
-            f"{one.loss:.4f}",
-            f"{one.rise:+.4f}" + (f" ± {one.error:.4f}" if one.error else ""),
-            "none" if one.copies is None else f"{one.copies:+.4f}",
-            "unknown" if one.step_seconds is None else f"{one.step_seconds:.2f}",
-        )
-    return table
-
-
-def _write(
-    own: argparse.Namespace, sequences: int, found: Sequence[Measured], best: Measured | None
-) -> None:
-    result = {name: getattr(own, name) for name in ("text", "length", "most_rise", "most_copies")}
-    result |= {
-        "model": str(own.model),
-        "sequences": sequences,
-        "settings": [dataclasses.asdict(one) for one in found],
-        "proposed": best and best.text,
-    }
+def _write(path: Path, result: dict[str, Any]) -> None:
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     try:
-        own.output.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {own.output} cannot be written: {error.strerror}") from error
+        raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":
