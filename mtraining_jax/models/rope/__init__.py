@@ -1,14 +1,9 @@
-"""Rotary frequencies, plain or scaled to a longer context.
-
-Does not import JAX, because configurations need it. Each scaling is a class in its own file;
-`rotary.py` applies them.
-"""
+"""Rotary frequencies, plain or scaled to a longer context; without JAX, except for `rotary.py`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.models.rope.kind import RopeScaling
-from mtraining_jax.models.rope.linear import LinearScaling
+from mtraining_jax.models.rope.kind import LinearScaling, RopeScaling
 from mtraining_jax.models.rope.llama3 import Llama3Scaling
 from mtraining_jax.models.rope.longrope import LongRopeScaling
 from mtraining_jax.models.rope.yarn import YarnScaling
@@ -20,10 +15,7 @@ ROPE_KINDS: Mapping[str, type[RopeScaling]] = {
 
 
 def make_scaling(values: Any) -> RopeScaling | None:
-    """Builds the scaling that a mapping, or any object with these attributes, describes.
-
-    `type` (or `rope_type`) selects the class, yarn by default. Raises ValueError if it is invalid.
-    """
+    """Builds the scaling that a mapping or object describes; `type` selects it, yarn by default."""
     if values is None or isinstance(values, RopeScaling):
         return values
     raw = values if isinstance(values, Mapping) else vars(values)

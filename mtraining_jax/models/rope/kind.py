@@ -1,4 +1,4 @@
-"""The interface of a RoPE scaling."""
+"""The interface of a RoPE scaling, and the simplest one."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -9,10 +9,13 @@ from pydantic import BeforeValidator
 
 from mtraining_jax.utils.limits import Ge
 
-# TOML and JSON have lists, but tuples are hashable.
-FloatList = Annotated[
-    tuple[float, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
-]
+
+def _hashable(value: Any) -> Any:
+    """TOML and JSON have lists, but tuples are hashable."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+FloatList = Annotated[tuple[float, ...], BeforeValidator(_hashable)]
 # Frequencies, float64 [D/2] in radians per token, and the factor on cosines and sines.
 Scaled = tuple[np.ndarray, float]
 
@@ -46,10 +49,7 @@ class RopeScaling:
             yield f"{name} = {original} must be positive"
 
     def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
-        """Scales the frequencies `plain` of base `theta`.
-
-        Some scalings depend on `context`, that of the model, or on `length`, that of the sequence.
-        """
+        """Scales frequencies of base `theta`, in models of `context` and sequences of `length`."""
         raise NotImplementedError
 
     @property
@@ -67,11 +67,8 @@ class RopeScaling:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Self:
         """Builds the scaling from the entries that are set; lists become tuples."""
-        fields: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            value = values.get(field.name)
-            if value is not None:
-                fields[field.name] = tuple(value) if isinstance(value, list) else value
+        fields = {x.name: _hashable(values.get(x.name)) for x in dataclasses.fields(cls)}
+        fields = {name: value for name, value in fields.items() if value is not None}
         if "factor" not in fields:
             raise ValueError("factor is missing")
         return cls(**fields)
@@ -83,8 +80,16 @@ class RopeScaling:
 
     def to_hf(self, context: int) -> dict[str, Any]:
         """Returns every field that is set: the inverse of `from_hf`."""
-        fields: dict[str, Any] = {"rope_type": self.type}
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None:
-                fields[name] = list(value) if isinstance(value, tuple) else value
-        return fields
+        fields = {"rope_type": self.type, **dataclasses.asdict(self)}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling(RopeScaling):
+    """Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`."""
+
+    type: ClassVar[str] = "linear"
+
+    def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
+        return plain / self.factor, 1.0
