@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Self
 
 LAYERS = "layers."  # name prefix of layer parameters
 
@@ -25,9 +24,6 @@ class Parameter:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
-
-    def stacked(self, layers: int) -> Self:
-        return dataclasses.replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
 
 
 ParamTable = Mapping[str, Parameter]

@@ -1,5 +1,6 @@
 """The interface of a model family, with defaults that most decoders share."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -67,8 +68,9 @@ class Family:
         std = spec.initializer_range
         embedding = matrix(spec.vocab_size, spec.hidden_size, ("vocab", "embed"), std)
         table = {"embed_tokens.weight": embedding}
-        for name, parameter in self.layer(spec).items():
-            table[f"{LAYERS}{name}"] = parameter.stacked(spec.num_layers)
+        for name, x in self.layer(spec).items():
+            shape, axes = (spec.num_layers, *x.shape), ("layers", *x.axes)
+            table[f"{LAYERS}{name}"] = dataclasses.replace(x, shape=shape, axes=axes)
         table["norm.weight"] = vector(spec.hidden_size, 1.0)
         if not spec.tie_word_embeddings:
             table["lm_head.weight"] = embedding
@@ -80,12 +82,9 @@ class Family:
 
     def layer_tensors(self, spec: ModelSpec) -> dict[str, tuple[str, ...]]:
         """The tensors of a checkpoint layer, with the parameters in each of them."""
-        names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.layer(spec)}
-        for tensor, parts in self.fused.items():
-            for part in parts:
-                del names[part]
-            names[tensor] = parts
-        return names
+        stacked = {part for parts in self.fused.values() for part in parts}
+        others = {name: (name,) for name in self.layer(spec) if name not in stacked}
+        return {**others, **self.fused}
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of `ModelSpec` that config.json determines; ValueError if unsupported."""

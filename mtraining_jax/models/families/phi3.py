@@ -27,8 +27,8 @@ class Phi3(Family):
     }
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A sliding window must not be shorter than the context."""
         values = super().read_config(raw)
+        # A sliding window must not be shorter than the context.
         window, context = raw.get("sliding_window"), values["max_position_embeddings"]
         if window is not None and window < context:
             raise ValueError(
@@ -38,8 +38,8 @@ class Phi3(Family):
         return values
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The original context may be outside of them."""
         rope = dict(super().rope_parameters(raw))
+        # The original context may be outside of the section.
         name = "original_max_position_embeddings"
         if rope and rope.get(name) is None and raw.get(name) is not None:
             rope[name] = raw[name]
