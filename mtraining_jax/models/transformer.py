@@ -268,10 +268,8 @@ def param_shardings(config: Any, mesh: Mesh, fsdp: bool) -> nnx.State:
 def init_model(
     config: Any, *, seed: int | Array, mesh: Mesh | None = None, fsdp: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the graph definition and an initial state, each device only its shards.
-
-    The values do not depend on the mesh. `seed` is an integer or a `jax.random.key`.
-    """
+    """Returns the graph definition and an initial state; `seed` is an integer or a JAX key."""
+    # Each device computes only its shards, and the values do not depend on the mesh.
     spec = ModelSpec.from_config(config)
     return graph_definition(spec), _init_state(seed, spec, mesh, fsdp)
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -37,7 +36,7 @@ def save_hf(
     *,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
-    copied: Mapping[str, Path | dict[str, Any]] = types.MappingProxyType({}),
+    copied: Mapping[str, Path | dict[str, Any]] | None = None,
     replace: bool = False,
     like: str | Path | None = None,
     eos: int | None = None,
@@ -90,7 +89,7 @@ def save_hf(
                     arrays = [np.asarray(part) for part in parts]
                     tensors[tensor.name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
             _on_first(folder, folder.write_tensors, file, tensors)
-        others = {CONFIG_FILE: config_json, **copied}
+        others = {CONFIG_FILE: config_json, **(copied or {})}
         if len(shards) > 1:
             size = sum(_size(tensor, jnp.dtype(dtype)) for shard in shards for tensor in shard)
             others[INDEX_FILE] = {"metadata": {"total_size": size}, "weight_map": weight_map}
