@@ -104,8 +104,7 @@ class Builder:
             text = str(error)
         # Plug-ins name their fields as in Python: `top_p=0.5`.
         name = rf"(?<![\w.])({'|'.join(fields)})( ?= ?| is )"
-        dotted = re.sub(name, lambda m: f"{prefix}.{m[1]} {m[2].strip()} ", text)
-        self._problems.append(dotted)
+        self._problems.append(re.sub(name, lambda m: f"{prefix}.{m[1]} {m[2].strip()} ", text))
         return None
 
     def _report(self, name: str, problem: str) -> None:

@@ -114,7 +114,7 @@ class ModelConfig:
     MLP; attention: each layer except its attention; attention_offload: the same, with layer inputs
     offloaded to host memory; full: entire layers."""
     mlp_chunk_size: PositiveInt = 16384
-    """Tokens per device whose MLP activations are in memory at a time."""
+    """Tokens per device with MLP activations in memory at a time."""
     mlp_kept_chunks: NonNegativeInt = 0
     """With remat = "mlp": MLP chunks that are kept, not recomputed; costs memory."""
     initializer_range: PositiveFloat = 0.02

@@ -23,17 +23,13 @@ class Table:
     options: Any = None  # class of its options; None if the kind is unknown
 
     @property
-    def own(self) -> dict[str, Field]:
-        """The selector and the fields of the section."""
+    def fields(self) -> dict[str, Field]:
+        """The selector, the fields of the section and the options of the selected kind."""
         own = {} if self.plugin is None else {self.plugin.selector: self.plugin.field}
         own |= {} if self.section is None else fields_of(self.section)
-        return {name: field for name, field in own.items() if name != self.holder}
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The fields of the section and the options of the selected kind."""
+        own.pop(self.holder, None)
         options = {} if self.options is None else fields_of(self.options)
-        return self.own | options | self.own  # first in order, and first if both have a name
+        return own | options | own  # a field of the section hides an option of the same name
 
     def kinds_with(self, name: str) -> dict[str, Field]:
         """The built-in kinds that have an option of this name, and the option."""
@@ -90,8 +86,7 @@ def table_of(kind: Any, values: Any) -> Table:
 def all_fields(values: Mapping[str, Any] | None = None) -> dict[str, Field]:
     """All fields of a configuration by dotted name; a table comes before its fields.
 
-    Args:
-        values: tables of values, which select the kinds of plug-ins; the default ones without.
+    `values`, by section, select the kinds of plug-ins; without, they are the default ones.
     """
     found: dict[str, Field] = {}
 

@@ -170,17 +170,13 @@ def _dense_steps(config: Config) -> Iterator[str]:
             f"{names} cannot be combined with {named.sparsity.kind}, which measures speed and does "
             "not select pairs; set 0"
         )
-    learning = {
-        "sparsity.tune": (sparsity.tune != "none", "none"),
-        "data.balance": (config.data.balance == "density", "length"),
-    }
-    for name, (learns, instead) in learning.items():
-        if learns:
-            yield (
-                f"{names} cannot be combined with {attrgetter(name)(named)}, which learns "
-                "densities from every step: dense steps have none to learn from; set "
-                f'{name} = "{instead}"'
-            )
+    learns = "learns densities from every step: dense steps have none to learn from"
+    if sparsity.tune != "none":
+        way = 'set sparsity.tune = "none"'
+        yield f"{names} cannot be combined with {named.sparsity.tune}, which {learns}; {way}"
+    if config.data.balance == "density":
+        way = 'set data.balance = "length"'
+        yield f"{names} cannot be combined with {named.data.balance}, which {learns}; {way}"
 
 
 def _audit(config: Config) -> Iterator[str]:
