@@ -56,10 +56,9 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     forward = (flops.attention_executed * 4 / 14 + flops.attention_recomputed) / gpu.forward_share
     backward = flops.attention_executed * 10 / 14 / gpu.backward_share
     matmul = matmul_rate(model.hidden_size, config.ranks) * gpu.matmul_share
-    products = flops.matrices + flops.recomputed
     result = {
         "attention": kernel_seconds(width, flops.density, forward, backward) / devices,
-        "matrix products": products / (devices * matmul),
+        "matrix products": (flops.matrices + flops.recomputed) / (devices * matmul),
     }
     if settings.sparse:
         passes = 2 if model.remat == "full" else 1
@@ -68,12 +67,11 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
             # Assumes that scores are computed at the rate of a dense forward pass. Scores with a
             # softmax (one product each) take as long as their exponentials if that is longer.
             pairs = passes * flops.attention_dense / (14 * width)
+            dense = kernel_seconds(width, 1.0, 4 * width * pairs, 0.0)
             softmax = pattern_costs.softmax_share(settings)
-            one, others = (
-                kernel_seconds(width, 1.0, part * 4 * width * pairs, 0.0)
-                for part in (softmax / 2, pattern_costs.scoring_share(settings) - softmax / 2)
-            )
-            scoring = others + max(one, softmax * pairs / SCORES_PER_SECOND)
+            products = softmax / 2 * dense
+            scoring = pattern_costs.scoring_share(settings) * dense - products
+            scoring += max(products, softmax * pairs / SCORES_PER_SECOND)
             selection = indices * gpu.index_seconds + scoring / gpu.forward_share
             result["index selection"] = selection / devices
         else:
@@ -95,20 +93,15 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
 
 def rates_missing(config: Config, gpu: Gpu) -> str | None:
     """Why the step time cannot be predicted; None if it can."""
-    model = config.model
+    model, backend = config.model, config.parallel.backend
     if config.parallel.cpu_devices is not None:
         return "there are no measured rates for CPUs"
     if model.dtype != "bfloat16":
         return f"rates are known for bfloat16 only, not for model.dtype = {model.dtype}"
+    known = "attention rates are known for"
     if model.head_dim not in KERNEL_RATES:
-        known = " and ".join(str(width) for width in KERNEL_RATES)
-        return (
-            f"attention rates are known for head dimensions {known}, not for model.head_dim = "
-            f"{model.head_dim}"
-        )
-    if config.parallel.backend not in ("auto", gpu.backend):
-        return (
-            f"attention rates are known for the backend {gpu.backend}, not for parallel.backend = "
-            f'"{config.parallel.backend}"'
-        )
+        widths = " and ".join(map(str, KERNEL_RATES))
+        return f"{known} head dimensions {widths}, not for model.head_dim = {model.head_dim}"
+    if backend not in ("auto", gpu.backend):
+        return f'{known} the backend {gpu.backend}, not for parallel.backend = "{backend}"'
     return None

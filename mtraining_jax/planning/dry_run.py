@@ -18,6 +18,7 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, host_memory
 
 _GIB = 2**30
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it
 # Values of model.remat, from most memory to least.
 _REMAT = {
     "none": "",
@@ -34,8 +35,7 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     `mode` "compile" compiles the step for the GPU mesh, "estimate" uses formulas, "auto" compiles
     if possible.
     """
-    # Avoids reserving memory of a GPU.
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # Avoids reserving memory of a GPU.
     if config.dense_steps.count() == config.run.steps:
         config = _dense(config)
     reason = missing_plugin()
@@ -51,21 +51,18 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
         programs["dense step"] = _dense(config)
     memories = {what: estimate_memory(program) for what, program in programs.items()}
     compiled = {}
-    if mode == "estimate" or reason:
-        how = "estimated by formulas" + (f": {reason}" if mode == "auto" else "")
-    else:
+    how = "estimated by formulas" + (f": {reason}" if mode == "auto" else "")
+    if mode != "estimate" and not reason:
         for what, program in programs.items():
             print(f"compiling the {what} for {config.devices} x {gpu.kind} ...", flush=True)
             compiled[what] = compile_step(program, gpu)
             memories[what] = memories[what].with_total(compiled[what].peak)
         took = sum(one.seconds for one in compiled.values())
         how = f"compiled by jax {jax.__version__} in {took:.0f} s"
-    largest = max(memories, key=lambda what: memories[what].total)
-    memory = memories[largest]
+    largest, memory = max(memories.items(), key=lambda item: item[1].total)
     if _mixed(config):
         how += f"; for a {largest}, which needs the most"
-    for line in report(config, gpu, memory, how, compiled.get(largest)):
-        print(line)
+    print(*report(config, gpu, memory, how, compiled.get(largest)), sep="\n")
     return 0 if memory.total <= available(config, gpu) else 1
 
 
@@ -86,14 +83,15 @@ def available(config: Config, gpu: Gpu) -> int:
     """Bytes that a run can use per device; virtual CPU devices share host memory."""
     if config.parallel.cpu_devices is not None:
         return host_memory() // config.parallel.cpu_devices
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it
-    text = os.environ.get(name, str(MEMORY_FRACTION))
+    text = os.environ.get(_FRACTION, str(MEMORY_FRACTION))
     try:
         fraction = float(text)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise UserError(f"{name}={text} in the environment must be a number above 0 and up to 1")
+        raise UserError(
+            f"{_FRACTION}={text} in the environment must be a number above 0 and up to 1"
+        )
     return int(gpu.memory * fraction)
 
 
@@ -111,10 +109,8 @@ def report(
     yield f"  mesh        {shape} (data x node x device) of {devices} x {kind}"
     if parallel.cpu_devices is not None and devices > parallel.cpu_devices:
         processes = -(-devices // parallel.cpu_devices)
-        yield (
-            f"  processes   {processes} required, with parallel.cpu_devices ="
-            f" {parallel.cpu_devices} each"
-        )
+        each = f"with parallel.cpu_devices = {parallel.cpu_devices} each"
+        yield f"  processes   {processes} required, {each}"
     yield f"  batch       {data.batch_size} x {data.seq_len:,} tokens per step"
     if pairs.source:
         share = f"{pairs.causal:.1%} of all causal pairs"
@@ -129,9 +125,9 @@ def report(
     yield from _flop_lines(config, flops, pairs)
     yield ""
     yield from _time_lines(config, gpu, memory, flops, pairs)
-    if memory.total > available(config, gpu):
+    if (excess := memory.total - available(config, gpu)) > 0:
         yield ""
-        yield from _advice(config, memory, memory.total - available(config, gpu))
+        yield from _advice(config, memory, excess)
 
 
 def _memory_lines(
@@ -151,20 +147,16 @@ def _memory_lines(
     yield f"memory per device, {unit} ({how})"
     for name, size, note in rows:
         yield f"  {name:<17} {size / scale:8.2f}  {note}"
-    free = available(config, gpu)
-    if config.parallel.cpu_devices is not None:
+    free, virtual = available(config, gpu), config.parallel.cpu_devices is not None
+    of = f"JAX uses up to {free / _GIB:.1f} of {gpu.memory / _GIB:.1f} GiB ({_FRACTION})"
+    if virtual:
         of = f"each virtual device has {free / _GIB:.1f} GiB of host memory"
-    else:
-        of = (
-            f"JAX uses up to {free / _GIB:.1f} of {gpu.memory / _GIB:.1f} GiB"
-            " (XLA_PYTHON_CLIENT_MEM_FRACTION)"
-        )
     verdict = "fits" if memory.total <= free else "DOES NOT FIT"
     yield f"  {'total':<17} {memory.total / scale:8.2f}  {verdict}: {of}"
     host = offloaded(config) if compiled is None else compiled.host
     if host:
         yield f"  {'host memory':<17} {host / scale:8.2f}  per device, for offloaded activations"
-    if config.parallel.cpu_devices is None:
+    if not virtual:
         yield "  not included: CUDA context and NCCL buffers, which are outside of JAX's limit"
 
 
@@ -193,17 +185,17 @@ def _time_lines(
     parts = seconds(config, gpu, memory, flops)
     total, tokens = sum(parts.values()), config.tokens_per_step
     mfu = flops.model / (total * config.devices * PEAK_BF16_FLOPS[gpu.kind])
-    if gpu.forecast is None:
-        what = "an ESTIMATE from rates of its parts, not a measurement"
-    else:
+    what = "an ESTIMATE from rates of its parts, not a measurement"
+    if gpu.forecast is not None:
         what = f"a FORECAST from rates that were not measured:\n  {gpu.forecast}"
     yield f"{_step(config)} time in seconds: {what}"
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
     yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
     if _mixed(config):
-        dense_flops = count_flops(_dense(config), dataclasses.replace(pairs, density=1.0))
-        dense = sum(seconds(_dense(config), gpu, memory, dense_flops).values())
+        program = _dense(config)
+        all_pairs = count_flops(program, dataclasses.replace(pairs, density=1.0))
+        dense = sum(seconds(program, gpu, memory, all_pairs).values())
         share = config.dense_steps.count() / config.run.steps
         mean = share * dense + (1 - share) * total
         yield f"  {'dense step':<20} {dense:6.2f}  {share:.1%} of the steps"
@@ -214,8 +206,7 @@ def _time_lines(
 
 
 def _advice(config: Config, memory: Memory, excess: int) -> Iterator[str]:
-    parallel, model = config.parallel, config.model
-    above = f"{excess / _GIB:.1f} GiB"
+    parallel, model, above = config.parallel, config.model, f"{excess / _GIB:.1f} GiB"
     yield f"the run exceeds the memory of a device by {above}; options that reduce it:"
     if not parallel.fsdp and config.devices > 1:
         saved = (memory.parameters + memory.optimizer) * (1 - 1 / config.ranks)
