@@ -189,7 +189,6 @@ def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) ->
 def _find_tokenizer(
     folder: Path, config: Config, is_run: bool, name: str | None
 ) -> tuple[Tokenizer | None, frozenset[int]]:
-    """Returns the tokenizer, and the ids that end a text."""
     data, ids = config.data, [] if is_run else _end_ids(folder)
     eos = data.eos if is_run else next(iter(ids), None)
     if name is None and is_run:

@@ -53,8 +53,7 @@ class Engine:
     ) -> Self:
         """Loads the newest checkpoint of a run, or a Hugging Face checkpoint.
 
-        It uses the mesh of the run if that many devices are available, otherwise all devices as one
-        node.
+        It uses the mesh of the run if it has all devices, otherwise all devices as one node.
 
         Args:
             path: run folder, or folder of config.json and safetensors.
@@ -67,8 +66,7 @@ class Engine:
             tokenizer: "bytes" or a tokenizer.json, instead of that of the run or the folder.
             sparse_answers: whether given answers use sparse attention too; see `forced`.
 
-        Raises:
-            UserError: the folder has no readable model, or an argument does not fit it.
+        Raises UserError if the folder has no readable model, or an argument does not fit it.
         """
         return cls(load(path, attention, overrides, dtype, tokenizer, sparse_answers))
 
@@ -208,8 +206,7 @@ def generate(
         options, on_text: see `Engine.generate`.
         **how: arguments of `Engine.load`, if `model` is a folder.
 
-    Raises:
-        UserError: if the model has no tokenizer; see also `Engine.load` and `Engine.generate`.
+    Raises UserError if the model has no tokenizer; see also `Engine.load` and `Engine.generate`.
     """
     if not isinstance(model, Engine):
         model = Engine.load(model, **how)

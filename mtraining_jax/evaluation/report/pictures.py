@@ -123,7 +123,6 @@ def _grids(panels: Sequence[_Panel], across: int, labels: tuple[str, str, str]) 
 
 
 def _loss(lines: Lines, length: int) -> Any:
-    """Loss over position, one line per model and attention."""
     figure, (ax,) = _figure(6, 3.6, 1, 1)
     for run in lines.runs:
         documents = list(lines.losses(run, length).values())

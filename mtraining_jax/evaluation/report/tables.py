@@ -60,7 +60,6 @@ def tables(lines: Lines) -> Iterator[TextTable]:
 
 
 def _scores(lines: Lines) -> TextTable:
-    """One row per task, model and attention, one column per length."""
     rows = []
 
     def add(*labels: str, means: Iterable[Mean | None], signed: bool = False) -> None:
@@ -107,7 +106,6 @@ def _averages(tasks: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _trained_and_inferred(lines: Lines) -> TextTable:
-    """Two models with both kinds of attention, to compare training and inference."""
     rows = []
     for length, model in itertools.product(lines.lengths, lines.models):
         means = (lines.mean_of_tasks((model, a), lines.tasks, length) for a in lines.attentions)
@@ -125,7 +123,6 @@ def _trained_and_inferred(lines: Lines) -> TextTable:
 
 
 def _times(lines: Lines) -> TextTable:
-    """Seconds per sample and density, by length."""
     rows = []
     for length, run in itertools.product(lines.lengths, lines.runs):
         found = [x for task in lines.tasks for x in lines.cell(run, task, length).values()]
@@ -146,7 +143,6 @@ def _times(lines: Lines) -> TextTable:
 
 
 def _losses(lines: Lines, length: int) -> TextTable:
-    """Loss by position: one row per bucket, one column per model and attention."""
     columns: dict[str, list[str]] = {}
     documents = {run: lines.losses(run, length) for run in lines.runs}
     for model in lines.models:

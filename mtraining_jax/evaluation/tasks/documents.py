@@ -70,7 +70,6 @@ class LongDocuments(Task):
 
 @functools.lru_cache(maxsize=32)
 def _long_enough(task: LongDocuments, length: int, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the indices of documents that are long enough."""
     texts = enumerate(text for _, text in task._texts())
     return tuple(i for i, text in texts if _first_ids(text, length, tokenizer) is not None)
 

@@ -24,23 +24,21 @@ def _spaced(answer: str, marks: str) -> str:
     return answer.translate(str.maketrans(dict.fromkeys(marks, " ")))
 
 
-def first_number_is(answer: str, labels: Sequence[str]) -> float:
-    """Returns 1 if the first run of digits is the label."""
+def _first_number_is(answer: str, labels: Sequence[str]) -> float:
     found = re.search("[0-9]+", answer)
     return float(found is not None and found.group() == str(labels[0]))
 
 
-def word_is_in(answer: str, labels: Sequence[str]) -> float:
-    """Returns 1 if the label is a word of the answer."""
+def _word_is_in(answer: str, labels: Sequence[str]) -> float:
     return float(labels[0] in _spaced(answer, _MARKS).split())
 
 
-def name_is_in(answer: str, labels: Sequence[str]) -> float:
+def _name_is_in(answer: str, labels: Sequence[str]) -> float:
     """Returns 1 if the first name of the labels, in capitals, is a word of the answer."""
     return float(labels[0] in _spaced(answer, _MARKS).upper().split())
 
 
-def last_word_is(answer: str, labels: Sequence[int]) -> float:
+def _last_word_is(answer: str, labels: Sequence[int]) -> float:
     """Returns 1 if the last word is the label, an integer."""
     said = _spaced(answer.strip(), "\n.`'\":").split()
     try:
@@ -49,7 +47,7 @@ def last_word_is(answer: str, labels: Sequence[int]) -> float:
         return 0.0
 
 
-def number_is(answer: str, labels: Sequence[float]) -> float:
+def _number_is(answer: str, labels: Sequence[float]) -> float:
     """Returns 1 if the first number is the label, an integer or a decimal fraction."""
     found = re.search(r"\d+\.\d+|\d+", answer)
     if found is None or (isinstance(labels[0], int) and "." in found.group()):
@@ -57,7 +55,7 @@ def number_is(answer: str, labels: Sequence[float]) -> float:
     return float(float(found.group()) == labels[0])
 
 
-def right_numbers_first(answer: str, labels: Sequence[Any]) -> float:
+def _right_numbers_first(answer: str, labels: Sequence[Any]) -> float:
     """Returns the fraction of the label's numbers that the answer starts with, in order."""
     wanted = labels[0] if isinstance(labels[0], list) else labels
     said = map(int, re.findall("[0-9]+", answer))
@@ -65,7 +63,7 @@ def right_numbers_first(answer: str, labels: Sequence[Any]) -> float:
     return len(list(right)) / len(wanted)
 
 
-def function_is(answer: str, labels: Sequence[str]) -> float:
+def _function_is(answer: str, labels: Sequence[str]) -> float:
     """Returns 1 if the answer starts with the letter, or has it or the name after "is:"."""
     answer = answer.strip()
     if answer[:2] in (f"{labels[1]}.", f"{labels[1]}:"):
@@ -75,7 +73,7 @@ def function_is(answer: str, labels: Sequence[str]) -> float:
     return _after_prefix(re.sub(" +", " ", answer), prefixes, labels) or 0.0
 
 
-def choice_is(answer: str, labels: Sequence[str]) -> float:
+def _choice_is(answer: str, labels: Sequence[str]) -> float:
     """Returns 1 if the letter is right: at the start, after "answer is" etc., or as first word."""
     answer = answer.strip()
     if not answer:
@@ -116,18 +114,18 @@ class InfiniteBench(PublishedTask):
     family = "infinitebench"
     fields = ("context", "input", "answer", "options")
     parts = {
-        "passkey": Part(6, first_number_is),
-        "number_string": Part(12, first_number_is),
-        "kv_retrieval": Part(50, word_is_in),
-        "longdialogue_qa_eng": Part(40, name_is_in),
+        "passkey": Part(6, _first_number_is),
+        "number_string": Part(12, _first_number_is),
+        "kv_retrieval": Part(50, _word_is_in),
+        "longdialogue_qa_eng": Part(40, _name_is_in),
         "longbook_sum_eng": Part(1200, partial(best, rouge_l_sum)),
-        "longbook_choice_eng": Part(40, choice_is),
+        "longbook_choice_eng": Part(40, _choice_is),
         "longbook_qa_eng": Part(40, partial(best, words_f1)),
         "longbook_qa_chn": Part(40, partial(best, characters_f1)),
-        "math_find": Part(3, number_is),
-        "math_calc": Part(30_000, right_numbers_first),
-        "code_run": Part(5, last_word_is),
-        "code_debug": Part(5, function_is),
+        "math_find": Part(3, _number_is),
+        "math_calc": Part(30_000, _right_numbers_first),
+        "code_run": Part(5, _last_word_is),
+        "code_debug": Part(5, _function_is),
     }
 
     infinitebench: str | None = None

@@ -31,14 +31,12 @@ def _chinese_words(text: str) -> list[str]:
     return jieba.lcut(text, cut_all=False)
 
 
-def chinese_words_f1(answer: str, reference: str) -> float:
-    """F1 of Chinese words, segmented by jieba."""
+def _chinese_words_f1(answer: str, reference: str) -> float:
     sides = (map(normalized_chinese, _chinese_words(text)) for text in (answer, reference))
     return overlap_f1(*([word for word in side if word] for side in sides))
 
 
-def chinese_rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L of Chinese words, segmented by jieba."""
+def _chinese_rouge_l(answer: str, reference: str) -> float:
     return rouge_l(" ".join(_chinese_words(answer)), " ".join(_chinese_words(reference)))
 
 
@@ -50,13 +48,13 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
     return 1 / len(named) if reference in named else 0.0
 
 
-def paragraph_number(answer: str, reference: str) -> float:
+def _paragraph_number(answer: str, reference: str) -> float:
     """Returns the fraction of the answer's numbers that are the paragraph's number."""
     (number, *_) = re.findall(r"(?:Paragraph |段落)(\d+)", reference)
     return fraction_of_numbers(answer, number)
 
 
-def code_similarity(answer: str, reference: str) -> float:
+def _code_similarity(answer: str, reference: str) -> float:
     """Edit similarity of the answer's first line that is neither a comment nor a fence."""
     lines = answer.lstrip("\n").split("\n")
     code = (line for line in lines if not any(mark in line for mark in ("`", "#", "//")))
@@ -81,31 +79,31 @@ class LongBench(PublishedTask):
         "narrativeqa": Part(128, words_f1),
         "qasper": Part(128, words_f1),
         "multifieldqa_en": Part(64, words_f1),
-        "multifieldqa_zh": Part(64, chinese_words_f1),
+        "multifieldqa_zh": Part(64, _chinese_words_f1),
         "hotpotqa": Part(32, words_f1),
         "2wikimqa": Part(32, words_f1),
         "musique": Part(32, words_f1),
-        "dureader": Part(128, chinese_rouge_l),
+        "dureader": Part(128, _chinese_rouge_l),
         "gov_report": Part(512, rouge_l),
         "qmsum": Part(512, rouge_l),
         "multi_news": Part(512, rouge_l),
-        "vcsum": Part(512, chinese_rouge_l),
+        "vcsum": Part(512, _chinese_rouge_l),
         "trec": Part(64, classification),
         "triviaqa": Part(32, words_f1),
         "samsum": Part(128, rouge_l),
         "lsht": Part(64, classification),
         "passage_count": Part(32, fraction_of_numbers),
-        "passage_retrieval_en": Part(32, paragraph_number),
-        "passage_retrieval_zh": Part(32, paragraph_number),
-        "lcc": Part(64, code_similarity),
-        "repobench-p": Part(64, code_similarity),
+        "passage_retrieval_en": Part(32, _paragraph_number),
+        "passage_retrieval_zh": Part(32, _paragraph_number),
+        "lcc": Part(64, _code_similarity),
+        "repobench-p": Part(64, _code_similarity),
     }
 
     longbench: str | None = None
 
     def check(self) -> None:
         super().check()
-        needs_jieba = self.parts[self.part].rule in (chinese_words_f1, chinese_rouge_l)
+        needs_jieba = self.parts[self.part].rule in (_chinese_words_f1, _chinese_rouge_l)
         if needs_jieba and jieba is None:
             raise UserError(f'task "{self.name}" needs jieba to segment Chinese: pip install jieba')
 
@@ -122,7 +120,7 @@ class LongBench(PublishedTask):
         return best(rule, answer_text, map(str, sample.references))
 
 
-def right_letter(answer: str, letter: str) -> float:
+def _right_letter(answer: str, letter: str) -> float:
     """Returns 1 if the letter follows "The correct answer is", with or without parentheses."""
     answer = answer.replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", answer)
@@ -143,7 +141,7 @@ class LongBenchV2(PublishedTask):
 
     family = "longbench_v2"
     fields = (*_V2_SHOWN, "answer")
-    parts = {"longbench_v2": Part(128, right_letter)}
+    parts = {"longbench_v2": Part(128, _right_letter)}
 
     longbench_v2: str | None = None
 

@@ -63,7 +63,6 @@ class CommonWords(SizedTask):
         return Draft(prompt=prompt, references=tuple(common))
 
     def _list(self, size: int, often: int, seldom: int, stream: Stream) -> tuple[str, list[str]]:
-        """Returns a numbered list of words, and the ten words that occur often."""
         single, adjectives, nouns = _pools(self.words)
         if size <= len(single):
             different = [single[i] for i in stream.sample(len(single), size)]

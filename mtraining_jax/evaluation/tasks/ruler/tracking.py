@@ -34,7 +34,6 @@ class VariableTracking(SizedTask):
 
 
 def _question(size: int, letters: int, stream: Stream) -> tuple[str, list[str]]:
-    """Returns the text of a question, and the variables that answer it."""
     names = [letters_of(i, letters).upper() for i in stream.sample(26**letters, _HOPS + 1)]
     value = 10_000 + stream.below(89_999)
     chain = [f"VAR {names[0]} = {value}"]
