@@ -183,7 +183,7 @@ def make_attention(
 
     Args:
         mesh: mesh of `make_mesh`.
-        layout: token order, for as many ranks as `SEQUENCE_AXES` have devices.
+        layout: token order over the ranks of `SEQUENCE_AXES`.
         pattern: the default sparse pattern.
         ring, backend, scale: see `sparse_attention`.
         mask_heads: query heads with their masks included in an audit.

@@ -15,7 +15,7 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
     Also returns bool [B or 1, 1, n], keys that are not padding and have a later block in their
     document. A key's own block is ignored, since every pattern keeps it.
     """
-    # The last query stands for its block: in most index types all of them compute the same keys.
+    # The last query of a block is checked: in most index types all of them compute the same keys.
     size, num_blocks = keys.block_size, keys.num_blocks
     num_local, batch = keys.block_ids.shape[0], keys.k.shape[0]
     width = min(_KEY_BLOCKS, num_local)
