@@ -2,11 +2,8 @@
 
 import numpy as np
 
-GRAM = 4  # tokens of a repeated n-gram
-NEAR = 256  # tokens: a repetition within this distance is not far
 
-
-def far_copies(tokens: np.ndarray, gram: int = GRAM, near: int = NEAR) -> np.ndarray:
+def far_copies(tokens: np.ndarray, gram: int = 4, near: int = 256) -> np.ndarray:
     """Returns which tokens are far copies, bool [S].
 
     The n-gram of a token is the token and those before it, `gram` in all. A far copy has an n-gram

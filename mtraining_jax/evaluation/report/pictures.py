@@ -12,10 +12,9 @@ from mtraining_jax.evaluation.report.cells import Lines, Mean
 from mtraining_jax.models.position_buckets import bucket_names
 
 try:  # not pyplot, which keeps every figure and may need a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 except ImportError:
-    Figure = FigureCanvasAgg = None
+    Figure = None
 
 
 class _Panel(NamedTuple):
@@ -92,10 +91,9 @@ def _panels_by_depth(lines: Lines, task: str) -> Iterator[_Panel]:
 
 def _figure(width: float, height: float, panels: int, across: int) -> tuple[Any, list[Any]]:
     """Returns a figure and its axes; sizes are those of one panel in inches."""
-    assert Figure is not None and FigureCanvasAgg is not None  # see `draw_all`
+    assert Figure is not None  # see `draw_all`
     down = math.ceil(panels / across)
     figure = Figure(figsize=(width * across, height * down), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(down, across, squeeze=False).ravel().tolist()
     for spare in axes[panels:]:
         spare.set_visible(False)
