@@ -47,9 +47,7 @@ class GrowingText:
 
 def settled_length(text: str, stop: Sequence[str]) -> int:
     """Returns the length without an incomplete character or a possible start of a stop text."""
-    end = len(text)
-    while end and text[end - 1] == _INCOMPLETE:
-        end -= 1
+    end = len(text.rstrip(_INCOMPLETE))
     longest = max((len(x) for x in stop), default=0)
     for start in range(max(0, end - longest + 1), end):
         if any(x.startswith(text[start:end]) for x in stop):
