@@ -193,9 +193,7 @@ def test_attention_is_counted_at_the_density(config):
     # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward per pair.
     assert dense.attention_executed == dense.attention_dense == 2 * 2 * 2 * 14 * 16 * 128 * 129 / 2
     # The density of short sequences.
-    assert sparse.attention_executed == pytest.approx(
-        0.441 * dense.attention_dense
-    )
+    assert sparse.attention_executed == pytest.approx(0.441 * dense.attention_dense)
     again = count_flops(changed(config, model={"remat": "full"}))
     assert again.attention_recomputed == pytest.approx(0.441 * dense.attention_dense * 4 / 14)
 
