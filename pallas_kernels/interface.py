@@ -13,6 +13,7 @@ from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import Columns, Tiles
 
 Pair = tuple[Array, Array]
+NUM_QUERIES = 64  # probe queries of the kernels
 
 
 class ForwardCall(NamedTuple):
@@ -59,15 +60,13 @@ class ProbeCall(NamedTuple):
 
 
 class Estimate(abc.ABC):
-    """Kernels that score key blocks by the attention of probe queries.
+    """Kernels that score key blocks by probe queries; a block's bits depend on no other block."""
 
-    A block's results depend only on the queries and its keys, so they are bit-identical for any
-    distribution of blocks over ranks.
-    """
-
-    @abc.abstractmethod
     def unsupported(self, q: Shaped) -> str | None:
         """Why the kernels do not support probe queries q [B, Hq, u, D], or None."""
+        if q.shape[2] == NUM_QUERIES:
+            return None
+        return f"{q.shape[2]} last queries (must be {NUM_QUERIES})"
 
     @abc.abstractmethod
     def block_statistics(self, call: ProbeCall) -> Pair:
@@ -83,16 +82,10 @@ class Estimate(abc.ABC):
     ) -> tuple[Array, Array, Array]:
         """Sums weights exp((logit - peak) * scale) * to_mass over a block's columns and diagonals.
 
-        Args:
-            call: the queries and keys.
-            peak: fp32 [B, Hq, u], largest logit of each query over the whole sequence; with
-                `call.queries`, one row per query set.
-            to_mass: fp32, same shape as `peak`.
-
-        Returns:
-            (columns, own, beyond), fp32 [B, Hq, n/128, 128] each. Entry t of `own` is the diagonal
-            on which the last query sees key t of this block, entry t of `beyond` the one on which
-            it sees key t of the next block (zero from u - 1 on).
+        `peak`, fp32 [B, Hq, u] or by query set, is the largest logit of each query over the whole
+        sequence. Returns (columns, own, beyond), fp32 [B, Hq, n/128, 128] each. Entry t of `own` is
+        the diagonal on which the last query sees key t of this block, entry t of `beyond` the one
+        on which it sees key t of the next block (zero from u - 1 on).
         """
 
 

@@ -13,10 +13,9 @@ from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
 from pallas_kernels.triton import device
-from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call, Run, run_on_gpu
 from pallas_kernels.triton.configs import Config, Configs, table_for
-from pallas_kernels.triton.estimate import TritonEstimate
+from pallas_kernels.triton.selection import TritonBlockScores, TritonEstimate
 from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts, key_work
 from pallas_kernels.work.lists import Sizes
 from pallas_kernels.work.query_work import QueryWork, query_work

@@ -11,7 +11,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.checks import Shaped
 from pallas_kernels.interface import Estimate, ProbeCall
 from pallas_kernels.mosaic_gpu.common import (
     LOG2E,
@@ -43,11 +42,6 @@ _LINE = plgpu.Layout.WG_STRIDED((TILE,), 1)
 @dataclasses.dataclass(frozen=True)
 class HopperEstimate(Estimate):
     interpret: Any = False  # or parameters of Pallas' GPU interpreter
-
-    def unsupported(self, q: Shaped) -> str | None:
-        if q.shape[2] == ROWS:
-            return None
-        return f"{q.shape[2]} last queries (must be {ROWS})"
 
     def block_statistics(self, call: ProbeCall) -> tuple[Array, Array]:
         log2_scale = call.scale * LOG2E

@@ -11,11 +11,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import BlockSparseIndex, DiagonalTiles, backends
-from pallas_kernels.interface import ProbeCall
+from pallas_kernels.interface import NUM_QUERIES, ProbeCall
 from pallas_kernels.triton.backend import Triton
-from pallas_kernels.triton.block_masses import TritonBlockScores
 from pallas_kernels.triton.call import Call
-from pallas_kernels.triton.estimate import NUM_QUERIES, TritonEstimate
+from pallas_kernels.triton.selection import TritonBlockScores, TritonEstimate
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.block_masses import check_masses, check_masses_of_documents
 from tests.pallas_kernels.helpers.cases import Size

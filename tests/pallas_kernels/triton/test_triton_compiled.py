@@ -14,10 +14,9 @@ import pallas_kernels
 from benchmarks.kernels import triton_sm80, tune
 from mtraining_jax import VerticalSlash, sparse_attention
 from pallas_kernels import DenseIndex
-from pallas_kernels.interface import ProbeCall
-from pallas_kernels.triton.block_masses import TritonBlockScores
+from pallas_kernels.interface import NUM_QUERIES, ProbeCall
 from pallas_kernels.triton.call import Call
-from pallas_kernels.triton.estimate import NUM_QUERIES, TritonEstimate
+from pallas_kernels.triton.selection import TritonBlockScores, TritonEstimate
 from tests.pallas_kernels.helpers.described import (
     A100,
     H200,
