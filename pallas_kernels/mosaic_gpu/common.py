@@ -1,6 +1,7 @@
 """Common parts of the kernels: constants, layouts, products and other operations on a tile."""
 
 # pyright: reportPrivateImportUsage=false
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,15 @@ EDGE = 8  # columns left by a fold: a row is spread over four threads, two colum
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning of a kernel."""
+
+    stages: int = 2  # tiles of keys and values, or steps of queries, in flight
+    compute_registers: int = 240
+    memory_registers: int = 24
 
 
 class GatheredColumns(NamedTuple):

@@ -2,9 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.mosaic_gpu.common import Config
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
-from pallas_kernels.mosaic_gpu.kernels.dkdv import DkdvConfig
-from pallas_kernels.mosaic_gpu.kernels.dq import DqConfig
 from pallas_kernels.mosaic_gpu.kernels.forward import ForwardConfig
 
 
@@ -13,8 +12,8 @@ class Configs:
     """One configuration per kernel; `MosaicGpu` decides when the fused backward kernel runs."""
 
     forward: ForwardConfig
-    dq: DqConfig
-    dkdv: DkdvConfig
+    dq: Config
+    dkdv: Config
     fused: FusedConfig | None = None
     fused_sparse_bytes: int = 0
 
@@ -27,15 +26,15 @@ class Configs:
 CONFIGS = {
     64: Configs(
         ForwardConfig(keys_late=True),
-        DqConfig(),
-        DkdvConfig(),
+        Config(),
+        Config(stages=3),
         FusedConfig(ds_from_memory=False, retire_dk=True, item_heads=1, waves=True),
         fused_sparse_bytes=2**31,
     ),
     128: Configs(
         ForwardConfig(),
-        DqConfig(),
-        DkdvConfig(),
+        Config(),
+        Config(stages=3),
         FusedConfig(early_shift=True, item_heads=1, waves=True),
     ),
 }

@@ -1,7 +1,4 @@
-"""Kernel operations that differ in Pallas' GPU interpreter.
-
-It supports no accumulators that start from a value or persist across products, and no asynchrony.
-"""
+"""Kernel operations that differ in the GPU interpreter (docs/design/interpreter-paths.md)."""
 
 # pyright: reportPrivateImportUsage=false
 from collections.abc import Callable

@@ -31,20 +31,14 @@ class KeyWalk:
         self.has_columns, self.has_parts = "keep" in refs, work.heavy is not None
 
     def load_all(self, stream: Any) -> Array:
-        if not self.has_columns:
-            return self._load_block(stream)
-        return lax.cond(
-            self.it.columns, lambda: self._load_columns(stream), lambda: self._load_block(stream)
-        )
+        return self._either(lambda: self._load_columns(stream), lambda: self._load_block(stream))
 
     def run_all(self, warpgroup: Array, run_step: RunStep) -> Array:
-        if not self.has_columns:
-            return self._run_block(warpgroup, run_step)
-        return lax.cond(
-            self.it.columns,
-            lambda: self._run_columns(warpgroup, run_step),
-            lambda: self._run_block(warpgroup, run_step),
-        )
+        args = warpgroup, run_step
+        return self._either(lambda: self._run_columns(*args), lambda: self._run_block(*args))
+
+    def _either(self, columns: Callable[[], Array], block: Callable[[], Array]) -> Array:
+        return lax.cond(self.it.columns, columns, block) if self.has_columns else block()
 
     def _query_block(self, head: Array, s: Array) -> Array:
         it, lists = self.it, self.refs["lists"]

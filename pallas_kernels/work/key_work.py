@@ -66,13 +66,9 @@ def key_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> KeyW
 
 def _parts_of(heavy: Array) -> Array:
     """Splits key blocks [B, Hk, M] into items [B, Hk, M * PARTS, 8], those of a block together."""
-    shape = (*heavy.shape, PARTS)
-
-    def iota(axis: int) -> Array:
-        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
-    slot = iota(2) * PARTS + iota(3)
-    item = KeyItem(KEY_PARTS, iota(0), iota(1), heavy[..., None], iota(3), slot, 0, 0)
+    batch, head, n, part = jnp.indices((*heavy.shape, PARTS), jnp.int32, sparse=True)
+    slot = n * PARTS + part
+    item = KeyItem(KEY_PARTS, batch, head, heavy[..., None], part, slot, 0, 0)
     return pack(item).reshape(*heavy.shape[:2], -1, ITEM_FIELDS)
 
 
@@ -109,7 +105,5 @@ def column_items(columns: Columns, num_query_blocks: int) -> Array:
 
 
 def _items(kind: int, first_row: Array, full_row: Array | int = 0, sign: Array | int = 0) -> Array:
-    def iota(axis: int) -> Array:
-        return jax.lax.broadcasted_iota(jnp.int32, first_row.shape, axis)
-
-    return pack(KeyItem(kind, iota(0), iota(1), iota(2), first_row, full_row, sign, 0))
+    batch, head, block = jnp.indices(first_row.shape, jnp.int32, sparse=True)
+    return pack(KeyItem(kind, batch, head, block, first_row, full_row, sign, 0))

@@ -29,10 +29,9 @@ class Sizes(NamedTuple):
 def walked_lists(
     tiles: Tiles | None, sizes: Sizes, own_queries: bool
 ) -> tuple[Array, Array, bool, Array, Array]:
-    """Returns the lists of the blocks that own blocks of a kernel meet on the other side.
+    """Returns lists, masked offset [1], whether lists hold block numbers, and ranges of own blocks.
 
-    In order: lists, masked offset [1], whether lists hold block numbers, and the range first ..
-    last - 1 of entries of each own block, int32 [B, Hq, n] or, by run, [B, Hq, R, n].
+    Own blocks are those of queries or keys; see `Tiles.row_lists`.
     """
     blocks = sizes.query_blocks, sizes.key_blocks
     if tiles is None:

@@ -1,7 +1,6 @@
 """Work list of the forward kernel and the one for dq, and its order.
 
-Items are sorted by work, short ones last, so that all multiprocessors are busy until the end.
-Adjacent blocks of heads that share keys run in step, so that the L2 cache keeps what they read.
+Items are sorted by work, short ones last. Adjacent blocks of heads that share keys run in step.
 """
 
 import dataclasses
@@ -80,13 +79,10 @@ def _row_items(
 
     Heads then alternate between rising and falling lengths. Ties go to later blocks.
     """
-    batch, heads, blocks = first.shape
-
-    def iota(axis: int) -> Array:
-        return jax.lax.broadcasted_iota(jnp.int32, first.shape, axis)
-
+    entry, head, block = jnp.indices(first.shape, jnp.int32, sparse=True)
     walked = tiles, column_tiles, past_tiles, first_column_tile
-    item = QueryItem(iota(0), iota(1), iota(2), first, *walked)
+    item = QueryItem(entry, head, block, first, *walked)
+    batch, _, blocks = first.shape
     items = jnp.flip(pack(item), axis=2)
     parts = batch * kv_heads if blocks >= LONG else 1
     items = items.reshape(parts, -1, blocks, ITEM_FIELDS).swapaxes(1, 2)

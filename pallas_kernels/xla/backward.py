@@ -13,6 +13,7 @@ from pallas_kernels.xla.products import (
     dot,
     finite,
     from_blocks,
+    joined,
     logits_of,
     map_starts,
     slice_from,
@@ -89,7 +90,7 @@ def _backward_rows(
         return fold_columns(columns, column_kv, numbers, add, dq)
 
     dq = map_starts(chunk_dq, num_rows, chunk)
-    return from_blocks(jnp.moveaxis(dq, 0, 2).reshape(batch, heads, num_rows, g, dim))
+    return from_blocks(joined(dq))
 
 
 def _backward_keys(
@@ -116,11 +117,7 @@ def _backward_keys(
         return walk.fold(numbers, tile_step, (zero, zero))
 
     dk, dv = map_starts(chunk_dkv, num_columns, chunk)
-
-    def joined(x: Array) -> Array:
-        return from_blocks(jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, num_columns, g, dim))
-
-    return joined(dk), joined(dv)
+    return from_blocks(joined(dk)), from_blocks(joined(dv))
 
 
 def _backward_columns(
@@ -148,12 +145,12 @@ def _backward_columns(
         return lax.fori_loop(0, steps, row_step, (zero, zero))
 
     num_tiles = columns.tokens.shape[-1] // COLUMN_TILE
-    dk, dv = map_starts(tile_dkv, num_tiles, 1)
-
-    def joined(x: Array) -> Array:  # [tiles, B, Hq, T, D] -> [B, tiles * T, Hq, D]
-        return jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim)
-
-    return joined(dk), joined(dv)
+    # [tiles, B, Hq, T, D] -> [B, tiles * T, Hq, D]
+    dk, dv = (
+        jnp.transpose(x, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, dim)
+        for x in map_starts(tile_dkv, num_tiles, 1)
+    )
+    return dk, dv
 
 
 def _probabilities(

@@ -11,6 +11,7 @@ from pallas_kernels.xla.products import (
     dot,
     finite,
     from_blocks,
+    joined,
     logits_of,
     map_starts,
     slice_from,
@@ -67,9 +68,7 @@ def forward(call: ForwardCall) -> Pair:
         init_blocks = to_blocks(init[0].astype(jnp.float32), g)
         init_lse = init[1].reshape(batch, heads, num_rows, g)
     out, lse = map_starts(chunk_forward, num_rows, chunk)  # leading axis: chunks
-    out = jnp.moveaxis(out, 0, 2).reshape(batch, heads, num_rows, g, dim)
-    lse = jnp.moveaxis(lse, 0, 2).reshape(batch, heads, num_rows * g)
-    return from_blocks(out), lse
+    return from_blocks(joined(out)), joined(lse).reshape(batch, heads, -1)
 
 
 def _accumulate(state: _State, logits: Array, mask: Array, values: Array) -> _State:

@@ -24,6 +24,12 @@ def map_starts(step: Callable[[Array], Any], stop: int, size: int) -> Any:
     return lax.map(step, starts)
 
 
+def joined(chunks: Array) -> Array:
+    """Joins the results of `map_starts`: [chunks, B, H, c, ...] to [B, H, chunks * c, ...]."""
+    chunks = jnp.moveaxis(chunks, 0, 2)
+    return chunks.reshape(*chunks.shape[:2], -1, *chunks.shape[4:])
+
+
 def logits_of(q: Array, keys: Array, scale: float) -> Array:
     keys = jnp.broadcast_to(keys, (*q.shape[:3], *keys.shape[3:]))
     return scale * dot("bhiqd,bhikd->bhiqk", q, keys)

@@ -1,7 +1,6 @@
 """The products of one step of the fused backward kernel, by one compute warpgroup.
 
-dQ of a step needs dS of both warpgroups. It is computed one step late, so that the warpgroups need
-not be in sync: one uses the tensor cores while the other computes exponentials.
+dQ of a step needs dS of both warpgroups. It is computed one step late: they need not be in sync.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -15,24 +14,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import COLUMN_LAYOUT, LOG2E, ROWS, await_last, product
+from pallas_kernels.mosaic_gpu.common import COLUMN_LAYOUT, LOG2E, ROWS, Config, await_last, product
 from pallas_kernels.mosaic_gpu.fused_backward.sums import ADDING_WARPS
 from pallas_kernels.mosaic_gpu.interpreter import AddProduct, accumulate_keys
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedConfig:
+class FusedConfig(Config):
     """Tuning of the fused backward kernel and of its work order."""
 
-    stages: int = 2  # steps of queries in flight
     retire_dk: bool = False  # wait for dK before the next step begins
     early_shift: bool = False  # load the shift of the logits before waiting for them
     ds_from_memory: bool = True  # dK reads dS from shared memory, not from registers
     item_heads: int | None = None  # query heads per item: see `fused_work`
     waves: bool = False  # alternate sequences after as many items as there are multiprocessors
-    compute_registers: int = 240
-    memory_registers: int = 24
 
 
 class FusedSteps:

@@ -21,6 +21,7 @@ from pallas_kernels.mosaic_gpu.common import (
     TILE,
     WARPGROUPS,
     BackwardOperands,
+    Config,
     gathered_columns,
     launch,
 )
@@ -40,15 +41,8 @@ _STEP = 64  # queries per step
 _ROW_OPERANDS = ("base", "minus_delta")
 
 
-@dataclasses.dataclass(frozen=True)
-class DkdvConfig:
-    stages: int = 3  # steps of queries in flight
-    compute_registers: int = 240
-    memory_registers: int = 24
-
-
 def dkdv_kernel(
-    call: BackwardCall, operands: BackwardOperands, config: DkdvConfig, interpret: Any
+    call: BackwardCall, operands: BackwardOperands, config: Config, interpret: Any
 ) -> tuple[Any, Any]:
     """Returns fp32 dk, dv, summed over the query heads of a group, and those of columns or None.
 

@@ -1,7 +1,6 @@
 """Hopper backward kernel for dq, over the forward's lists; runs where the fused one does not."""
 
 # pyright: reportPrivateImportUsage=false
-import dataclasses
 import functools
 from typing import Any
 
@@ -18,16 +17,16 @@ from pallas_kernels.mosaic_gpu.common import (
     TILE,
     WARPGROUPS,
     BackwardOperands,
+    Config,
     full,
     gathered_columns,
     launch,
     load_rows,
-    product,
     rows_to_tile,
     store_rows,
     tiled,
 )
-from pallas_kernels.mosaic_gpu.interpreter import with_accumulators
+from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
 from pallas_kernels.work.query_work import share
@@ -36,19 +35,8 @@ _KEYS = 64  # keys per part: two accumulators of a whole tile would not fit
 _PARTS = TILE // _KEYS
 
 
-@dataclasses.dataclass(frozen=True)
-class DqConfig:
-    stages: int = 2  # key and value tiles in flight
-    compute_registers: int = 240
-    memory_registers: int = 24
-
-
 def dq_kernel(
-    call: BackwardCall,
-    operands: BackwardOperands,
-    config: DqConfig,
-    num_blocks: int,
-    interpret: Any,
+    call: BackwardCall, operands: BackwardOperands, config: Config, num_blocks: int, interpret: Any
 ) -> Array:
     """Runs the kernel: dS = P * (dP - delta), dq [B, nq, Hq, D] = scale * dS K."""
     work, columns, scale = call.plan.work.queries, gathered_columns(call), call.scale
@@ -157,10 +145,8 @@ def dq_kernel(
                     return dq_ref
 
                 def by_value(dq, ds, keys):
-                    smem["ds"][warpgroup] = ds
-                    plgpu.commit_smem()
-
-                    return dq + product(smem["ds"].at[warpgroup], keys, dq.shape)
+                    staging = smem["ds"].at[warpgroup]
+                    return add_product(dq, ds, keys, interpreted=True, staging=staging)
 
                 segments = walk.segments(it, warpgroup)
 

@@ -18,6 +18,7 @@ from pallas_kernels.mosaic_gpu.common import (
     ROWS,
     TILE,
     WARPGROUPS,
+    Config,
     fold,
     full,
     gathered_columns,
@@ -35,12 +36,9 @@ from pallas_kernels.work.query_work import share
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardConfig:
-    stages: int = 2  # key and value tiles in flight
+class ForwardConfig(Config):
     query_slots: int = 2  # query blocks in shared memory; 2 prefetches the next item's
     keys_late: bool = False  # wait for the next tile's keys after the softmax, not before QK
-    compute_registers: int = 240
-    memory_registers: int = 24
 
 
 def forward_kernel(
