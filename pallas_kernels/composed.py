@@ -1,8 +1,7 @@
 """Attention of single queries to chunks of keys, composed from calls over other indices.
 
-Queries are sorted by the chunk that they see, so each tile sees a single whole chunk. The partial
-results of a query are combined by their softmax weights: exact except for rounding each to the
-dtype of q. Source: MoBA (arXiv 2502.13189).
+Queries are sorted by chunk, so each tile sees a single whole chunk. The partial results of a query
+are combined by their softmax weights. Source: MoBA (arXiv 2502.13189).
 """
 
 import functools
@@ -44,17 +43,15 @@ def chunk_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Pair:
-    """Attention of queries to their own chunk and to past ones; differentiable.
+    """Attention of some queries to their own chunk and to past ones; differentiable.
 
     Args:
-        q: [B, n, Hq, D], some queries.
+        q: [B, n, Hq, D].
         k, v: [B, S, Hk, D], all keys and values, in sequence order.
         index: chunks that each of these queries sees.
         rows: int32 [n/g], global number of each block of queries.
-        own: differentiable out and lse of attention to the own chunk.
+        own: differentiable out and lse of attention to the own chunk, of the results' shapes.
         scale, backend: as in `pallas_kernels.attention`.
-
-    Returns out [B, n, Hq, D] in the dtype of q, and lse fp32 [B, Hq, n].
     """
     index.check(q.shape[0], q.shape[2], rows.shape[0])
     if index.most == 1:

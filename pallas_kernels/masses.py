@@ -1,8 +1,4 @@
-"""Softmax masses of key blocks, from a kernel's scores of key blocks; runs in XLA.
-
-All reductions are integer sums, so a row's result depends only on that row, its position and the
-keys it attends to.
-"""
+"""Softmax masses of key blocks, from a kernel's scores; integer sums, computed by XLA."""
 
 import abc
 import math
@@ -53,13 +49,11 @@ class BlockScores(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, call: ScoreCall) -> tuple[Array, Array]:
-        """Runs the kernel.
+        """Returns scores fp32 [B, Hq, C / c or more, R] and peaks fp32 [B, Hq, R].
 
-        Returns:
-            scores fp32 [B, Hq, C / c or more, R]: the base-2 logarithm of the sum of
-            exp(scale q k) over the columns of a block that a row sees, -inf if it sees none of
-            them, or arbitrary if no row of its tile does; peak fp32 [B, Hq, R]: the largest product
-            of scale, q, k and log2(e) that a row sees, else -inf.
+        A score is the base-2 logarithm of the sum of exp(scale q k) over the columns of a block
+        that a row sees: -inf for none, arbitrary if no row of its tile sees any. A peak is the
+        largest product of scale, q, k and log2(e) that a row sees, else -inf.
         """
 
     def unsupported(self, q: Shaped, k: Shaped) -> str | None:
@@ -96,12 +90,10 @@ class BlockScores(abc.ABC):
             places: int32 [B or 1, n, r], the last key row (b * c + j) that each row sees, or -1.
             first_blocks: int32 [B, n], first key block that the rows of a block see, or None.
             scale: scale of the logits.
-            levels: whether to also return each row's level, the product q k with weight 1.
+            levels: whether to also return the product q k with weight 1 of each row that sees any.
 
-        Returns:
-            fp32 [B, Hq, n, NB], multiples of 2^-30; a row sums to the fraction of its r rows that
-            see any key. With `levels`, a pair of it and fp32 [B, Hq, n, r] (arbitrary for a row
-            that sees nothing).
+        Returns fp32 [B, Hq, n, NB], multiples of 2^-30, summing to the fraction of the r rows that
+        see any key. With `levels`, a pair of it and fp32 [B, Hq, n, r].
         """
         batch, heads, num_local, num_rows, length = q.shape
         num_blocks, columns = k.shape[2:4]

@@ -12,11 +12,7 @@ from pallas_kernels.tiles import Columns
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The work of one kernel call, from `pallas_kernels.plan`.
-
-    A pytree: it passes through `jax.jit`, `lax.scan` and `custom_vjp` as an argument. All fields
-    but `work` and `columns` are static.
-    """
+    """The work of one kernel call, from `pallas_kernels.plan`; a pytree."""
 
     work: Any  # work lists of the backend's kernels, a pytree
     columns: Columns | None  # the gathered columns to compute as well

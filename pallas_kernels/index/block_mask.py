@@ -30,9 +30,8 @@ class BlockMaskIndex(TiledIndex):
     """Key blocks of each query block as bits, compact enough to be saved for the backward pass.
 
     A pair (q, k) is computed iff k <= q and either the bit of key block k//g is set in the row of
-    q//g, or key k is a column in a block from the row's `column_start` on. It is a union: a pair
-    that is in both counts once. No bit above the diagonal is set. Rows have no capacity limit. In a
-    ring each rank holds its own rows. Lists for kernels, built on demand, take 32 times the memory.
+    q//g, or key k is a column in a block from the row's `column_start` on; in both, it counts once.
+    No bit above the diagonal is set. In a ring each rank holds its own rows.
     """
 
     # uint32 [B, Hq, rows, ceil(NB/32)]; bit b % 32 of word b // 32 is key block b; from NB on 0.

@@ -28,7 +28,6 @@ class TokenChunksIndex(Index):
     A pair (q, k) is computed iff k <= q and query q selects the chunk of key k. Every query selects
     its own chunk, and no later one. In packed sequences, chunks start at document boundaries, and
     queries select chunks of their own document. A chunk has number `first block // chunk_blocks`.
-    Complete chunks of a document have unique numbers.
     """
 
     # uint32 [B, Hq, rows, g, ceil(NC/32)]; bit c of the words of query i of a row of blocks is

@@ -108,8 +108,8 @@ def gather_columns(x: Array, tokens: Array) -> Array:
 def scatter_columns(target: Array, columns: Array, tokens: Array) -> Array:
     """Adds gradients of gathered columns fp32 [B, Mv, Hq, D] to `target`, fp32 [B, S, Hk, D].
 
-    Query heads of a group are added one after another, each with unique positions, so the sum has
-    a fixed order and is bit-identical on every platform. Positions outside of S are dropped.
+    Drops positions outside of S. Query heads of a group are added one after another, so the sum has
+    a fixed order.
     """
     num_kv_heads = target.shape[2]
     group = tokens.shape[1] // num_kv_heads

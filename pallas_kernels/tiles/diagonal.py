@@ -1,7 +1,6 @@
 """Block diagonals: tiles of one shard of queries and one or more shards of keys.
 
-Shards are arithmetic progressions of global blocks, so a global block diagonal becomes one local
-offset o = i - j for the whole shard pair, and one short list per head describes it.
+A global block diagonal becomes one local offset o = i - j for a whole pair of shards.
 """
 
 import dataclasses
@@ -87,8 +86,7 @@ class SegmentedDiagonals(Tiles):
     """Block diagonals of one query shard over several consecutive key shards (segments).
 
     A run of offsets belongs to one segment: query block i computes key block i - o for every offset
-    o of a run for which that block is in the run's segment. Kernels process one segment after
-    another, so that adjacent query blocks read adjacent key blocks at any time.
+    o of a run for which that block is in the run's segment. Kernels process runs in order.
     """
 
     offsets: Array  # int32 [B, Hq, M], M >= 1, ascending within each run

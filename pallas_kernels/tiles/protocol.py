@@ -14,11 +14,10 @@ Lists = tuple[Array, Array, Array]
 class Tiles(abc.ABC):
     """The (query block, key block) tiles that one kernel call computes.
 
-    Blocks are numbered within the queries and keys of the call. A query block has a range of list
-    entries, and so has a key block; a kernel uses one or the other. Tiles with offset i - j ==
-    `diagonal` are on the causal diagonal and masked per element (row >= column); all others are
-    computed in full. A masked tile is the first entry of a block's range, or the last in a query
-    block's own list (`listed`). Subclasses are frozen dataclasses, registered as pytrees.
+    Blocks are numbered within the call. Tiles with offset i - j == `diagonal` are on the causal
+    diagonal and masked per element (row >= column); all others are computed in full. A masked tile
+    is the first entry of a block's range, or the last in a query block's own list (`listed`).
+    Subclasses are frozen dataclasses, registered as pytrees.
     """
 
     diagonal: Array  # int32 [], the masked offset, or `NO_DIAGONAL`
