@@ -1,6 +1,6 @@
 """Train language models with ultra-long contexts in JAX, with dynamic sparse attention.
 
-Public names are imported lazily, so that reading a configuration does not import JAX. as JAX.
+Public names are imported lazily, so that reading a configuration does not import JAX.
 """
 
 import importlib
