@@ -99,7 +99,8 @@ def _cells(args: argparse.Namespace, seq_len: int, text: str) -> list[str]:
         )
 
     def rule(scores: Array) -> Array:
-        return kept_blocks(scores, blocks, pattern.rule(SelectionContext(blocks, num_blocks)))
+        context = SelectionContext(blocks, num_blocks)
+        return kept_blocks(scores, blocks, pattern.rule(context), context.documents)
 
     def lists(index: Index) -> Tiles | None:
         return index.on_one_device(1, seq_len, args.heads, seq_len)[0]
@@ -111,7 +112,7 @@ def _cells(args: argparse.Namespace, seq_len: int, text: str) -> list[str]:
         """The scores alone, by kernels of the backend or by XLA."""
         context = SelectionContext(blocks, num_blocks, backend=args.backend)
         return estimate.softmax_scores(
-            q[:, -pattern.num_probe_queries :].swapaxes(1, 2), k, context
+            q[:, None, -pattern.num_probe_queries :].swapaxes(2, 3), k, context
         )
 
     index = jax.jit(select)(q, k)

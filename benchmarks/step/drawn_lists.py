@@ -76,7 +76,7 @@ class DrawnLists(Pattern):
         Raises:
             UserError: if sequences have no documents.
         """
-        if context.documents is None:
+        if not context.documents.packed:
             raise UserError("DrawnLists draws by the length of documents: set data.mask_documents")
         rows, num_blocks = context.block_ids, context.num_blocks
         min_blocks = -(-self.min_sparse_tokens // self.block_size)

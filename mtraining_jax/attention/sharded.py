@@ -125,7 +125,7 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
             )
         return selection
     assert pattern is not None
-    if context.documents is None:
+    if not context.documents.packed:
         return Selection(pattern)
     try:
         return Selection(pattern.within_documents(*context.documents.spans(), context.block_ids))
@@ -155,7 +155,7 @@ def _measure(selection: Selection, context: SelectionContext, by_length: bool) -
         "executed": index.executed_pairs(seq_len, rows) / total,
         **selection.statistics,
     }
-    if documents is not None:
+    if documents.packed:
         # In floating point: from 65536 tokens on, the pair count overflows an int32.
         share = documents.causal_pairs(block_size) / float(causal_pairs(seq_len))
         numbers |= {

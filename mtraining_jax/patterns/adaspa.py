@@ -89,7 +89,7 @@ class AdaSpa(Pattern):
         forced = (blocks < self.first_blocks) | (blocks >= masses.shape[-1] - self.last_blocks)
         keys = jnp.where(forced, jnp.inf, masses)
         keys = top_p.float_keys(keys)[..., None]
-        return top_p.kept_entries(keys, top_p.Rule(minimum=0, maximum=count))[0][..., 0]
+        return top_p.kept_entries(keys, top_p.Rule(0, count[..., None]))[0][..., 0]
 
     def describe(self) -> str:
         return f"AdaSpa, {100 * self.sparsity:g} % of the key blocks skipped"

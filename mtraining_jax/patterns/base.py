@@ -93,7 +93,7 @@ def select_pairs(pattern: Pattern, q: Array, k: Array, context: SelectionContext
         ValueError: if a mass fraction is given for a pattern without one.
         TypeError: if the pattern does not return a `Selection`.
     """
-    if context.documents is not None:
+    if context.documents.packed:
         pattern.check_documents()
     if context.mass_fraction is not None and pattern.mass_fraction() is None:
         raise ValueError(f"{type(pattern).__name__} has no mass fraction to override")

@@ -32,6 +32,6 @@ class BlockTopK(Pattern, BlockTopKOptions):
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         check_selection(q, k, context, self.block_size)
         bits = best_blocks(q, k, context, min(self.top_blocks, context.num_blocks))
-        if context.documents is not None:  # blocks without a document compute nothing
+        if context.documents.packed:  # blocks without a document compute nothing
             bits &= context.documents.causal_blocks(context.block_ids, context.num_blocks)
         return Selection(BlockMaskIndex(bits, context.num_blocks, self.block_size))

@@ -59,8 +59,8 @@ class BudgetPattern(ProbePattern):
         """Returns the rule that keeps as many entries as the budgets of the rows' heads."""
         spans = probed.spans
         budgets = jnp.stack([jnp.asarray(self.verticals), jnp.asarray(self.slashes)])
-        caps = per_kind([self.max_verticals, self.max_slashes], spans)
-        budgets = spans.per_row(budgets[:, probed.heads])
+        caps = per_kind(self.most_columns(spans), self.max_slashes)
+        budgets = budgets[:, probed.heads, None]
         budgets = jnp.clip(budgets, 0, jnp.minimum(caps, spans.tokens))
         return top_p.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
 
@@ -77,12 +77,9 @@ class FixedBudget(BudgetPattern):
         slashes: int32 [Hq], number of diagonals kept by each head.
         max_verticals: Static cap, at least the largest entry of `verticals`.
         max_slashes: Static cap, at least the largest entry of `slashes`.
-        num_probe_queries: Number of probe queries at the end of the sequence; at most `block_size`.
-        block_size: Block size in tokens (g).
         sink_tokens: Number of first columns that rank above all others.
         sliding_window: Number of nearest diagonals that rank above all others.
-        min_sparse_tokens: Documents shorter than this, including padding, use dense attention. Has
-            no effect without documents.
+        num_probe_queries, block_size, min_sparse_tokens: As in `FixedBudgetOptions`.
     """
 
     arrays = ("verticals", "slashes")

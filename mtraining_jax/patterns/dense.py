@@ -18,7 +18,7 @@ class Dense(Pattern, DenseOptions):
     supports_bidirectional = True
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
-        if context.documents is None:
+        if not context.documents.packed:
             return Selection(DenseIndex(self.block_size, context.causal))
         shape = q.shape[0], q.shape[2], context.num_blocks
         first, end = (jnp.broadcast_to(x[:, None], shape) for x in context.documents.spans())

@@ -9,9 +9,8 @@ from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.rows import FlexPrefillOptions
 from mtraining_jax.selection.checks import check_selection
 from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.selection.rules.flex_cut import Rows
 from mtraining_jax.selection.scores import flex_steps
-from mtraining_jax.selection.spans import PackedSpans
+from mtraining_jax.selection.spans import sparse_spans
 from pallas_kernels.index import BlockMaskIndex
 
 
@@ -53,41 +52,36 @@ class FlexPrefill(Pattern, FlexPrefillOptions):
         With documents it is a fraction of heads and non-dense documents.
         """
         check_selection(q, k, context, self.block_size)
-        rows, num_blocks, slots = context.block_ids, context.num_blocks, None
-        documents = context.documents
-        if documents is not None:
-            least = max(self.blocks(self.min_sparse_tokens), self._dense_blocks() + 1)
-            documents = documents.dense_below(least)
-            context = dataclasses.replace(context, documents=documents)
-            slots = PackedSpans.of(documents, max(num_blocks // least, 1))
-        elif num_blocks <= self._dense_blocks():
+        rows, num_blocks = context.block_ids, context.num_blocks
+        if not context.documents.packed and num_blocks <= self._dense_blocks():
             shape = q.shape[0], q.shape[2]
             listed = jnp.ones((*shape, len(rows), num_blocks), bool)
             index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
             return Selection(index, {"query_aware": jnp.zeros(shape, jnp.float32)})
-        last = flex_steps.last_attention(q, k, context, self.block_size, self.gamma, slots)
-        aware = jnp.zeros(last.tokens.shape[1:], bool)
+        least = max(self.blocks(self.min_sparse_tokens), self._dense_blocks() + 1)
+        documents = context.documents.dense_below(least)
+        context = dataclasses.replace(context, documents=documents)
+        spans = sparse_spans(context, max(num_blocks // least, 1), self.block_size)
+        last = flex_steps.last_attention(q, k, context, spans, self.block_size, self.gamma)
+        local = spans.local(rows)
+        aware = jnp.zeros(last.tokens.shape[1:], bool)  # [B, Hq, E]
         if self.js_threshold:
-            aware = flex_steps.distances(q, k, context, last, slots) < self.js_threshold
-        most = num_blocks if slots is None else slots.length[:, None]
-        counts = self._counts(last.tokens, aware, most)
-        listed = flex_steps.kept_blocks(last, counts, context, slots)
+            aware = flex_steps.distances(q, k, context, last, spans) < self.js_threshold
+        counts = self._counts(last.tokens, aware, local.length)
+        listed = flex_steps.kept_blocks(last, counts, context, spans)
         if self.js_threshold:
-            pooled = flex_steps.pooled_lists(q, k, context, self.gamma, slots)
-            of_rows = aware[..., None] if slots is None else Rows(context, slots).spread(aware)
-            listed = listed | (pooled & of_rows[..., None])
-        if slots is None or documents is None:
-            index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
-            return Selection(index, {"query_aware": aware.astype(jnp.float32)})
-        listed = listed | documents.of(rows).dense[:, None, :, None]
+            pooled = flex_steps.pooled_lists(q, k, context, self.gamma, spans)
+            listed = listed | (pooled & local.spread(aware)[..., None])
+        if documents.packed:
+            listed = listed | documents.of(rows).dense[:, None, :, None]
         index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
-        index = index.within_documents(*documents.spans(), rows)
-        aware = (aware & (slots.tokens > 0)[:, None]).sum(-1, dtype=jnp.int32)
-        fraction = aware.astype(jnp.float32) / jnp.maximum(slots.count(), 1)[:, None]
-        return Selection(index, {"query_aware": fraction})
+        if documents.packed:
+            index = index.within_documents(*documents.spans(), rows)
+        aware = (aware & (local.tokens > 0)).sum(-1, dtype=jnp.float32)
+        return Selection(index, {"query_aware": aware / jnp.maximum(local.count(), 1)})
 
-    def _counts(self, tokens: Array, aware: Array, num_blocks: int | Array) -> Array:
-        """Returns the number of column blocks and of diagonals to keep per sequence."""
+    def _counts(self, tokens: Array, aware: Array, num_blocks: Array) -> Array:
+        """Returns the number of column blocks and of diagonals to keep in each document."""
         least, most = self.blocks(self.min_budget), num_blocks
         if self.max_budget is not None:
             most = jnp.minimum(self.blocks(self.max_budget), num_blocks)

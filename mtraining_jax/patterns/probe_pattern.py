@@ -1,5 +1,6 @@
 """Common base of patterns that select columns and diagonals with the last queries."""
 
+import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.scores import last_queries
 from mtraining_jax.selection.scores.last_queries import Kept, Probed
-from mtraining_jax.selection.spans import PackedSpans, Spans
+from mtraining_jax.selection.spans import Spans, sparse_spans
 
 
 class ProbePattern(Pattern, ProbeOptions):
@@ -36,8 +37,7 @@ class ProbePattern(Pattern, ProbeOptions):
         """Returns selection keys, and how many of the largest to keep.
 
         Returns:
-            Keys uint32 [2, R, NB, g], and a rule with fields that broadcast with [2, R], or with
-            [2, R, E] if rows hold several sequences.
+            Keys uint32 [2, R, NB, g], and a rule with fields that broadcast with [2, R, E].
         """
         raise NotImplementedError(f"{type(self).__name__}.keys")
 
@@ -46,10 +46,10 @@ class ProbePattern(Pattern, ProbeOptions):
         del slash_count, spans
         return 1
 
-    def kept(self, probed: Probed, most_columns: Array | None) -> Kept:
-        """Selects by scores; `most_columns`, int32 [R, E], limits the columns of each document."""
+    def kept(self, probed: Probed) -> Kept:
+        """Selects by scores."""
         keys, rule = self.keys(probed)
-        return last_queries.each_kind(keys, rule, self.nearest, probed.spans, most_columns)
+        return last_queries.each_kind(keys, rule, self.nearest, probed.spans)
 
     def statistics(self, saved: Array) -> dict[str, Array]:
         """Reports on fp32 or int32 [B, Hq], the fraction of sequences with `Kept.saved`."""
@@ -65,25 +65,22 @@ class ProbePattern(Pattern, ProbeOptions):
                 )
         check_selection(q, k, context, self.block_size)
         num_blocks, sizes = context.num_blocks, (q.shape[0], q.shape[2])
-        how = self.num_probe_queries, self.by_logits
-        if context.documents is None:
-            kept = self.kept(last_queries.probe(q, k, context, *how), None)
+        documents = context.documents.dense_below(self.blocks(self.min_sparse_tokens))
+        context = dataclasses.replace(context, documents=documents)
+        spans = sparse_spans(context, self.most_documents(num_blocks), self.block_size)
+        probed = last_queries.probe(q, k, context, spans, self.num_probe_queries, self.by_logits)
+        kept = self.kept(probed)
+        if not documents.packed:
             capacities = self.list_capacities(num_blocks)
             index, saved = last_queries.lists(kept, capacities, sizes, context)
             return Selection(index, self.statistics(saved))
-        documents = context.documents.dense_below(self.blocks(self.min_sparse_tokens))
-        slots = PackedSpans.of(documents, self.most_documents(num_blocks))
-        probed = last_queries.probe_documents(q, k, context, slots, *how)
-        spans = probed.spans
-        assert isinstance(spans, PackedSpans)
-        kept = self.kept(probed, self._most_columns(spans.length, num_blocks))
         room = self.document_columns(num_blocks)
-        index, saved = last_queries.marks(kept, spans, documents, room, sizes, context)
-        return Selection(index, self.statistics(saved / jnp.maximum(slots.count(), 1)[:, None]))
+        index, saved = last_queries.marks(kept, probed.spans, room, sizes, context)
+        return Selection(index, self.statistics(saved / jnp.maximum(spans.count(), 1)[:, None]))
 
-    def _most_columns(self, blocks: Array, num_blocks: int) -> Array:
-        """Returns the column limit of documents of int32 blocks in a sequence of NB blocks."""
-        room = 2 * self.max_verticals
+    def most_columns(self, spans: Spans) -> Array:
+        """Returns the column limit of each document: int32 [R, E], or [1, 1] for single ones."""
+        room, num_blocks = 2 * self.max_verticals, spans.num_blocks
         # In two parts, since the product of room and blocks may overflow.
-        share = room // num_blocks * blocks + room % num_blocks * blocks // num_blocks
+        share = room // num_blocks * spans.length + room % num_blocks * spans.length // num_blocks
         return jnp.clip(share, self.least_columns(), self.max_verticals)

@@ -119,7 +119,7 @@ class Replay(ReplayPattern):
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         """Returns the replayed index, and the density of the one selected by `estimate`."""
         selected, statistics = self.estimated(q, k, context)
-        if context.documents is not None:
+        if context.documents.packed:
             never = self.after(selected, q)
             return Selection(self._within_documents(context, never), statistics)
         shape = (q.shape[0], *self.slash_count.shape)
@@ -139,7 +139,7 @@ class Replay(ReplayPattern):
     def _within_documents(self, context: SelectionContext, never: Array) -> BlockMaskIndex:
         """Returns the same pairs, restricted to documents, as bits and marked columns."""
         rows, num_blocks, documents = context.block_ids, context.num_blocks, context.documents
-        assert documents is not None
+        assert documents.packed
         leaves = (getattr(self, name)[None] for name in self.arrays)
         drawn = VerticalSlashIndex(*leaves, block_size=self.block_size)
         diagonals = drawn.active_diagonals(num_blocks)  # [1, Hq, NB]
@@ -208,16 +208,14 @@ class ReplayLists(ReplayPattern):
         selected, statistics = self.estimated(q, k, context)
         never = self.after(selected, q)
         rows, blocks = context.block_ids[:, None], jnp.arange(num_blocks, dtype=jnp.int32)
-        sinks, documents = blocks < self.sink_blocks, context.documents
-        if documents is not None:
-            first = documents.of(context.block_ids).first[:, None, :, None]
-            sinks = blocks - first < self.sink_blocks
-        forced = sinks | (rows - blocks < self.local_blocks)
+        documents = context.documents
+        first = documents.of(context.block_ids).first[:, None, :, None]
+        forced = (blocks - first < self.sink_blocks) | (rows - blocks < self.local_blocks)
         positions = (rows * num_blocks + blocks).astype(jnp.uint32)
         salts, thresholds = (x[:, None, None] for x in (self.salts, self.thresholds))
         listed = (forced | (hash_uint32(positions ^ salts) < thresholds)) ^ never[:, :, None, None]
         index = BlockMaskIndex.from_block_mask(listed, self.block_size, context.block_ids)
-        if documents is not None:
+        if documents.packed:
             causal = documents.causal_blocks(context.block_ids, num_blocks)
             index = dataclasses.replace(index, bits=index.bits & causal)
         return Selection(index, statistics)

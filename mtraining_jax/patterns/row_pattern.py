@@ -65,11 +65,9 @@ class RowPattern(Pattern, RowOptions):
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         check_selection(q, k, context, self.block_size)
-        if context.documents is not None:
-            documents = context.documents.dense_below(self.blocks(self.min_sparse_tokens))
-            context = dataclasses.replace(context, documents=documents)
-        where = context.block_ids, context.num_blocks, context.axis_names
-        return Selection(self.index(q, collectives.all_blocks(k, *where), context))
+        documents = context.documents.dense_below(self.blocks(self.min_sparse_tokens))
+        context = dataclasses.replace(context, documents=documents)
+        return Selection(self.index(q, collectives.all_blocks(k, *context.shards), context))
 
     def index(self, q: Array, k: Array, context: SelectionContext) -> BlockMaskIndex:
         """Builds the index of the local rows of blocks; arguments as in `scores`."""

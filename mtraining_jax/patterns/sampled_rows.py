@@ -8,8 +8,8 @@ from mtraining_jax.patterns.options.rows import SampledRowsOptions
 from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import kept_blocks
-from mtraining_jax.selection.scores import document_columns, probe_rows, row_columns
-from mtraining_jax.selection.spans import PackedSpans
+from mtraining_jax.selection.scores import probe_rows, row_columns
+from mtraining_jax.selection.spans import sparse_spans
 from pallas_kernels.index import BlockMaskIndex
 
 
@@ -37,18 +37,14 @@ class SampledRows(RowPattern, SampledRowsOptions):
         rule, rows, num_blocks = self.rule(context), context.block_ids, context.num_blocks
         probes = probe_rows.probe_rows(q, context, self.probe_queries_per_block)
         documents = context.documents
-        if documents is None:
-            tokens = row_columns.heaviest_columns(q, k, context, self.columns, rule)
-            masses = row_columns.masses_without(*probes, k, tokens, context, like=q)
-        else:
-            slots = PackedSpans.of(documents, self.most_documents(num_blocks))
-            tokens = document_columns.heaviest_columns(q, k, context, slots, self.columns, rule)
-            masses = document_columns.masses_without(*probes, k, tokens, slots, context, like=q)
+        spans = sparse_spans(context, self.most_documents(num_blocks), self.block_size)
+        tokens = row_columns.heaviest_columns(q, k, context, spans, self.columns, rule)
+        masses = row_columns.masses_without(*probes, k, tokens, spans, context, like=q)
         of_blocks, of_columns = masses
         bits = kept_blocks(of_blocks, rows, rule, documents, of_columns)
         index = BlockMaskIndex(bits, num_blocks, self.block_size)
         index = index.with_columns(tokens.reshape(*tokens.shape[:2], -1), rows)
-        if documents is None:
+        if not documents.packed:
             return index
         # The capacity covers as many documents as may be sparse; kernels gather all of it.
         index = dataclasses.replace(index, max_columns=self.document_columns(num_blocks))

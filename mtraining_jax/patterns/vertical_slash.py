@@ -53,11 +53,11 @@ class VerticalSlash(ProbePattern, VerticalSlashOptions):
             keys = keys.at[0].add(jnp.where(forced, jnp.uint32(MASS_ONE), 0))
         target = round(self.top_p * MASS_ONE)
         if probed.mass_fraction is not None:
-            target = spans.per_row(probed.mass_fraction)
-        maximum = self.max_verticals, self.max_slashes
+            target = probed.mass_fraction
+        maximum = self.most_columns(spans), self.max_slashes
         return keys, top_p.Rule(
-            minimum=jnp.minimum(per_kind(minimum, spans), spans.tokens),
-            maximum=jnp.minimum(per_kind(maximum, spans), spans.tokens),
+            minimum=jnp.minimum(per_kind(*minimum), spans.tokens),
+            maximum=jnp.minimum(per_kind(*maximum), spans.tokens),
             mass_target=target,
             mass_mask=MASS_ONE - 1,
             keep_crossing=safe,
@@ -69,13 +69,12 @@ class VerticalSlash(ProbePattern, VerticalSlashOptions):
         # The reference implementation pads short lists with -1, which selects the main diagonal.
         return (slash_count < jnp.minimum(self.max_slashes, spans.tokens)).astype(jnp.int32)
 
-    def kept(self, probed: Probed, most_columns: Array | None) -> Kept:
+    def kept(self, probed: Probed) -> Kept:
         if self.preset != "joint":
-            return super().kept(probed, most_columns)
+            return super().kept(probed)
         names = [field.name for field in dataclasses.fields(JointRule)]
         rule = JointRule(**{name: getattr(self, name) for name in names})
-        if most_columns is not None:
-            rule = dataclasses.replace(rule, max_verticals=most_columns)
+        rule = dataclasses.replace(rule, max_verticals=self.most_columns(probed.spans))
         of_columns, of_diagonals = probed.by_distance
         columns, diagonals = kept_together(of_columns, of_diagonals, probed.spans, rule)
         none = probed.spans.total(jnp.zeros(diagonals.shape, jnp.int32))

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.document_blocks import DocumentBlocks, OneDocument
 from pallas_kernels.index import Index
 
 
@@ -27,9 +27,9 @@ class SelectionContext:
         valid_len: int32 scalar, number of tokens before the padding; may be traced. Patterns that
             probe the last queries use the last valid ones and must ignore padding. None is the
             whole sequence.
-        documents: documents of each batch entry, or None for one document each. Queries see their
-            own document only, and each document gets the same selection as on its own; `valid_len`
-            is then None.
+        documents: documents of each batch entry. Queries see their own document only, and each
+            document gets the same selection as on its own. Defaults to one document of `valid_len`
+            tokens; with packed documents (`documents.packed`) `valid_len` is None.
         mass_fraction: int32 [B], optional per-sequence override of the pattern's mass fraction, in
             the units of its `MassFraction`; may be traced.
     """
@@ -41,28 +41,37 @@ class SelectionContext:
     backend: str | None = None
     causal: bool = True
     valid_len: Array | None = None
-    documents: DocumentBlocks | None = None
+    documents: DocumentBlocks = cast(Any, None)
     mass_fraction: Array | None = None
 
+    def __post_init__(self) -> None:
+        if self.documents is None:
+            document = OneDocument.of_sequence(self.num_blocks, self.valid_len)
+            object.__setattr__(self, "documents", document)
+
+    @property
+    def shards(self) -> tuple[Array, int, tuple[str, ...]]:
+        """`block_ids`, `num_blocks` and `axis_names`, the last arguments of collectives."""
+        return self.block_ids, self.num_blocks, self.axis_names
+
     def ends(self, blocks: Array, block_size: int) -> Array | None:
-        """Returns where readable tokens end, for the document or sequence of each block int32 [n].
+        """Returns where readable tokens end, for the document of each block int32 [n].
 
         int32 [B or 1, n], global positions, one past the last token; before the document's first
-        token if nothing is to be read (dense or no document). None if all are valid.
+        token if nothing is to be read (dense or no document). None if all are valid: masks then
+        cost nothing.
         """
-        if self.documents is not None:
-            documents = self.documents.of(blocks)
-            return jnp.where(documents.dense, 0, documents.ends(block_size))
-        if self.valid_len is None:
+        if not self.documents.packed and self.valid_len is None:
             return None
-        return jnp.broadcast_to(self.valid_len, (1, blocks.shape[0]))
+        documents = self.documents.of(blocks)
+        return jnp.where(documents.dense, 0, documents.ends(block_size))
 
     def first_blocks(self, blocks: Array) -> Array | None:
         """Returns the first block of the document of each given block int32 [n]: int32 [B, n].
 
-        NB for a block without a document; None without documents.
+        NB for a block without a document. None if all are 0: kernels then compare nothing.
         """
-        return None if self.documents is None else self.documents.of(blocks).first
+        return self.documents.of(blocks).first if self.documents.packed else None
 
     def scale_for(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale

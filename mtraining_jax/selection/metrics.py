@@ -22,7 +22,7 @@ def pairs_to_share(
 
     Pairs within documents include padding within their blocks.
     """
-    if documents is None:
+    if documents is None or not documents.packed:
         return float(causal_pairs(seq_len))
     return jnp.maximum(documents.causal_pairs(block_size), 1)
 

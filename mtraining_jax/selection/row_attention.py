@@ -13,29 +13,22 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.selection import collectives
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.document_blocks import DocumentBlocks, OneDocument
 from mtraining_jax.selection.scores.estimate import relative_exp
 from pallas_kernels.index import Index
 
 
 class Keys(NamedTuple):
-    """Keys that rows are measured against, and the index.
+    """Keys that rows are measured against, and the index; other fields as in `SelectionContext`."""
 
-    Attributes:
-        k: [B, n, Hk, D], local keys.
-        v: [B, n, Hk, D], local values; None if no output is needed.
-        index: a causal index with all of its rows, in sequence order.
-        block_ids, num_blocks, axis_names, scale, documents: as in `SelectionContext`.
-    """
-
-    k: Array
-    v: Array | None
-    index: Index
+    k: Array  # [B, n, Hk, D], local keys
+    v: Array | None  # local values; None if no output is needed
+    index: Index  # causal, with all of its rows in sequence order
     block_ids: Array
     num_blocks: int
     axis_names: tuple[str, ...]
     scale: float
-    documents: DocumentBlocks | None
+    documents: DocumentBlocks
 
     @classmethod
     def of(
@@ -63,6 +56,7 @@ class Keys(NamedTuple):
         num_blocks = block_ids.shape[0] * (lax.axis_size(axes) if axes else 1)
         index = collectives.all_rows(index, block_ids, num_blocks, axes)
         scale = 1.0 / math.sqrt(k.shape[3]) if scale is None else scale
+        documents = documents or OneDocument.of_sequence(num_blocks)
         return cls(k, v, index, block_ids, num_blocks, axes, scale, documents)
 
     @property
@@ -82,32 +76,20 @@ class Keys(NamedTuple):
 
     def counts(self, positions: Array) -> Array:
         """Whether each row is a real token: bool [B or 1, 1, R]."""
-        if self.documents is None:
-            return jnp.ones((1, 1, positions.shape[0]), bool)
         of_rows = self.documents.of(positions // self.block_size)
         return (positions < of_rows.ends(self.block_size))[:, None]
 
 
 class RowAttention(NamedTuple):
-    """Attention of some rows, replicated.
+    """Attention of some rows, replicated; sums are of exp((logit - peak) * scale)."""
 
-    Attributes:
-        q: [B, R, Hq, D].
-        peak: fp32 [B, Hq, R], the largest raw logit.
-        total: fp32 [B, Hq, R], sum of exp((logit - peak) * scale) over all keys that a row sees.
-        kept: fp32 [B, Hq, R], the same sum over computed pairs.
-        marked: fp32 [B, Hq, R], the same sum over marked keys of earlier blocks, or None.
-        out: fp32 [B, Hq, R, D], output of exact attention; None without values.
-        out_kept: fp32 [B, Hq, R, D], output over computed pairs only; 0 for a row without any.
-    """
-
-    q: Array
-    peak: Array
-    total: Array
-    kept: Array
-    marked: Array | None = None
-    out: Array | None = None
-    out_kept: Array | None = None
+    q: Array  # [B, R, Hq, D]
+    peak: Array  # fp32 [B, Hq, R], the largest raw logit
+    total: Array  # fp32 [B, Hq, R], sum over all keys that a row sees
+    kept: Array  # fp32 [B, Hq, R], sum over computed pairs
+    marked: Array | None = None  # fp32 [B, Hq, R], sum over marked keys of earlier blocks
+    out: Array | None = None  # fp32 [B, Hq, R, D], of exact attention; None without values
+    out_kept: Array | None = None  # the same over computed pairs; 0 for a row without any
 
     def share(self, part: Array) -> Array:
         """Returns a sum as a fraction of the row's mass; 1 for a row that sees nothing."""
@@ -119,11 +101,8 @@ def attend_rows(
 ) -> RowAttention:
     """Computes exact attention of some rows, and attention over the pairs in an index.
 
-    Args:
-        q_BRHD: queries, replicated, at global positions int32 [R].
-        positions: of the queries.
-        keys: keys and index.
-        marks_BHn: marked local keys; their mass is summed separately.
+    The queries are replicated, at global positions int32 [R]. The mass of marked local keys is
+    summed separately.
     """
     batch, num_rows, num_heads, width = q_BRHD.shape
     v = keys.v
@@ -172,15 +151,8 @@ def query_gradients(
     """Computes each row's query gradient through exact attention and through the kept pairs.
 
     dq = scale * sum over keys j of p_j (dO . v_j - dO . o) k_j, with p and o of the respective
-    attention.
-
-    Args:
-        rows: result of `attend_rows`, with outputs.
-        d_out_BRHD: the gradient of each row's output.
-        positions, keys: as in `attend_rows`.
-
-    Returns:
-        fp32 [B, Hq, R, D] each.
+    attention. `rows` are the result of `attend_rows`, with outputs. Returns fp32 [B, Hq, R, D]
+    each.
     """
     num_heads, v = rows.q.shape[2], keys.v
     assert v is not None and rows.out is not None and rows.out_kept is not None
@@ -270,10 +242,8 @@ class _Chunk(NamedTuple):
         """Computes raw logits, -inf where a row does not see a key."""
         size = self.keys.block_size
         key_positions = (self.ids[:, None] * size + jnp.arange(size)).reshape(-1)
-        seen = (key_positions <= positions[:, None])[None]
-        if self.keys.documents is not None:
-            same = self.keys.documents.of(positions // size).contain(self.ids)  # [B, R, C]
-            seen &= jnp.repeat(same, size, axis=-1)
+        same = self.keys.documents.of(positions // size).contain(self.ids)  # [B, R, C]
+        seen = (key_positions <= positions[:, None]) & jnp.repeat(same, size, axis=-1)
         return jnp.where(seen[:, None], self.products(q_BRHD, self.keys.k), -jnp.inf)
 
     def listed(self, positions: Array, num_heads: int) -> Array:

@@ -1,12 +1,11 @@
-"""Sequences in which entries are selected: one per row, or several packed in a row.
+"""The documents in which entries are selected: one per row, or several packed in a row.
 
-Columns and diagonals are selected per sequence. A pack holds several, its documents, which one pass
-over its blocks processes together: sums run over the blocks of each sequence, and limits are looked
-up per block. Documents consist of whole blocks, so no block has entries of two.
+Columns and diagonals are selected per document. One pass over the blocks of a pack processes all of
+its documents: sums run over the blocks of each, and limits are looked up per block. Documents
+consist of whole blocks, so no block has entries of two.
 
-Arrays of blocks are [..., R, NB] and of entries [..., R, NB, g], with R rows. A result per sequence
-is [..., R] if rows are single sequences, and [..., R, E] if they may hold E. Each sequence numbers
-its own blocks and entries from 0.
+Arrays of blocks are [..., R, NB] and of entries [..., R, NB, g], with R rows. A result per document
+is [..., R, E]; E is 1 for single documents. Each document numbers its blocks and entries from 0.
 """
 
 import dataclasses
@@ -14,49 +13,92 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.context import SelectionContext
 
 
 @dataclasses.dataclass(frozen=True)
 class OneSpan:
-    """One sequence per row.
+    """One document per row.
 
     Attributes:
         num_blocks: NB.
-        tokens: valid tokens of each sequence, a number or int32 scalar.
+        tokens: valid tokens of each document: a number for all of them, or int32 scalar.
     """
 
     num_blocks: int
     tokens: int | Array
 
     @property
+    def slots(self) -> int:
+        """E, the most documents of a row."""
+        return 1
+
+    @property
+    def of_block(self) -> Array:
+        """The document of each block: int32 [NB], or [R, NB] if packed."""
+        return jnp.zeros(self.num_blocks, jnp.int32)
+
+    @property
+    def first(self) -> Array:
+        """The first block of each document: int32 [1, 1], or [R, E] if packed."""
+        return jnp.zeros((1, 1), jnp.int32)
+
+    @property
+    def length(self) -> Array:
+        """The number of blocks of each document: int32 [1, 1], or [R, E] if packed."""
+        return jnp.full((1, 1), self.num_blocks, jnp.int32)
+
+    @property
+    def inside(self) -> Array:
+        """Whether a block belongs to any document: bool [NB], or [R, NB] if packed."""
+        return jnp.ones(self.num_blocks, bool)
+
+    @property
     def blocks(self) -> Array:
         """The number of each block: int32 [NB], or [R, NB] if packed."""
         return jnp.arange(self.num_blocks, dtype=jnp.int32)
 
+    def count(self) -> Array:
+        """Counts the documents of each row: int32 [1], or [R] if packed."""
+        return jnp.ones(1, jnp.int32)
+
     def entries(self, size: int) -> Array:
         """Numbers the entries from 0, with g per block: int32 [NB, g], or [R, NB, g] if packed."""
-        entries = jnp.arange(self.num_blocks * size, dtype=jnp.int32)
-        return entries.reshape(self.num_blocks, size)
+        return jnp.arange(self.num_blocks * size, dtype=jnp.int32).reshape(-1, size)
 
-    def per_row(self, x: Array) -> Array:
-        """Reshapes per-row numbers [..., R] or [..., 1] to broadcast with `tokens`."""
-        return x
+    def rows(self, rows: Array) -> "OneSpan":
+        """Returns the given rows, int32 [n]."""
+        del rows
+        return self
+
+    def repeat(self, heads: int) -> "OneSpan":
+        """Returns each row `heads` times: rows b * Hq + h from batch entries b."""
+        del heads
+        return self
+
+    def local(self, block_ids: Array) -> "OneSpan":
+        """Returns the documents of local blocks, to broadcast from [B, ...] to [B, Hq, ...]."""
+        del block_ids
+        return self
 
     def spread(self, x: Array) -> Array:
-        """Looks up per-sequence values for each block: broadcasts with [..., R, NB]."""
-        return x[..., None]
+        """Looks up per-document values for each block: broadcasts with [..., R, NB]."""
+        return jnp.atleast_1d(x)
 
     def sums(self, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Sums int32 [..., R, NB, g] over the entries of each sequence, all arrays in one pass."""
-        return _sums(parts, 2)
+        """Sums int32 [..., R, NB, g] over the entries of each document, all arrays in one pass."""
+        return tuple(x[..., None] for x in _sums(parts, 2))
 
     def total(self, x: Array) -> Array:
-        """Sums int32 [..., R, NB] over the blocks of each sequence."""
-        return x.sum(-1, dtype=jnp.int32)
+        """Sums int32 [..., R, NB] over the blocks of each document."""
+        return x.sum(-1, keepdims=True, dtype=jnp.int32)
+
+    def highest(self, x: Array) -> Array:
+        """Returns the largest entry of fp32 [R, NB] in each document."""
+        return x.max(-1, keepdims=True)
 
     def up_to(self, x: Array) -> Array:
-        """Sums int32 [..., R, NB] over the blocks of the same sequence up to and including each."""
+        """Sums int32 [..., R, NB] over the blocks of the same document up to and including each."""
         return jnp.cumsum(x, axis=-1, dtype=jnp.int32)
 
     def from_previous(self, x: Array) -> Array:
@@ -64,7 +106,7 @@ class OneSpan:
         return _shifted(x)[..., :-1]
 
     def at(self, x: Array, blocks: Array) -> Array:
-        """Returns entries of [R, NB] at block numbers, int32 [NB] or [R, NB], of the sequence."""
+        """Returns entries of [R, NB] at block numbers, int32 [NB] or [R, NB], of the document."""
         return x[:, blocks]
 
     def of_first(self, x: Array, counts: Array) -> Array:
@@ -74,13 +116,13 @@ class OneSpan:
 
 @dataclasses.dataclass(frozen=True)
 class PackedSpans:
-    """Several sequences of whole blocks per row, at any position; methods as in `OneSpan`.
+    """Several documents of whole blocks per row, at any position; methods as in `OneSpan`.
 
     Sums are differences of sums over the whole row. These may wrap around, but their differences
-    are correct: those of one sequence fit in int32.
+    are correct: those of one document fit in int32.
 
     Attributes:
-        of_block: int32 [R, NB], the sequence of each block; E for none, with undefined results.
+        of_block: int32 [R, NB], the document of each block; E for none, with undefined results.
         first: int32 [R, E], the first block; NB for an empty slot.
         length: int32 [R, E], number of blocks; 0 for an empty slot.
         tokens: int32 [R, E], number of tokens; 0 for an empty slot.
@@ -91,57 +133,38 @@ class PackedSpans:
     length: Array
     tokens: Array
 
-    @classmethod
-    def of(cls, documents: DocumentBlocks, slots: int) -> "PackedSpans":
-        """Returns the non-dense documents of each batch entry (R is B), in order.
-
-        There must be at most `slots` (E) of them in any sequence.
-        """
-        batch, num_blocks = documents.first.shape
-        numbers = jnp.arange(num_blocks, dtype=jnp.int32)
-        sparse = (documents.length > 0) & ~documents.dense
-        begins = sparse & (documents.first == numbers)
-        slot = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
-        into = jnp.arange(batch)[:, None], jnp.where(begins, slot, slots)
-
-        def collect(x: Array, empty: int) -> Array:
-            return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
-
-        return cls(
-            jnp.where(sparse, slot, slots),
-            collect(documents.first, num_blocks),
-            collect(documents.length, 0),
-            collect(documents.tokens, 0),
-        )
+    @property
+    def num_blocks(self) -> int:
+        return self.of_block.shape[-1]
 
     @property
     def slots(self) -> int:
-        """E."""
         return self.first.shape[-1]
 
-    def count(self) -> Array:
-        """Counts the sequences of each row: int32 [R]."""
-        return (self.tokens > 0).sum(-1, dtype=jnp.int32)
-
     def rows(self, rows: Array) -> "PackedSpans":
-        """Returns the given rows, int32 [n]."""
-        return PackedSpans(
-            *(x[rows] for x in (self.of_block, self.first, self.length, self.tokens))
-        )
+        return PackedSpans(*(x[rows] for x in self._fields))
 
     def repeat(self, heads: int) -> "PackedSpans":
-        """Returns each row `heads` times: rows b * Hq + h from batch entries b."""
-        parts = self.of_block, self.first, self.length, self.tokens
-        return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in parts))
+        return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in self._fields))
+
+    def local(self, block_ids: Array) -> "PackedSpans":
+        of_block, *others = self._fields
+        return PackedSpans(of_block[:, None, block_ids], *(x[:, None] for x in others))
+
+    @property
+    def _fields(self) -> tuple[Array, ...]:
+        return self.of_block, self.first, self.length, self.tokens
 
     @property
     def inside(self) -> Array:
-        """Whether a block belongs to any sequence: bool [R, NB]."""
         return self.of_block < self.slots
+
+    def count(self) -> Array:
+        return (self.tokens > 0).sum(-1, dtype=jnp.int32)
 
     @property
     def start(self) -> Array:
-        """The first block of each block's sequence: int32 [R, NB]."""
+        """The first block of each block's document: int32 [R, NB]."""
         return self.spread(self.first)
 
     @property
@@ -150,9 +173,6 @@ class PackedSpans:
 
     def entries(self, size: int) -> Array:
         return self.blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)
-
-    def per_row(self, x: Array) -> Array:
-        return x[..., None]
 
     def spread(self, x: Array) -> Array:
         slot = jnp.minimum(self.of_block, self.slots - 1)
@@ -171,6 +191,11 @@ class PackedSpans:
             return _take(running, jnp.broadcast_to(blocks, (*x.shape[:-1], blocks.shape[-1])))
 
         return at(self.first + self.length) - at(self.first)
+
+    def highest(self, x: Array) -> Array:
+        lowest = jnp.full((len(x), self.slots + 1), -jnp.inf)
+        row = jnp.arange(len(x), dtype=jnp.int32)[:, None]
+        return lowest.at[row, self.of_block].max(x)[:, :-1]
 
     def up_to(self, x: Array) -> Array:
         running = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
@@ -191,6 +216,35 @@ class PackedSpans:
 
 
 Spans = OneSpan | PackedSpans
+
+
+def sparse_spans(context: SelectionContext, slots: int, block_size: int) -> Spans:
+    """Returns the non-dense documents of each batch entry (R is B), in order.
+
+    There must be at most `slots` (E) of them in any packed sequence.
+    """
+    documents, num_blocks = context.documents, context.num_blocks
+    if not documents.packed:
+        # A number rather than an array if there is no padding: nothing is then moved or masked.
+        valid_len = context.valid_len
+        whole = num_blocks * block_size
+        return OneSpan(num_blocks, whole if valid_len is None else jnp.int32(valid_len))
+    batch = documents.first.shape[0]
+    numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+    sparse = (documents.length > 0) & ~documents.dense
+    begins = sparse & (documents.first == numbers)
+    slot = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
+    into = jnp.arange(batch)[:, None], jnp.where(begins, slot, slots)
+
+    def collect(x: Array, empty: int) -> Array:
+        return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
+
+    return PackedSpans(
+        jnp.where(sparse, slot, slots),
+        collect(documents.first, num_blocks),
+        collect(documents.length, 0),
+        collect(documents.tokens, 0),
+    )
 
 
 def _sums(parts: tuple[Array, ...], axes: int) -> tuple[Array, ...]:

@@ -24,7 +24,7 @@ BLOCK, LAST_Q = 128, 64
 def _scores(q, k, backend, valid_len=None):
     num_blocks = q.shape[1] // BLOCK
     end = q.shape[1] if valid_len is None else valid_len
-    last = jax.lax.dynamic_slice_in_dim(q, end - LAST_Q, LAST_Q, 1).transpose(0, 2, 1, 3)
+    last = jax.lax.dynamic_slice_in_dim(q, end - LAST_Q, LAST_Q, 1)[:, None].swapaxes(2, 3)
     context = SelectionContext(
         jnp.arange(num_blocks), num_blocks, backend=backend, valid_len=valid_len
     )

@@ -288,7 +288,7 @@ def _estimate(x: Values, backend: str) -> Values:
     last, k = x["last"], x["k"]
     blocks = k.shape[1] // BLOCK
     context = SelectionContext(jnp.arange(blocks), blocks, backend=backend)
-    columns, *diagonals = estimate.softmax_scores(last, k, context)
+    columns, *diagonals = estimate.softmax_scores(last[:, None], k, context)
     return {"columns": columns, "diagonals": estimate.join_diagonals(*diagonals)}
 
 

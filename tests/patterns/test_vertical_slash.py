@@ -35,7 +35,7 @@ def choose_and_score(q, k, pattern):
 def scores(estimate_scores, q, k, num_probe_queries=16, block_size=16):
     num_blocks = q.shape[1] // block_size
     context = SelectionContext(jnp.arange(num_blocks), num_blocks)
-    last = q[:, -num_probe_queries:].transpose(0, 2, 1, 3)
+    last = q[:, None, -num_probe_queries:].swapaxes(2, 3)
     vertical, *diagonals = estimate_scores(last, k, context)
     both = vertical, estimate.join_diagonals(*diagonals)
     vertical, slash = (x.reshape(*x.shape[:2], -1) for x in both)

@@ -7,8 +7,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
-from mtraining_jax.selection.scores import document_scores
-from mtraining_jax.selection.spans import PackedSpans
+from mtraining_jax.selection.scores import estimate
+from mtraining_jax.selection.spans import sparse_spans
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from tests.pallas_kernels.helpers.quick_pallas import quicken_callbacks
 
@@ -23,15 +23,15 @@ def test_kernels_score_each_block_by_its_own_document(monkeypatch):
     kernels = HopperEstimate(plgpu.InterpretGPUParams(detect_races=False))
 
     def scores(chosen):
-        monkeypatch.setattr(document_scores.backends, "estimate_kernels", lambda *_: chosen)
+        monkeypatch.setattr(estimate.backends, "estimate_kernels", lambda *_: chosen)
 
         @jax.jit
         def of(q, k, documents):
             blocks_of = documents.blocks()
-            slots = PackedSpans.of(blocks_of, 3)
             context = SelectionContext(jnp.arange(blocks), blocks, documents=blocks_of)
-            q_last = document_scores.last_queries(q, slots, context, 64)
-            return document_scores.softmax_scores(q_last, k, slots, context)
+            spans = sparse_spans(context, 3, size)
+            q_last = estimate.last_queries(q, context, spans, 64)
+            return estimate.softmax_scores(q_last, k, context, spans)
 
         return of(q, k, documents)
 

@@ -12,6 +12,7 @@ from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_columns
 from mtraining_jax.selection.scores.probe_rows import probe_rows
+from mtraining_jax.selection.spans import sparse_spans
 from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs, oracle
 
@@ -35,7 +36,8 @@ def heads():
 @jax.jit
 def heaviest(q, k, valid_len):
     context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
-    return row_columns.heaviest_columns(q, k, context, COLUMNS, RULE)
+    spans = sparse_spans(context, 1, SIZE)
+    return row_columns.heaviest_columns(q, k, context, spans, COLUMNS, RULE)[:, :, 0]
 
 
 @pytest.mark.parametrize("valid_len", [SEQ_LEN, SEQ_LEN - 3 * SIZE - 3])
@@ -71,9 +73,8 @@ def test_column_mass_is_excluded_from_block_mass(heads):
     def masses(own, k):
         context = SelectionContext(jnp.asarray(blocks), NUM_BLOCKS)
         rows, places = probe_rows(own, context, 4)
-        found = row_columns.masses_without(
-            rows, places, k, jnp.asarray(tokens)[None], context, like=own
-        )
+        columns, spans = (jnp.asarray(tokens)[None, :, None], sparse_spans(context, 1, SIZE))
+        found = row_columns.masses_without(rows, places, k, columns, spans, context, like=own)
         return *found, places
 
     left, beside, places = map(np.asarray, masses(own, k))

@@ -1,12 +1,14 @@
 """The rule of row patterns, by its definition for one row at a time."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.selection.document_blocks import OneDocument
 from mtraining_jax.selection.rules.row_rule import RowRule, kept_blocks, whole_masses
 from pallas_kernels.index import bits as sets
 
@@ -26,7 +28,13 @@ def pick(mass, forced, target):
 
 @jax.jit
 def masses_of(scores):
-    return whole_masses(scores)
+    return whole_masses(scores, jnp.int32(scores.shape[-1]))
+
+
+keep = jax.jit(
+    functools.partial(kept_blocks, documents=OneDocument.of_sequence(NUM_BLOCKS)),
+    static_argnames="rule",
+)
 
 
 def scores_of(seed):
@@ -49,7 +57,7 @@ def scores_of(seed):
 def test_blocks_are_kept_by_the_definition(tau, sinks, local, least, start):
     scores = scores_of(0)
     rule = RowRule(tau, sinks, local, least, start)
-    bits = jax.jit(kept_blocks, static_argnums=2)(scores, jnp.asarray(ROWS, jnp.int32), rule)
+    bits = keep(scores, jnp.asarray(ROWS, jnp.int32), rule)
     numbers = np.arange(NUM_BLOCKS)
     found = np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
     assert not (np.asarray(bits)[..., -1] >> (NUM_BLOCKS % 32)).any()
@@ -69,7 +77,6 @@ def test_blocks_are_kept_by_the_definition(tau, sinks, local, least, start):
 def test_some_other_blocks_are_kept_at_random():
     scores = np.random.default_rng(4).random((2, 8, ROWS.size, NUM_BLOCKS)).astype(np.float32) ** 6
     rows, rule = jnp.asarray(ROWS, jnp.int32), RowRule(0.5, 1, 2)
-    keep = jax.jit(kept_blocks, static_argnums=2)
 
     def kept(share, scores=scores):
         bits = keep(scores, rows, dataclasses.replace(rule, random_block_prob=share))
@@ -98,7 +105,7 @@ def test_mass_kept_in_addition_to_blocks_counts_first():
     beside = np.random.default_rng(3).random(scores.shape[:3]).astype(np.float32) * 3
     rule = RowRule(0.8, 1, 2)
     numbers, rows = np.arange(NUM_BLOCKS), jnp.asarray(ROWS, jnp.int32)
-    bits = jax.jit(kept_blocks, static_argnums=2)(scores, rows, rule, column_mass=beside)
+    bits = keep(scores, rows, rule, column_mass=beside)
     found = np.asarray(bits)[..., numbers // 32] >> (numbers % 32) & 1 > 0
     masses = np.asarray(masses_of(np.concatenate([scores, beside[..., None]], -1))).astype(int)
     for b, h, i in np.ndindex(scores.shape[:3]):

@@ -27,7 +27,7 @@ def run(keys, minimum, maximum, target, with_mass, keep_crossing):
         keep_crossing=keep_crossing,
     )
     kept, count = top_p.kept_entries(keys, rule)
-    return kept, count, top_p.ascending_entries(kept, TOKENS, FILL)
+    return kept, count[..., 0], top_p.ascending_entries(kept, TOKENS, FILL)
 
 
 @settings(max_examples=150, deadline=None)

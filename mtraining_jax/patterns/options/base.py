@@ -47,10 +47,14 @@ class PatternOptions:
     """The fields of the section `[sparsity]` for one kind of pattern: a frozen dataclass.
 
     Field types may carry limits (`mtraining_jax.utils.limits`); "Attributes:" of the docstring is
-    their help text. The message of a ValueError begins with the name of the field.
+    their help text, and that of the bases for fields that several patterns have. The message of a
+    ValueError begins with the name of the field.
 
     Attributes:
         block_size: Block size in tokens (g).
+        num_probe_queries: Number of probe queries at the end of the sequence; at most block_size.
+        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
+            since selection would save little. Has no effect without documents.
         pattern_class: the pattern, as `module:Class`.
         sparse: whether pairs may be skipped at all.
         selects: whether pairs are selected by queries and keys; otherwise recall is not measured,
@@ -128,11 +132,7 @@ class PatternOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DenseOptions(PatternOptions):
-    """Dense attention.
-
-    Attributes:
-        block_size: Block size in tokens (g).
-    """
+    """Dense attention."""
 
     pattern_class = "mtraining_jax.patterns.dense:Dense"
     supports_documents = True

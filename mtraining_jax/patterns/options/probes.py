@@ -69,8 +69,6 @@ class VerticalSlashOptions(ProbeOptions):
             selects at most two block diagonals.
         preset: safe always keeps sinks, local blocks and minimum budgets; paper keeps only what
             top_p selects; joint selects verticals and slashes together.
-        num_probe_queries: Number of probe queries at the end of the sequence; at most block_size.
-        block_size: Block size in tokens (g).
         sink_tokens: Number of first tokens that are always kept as verticals (presets safe, joint).
         local_blocks: Number of nearest key blocks (block diagonals) that are always kept, including
             the query's own (vertical_slash: presets safe, joint).
@@ -86,8 +84,6 @@ class VerticalSlashOptions(ProbeOptions):
         local_fraction: Fraction of max_density reserved for a local window (preset joint): as many
             nearest block diagonals as fit together with the sinks, if more than local_blocks. With
             1 the rest has room for less than one diagonal.
-        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
-            since selection would save little. Has no effect without documents.
     """
 
     pattern_class = "mtraining_jax.patterns.vertical_slash:VerticalSlash"
@@ -165,13 +161,9 @@ class FixedBudgetOptions(PatternOptions):
 
     Attributes:
         budget_file: MInference JSON file with a budget for each layer and head; required.
-        num_probe_queries: Number of probe queries at the end of the sequence; at most block_size.
         sink_tokens: Number of first tokens that are always kept as verticals.
         sliding_window: Number of nearest slashes (token distances) that are always kept, within the
             budget.
-        block_size: Block size in tokens (g).
-        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
-            since selection would save little. Has no effect without documents.
     """
 
     pattern_class = "mtraining_jax.patterns.budgets:FixedBudget"

@@ -18,9 +18,18 @@ from mtraining_jax.utils.limits import (
 PROMPT_END = 128
 
 
+class BlockOptions(PatternOptions):
+    """Options of patterns with an index of rows of blocks: each rank holds its own rows."""
+
+    supports_documents = True
+
+    def row_sharded(self, documents: bool) -> bool:
+        return True
+
+
 @dataclasses.dataclass(frozen=True)
-class RowOptions(PatternOptions):
-    """Options of all patterns that select key blocks for each row of blocks.
+class RowOptions(BlockOptions):
+    """Options of the patterns that select key blocks by mass for each row of blocks.
 
     Attributes:
         tau: Attention mass to keep per row of blocks, as a fraction of the estimated mass, rounded
@@ -37,12 +46,8 @@ class RowOptions(PatternOptions):
             miss. none uses 128 for prompts and 0 in training.
         random_block_prob: Probability of keeping a block that was not selected, by a hash of head
             and block positions. Pairs skipped in one row are then trained in another.
-        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
-            since selection would save little. Has no effect without documents.
-        block_size: Block size in tokens (g).
     """
 
-    supports_documents = True
     budget_field = "tau"
 
     tau: PositiveFraction = 0.9
@@ -54,9 +59,6 @@ class RowOptions(PatternOptions):
     random_block_prob: Annotated[float, Ge(0), Lt(1)] = 0.0
     min_sparse_tokens: NonNegativeInt = 8192
     block_size: PositiveInt = 128
-
-    def row_sharded(self, documents: bool) -> bool:
-        return True
 
     def for_prompts(self) -> "RowOptions":
         if self.dense_suffix_tokens is not None:
@@ -139,7 +141,7 @@ class XAttentionOptions(RowOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlexPrefillOptions(PatternOptions):
+class FlexPrefillOptions(BlockOptions):
     """Per head, blocks on columns and diagonals, or lists by pooled queries.
 
     Attributes:
@@ -148,13 +150,9 @@ class FlexPrefillOptions(PatternOptions):
             reference implementation); 0 disables query-aware heads.
         min_budget: Minimum number of tokens kept as columns, and as diagonals.
         max_budget: Maximum number of tokens kept as columns, and as diagonals; none for no limit.
-        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
-            since selection would save little. Has no effect without documents.
-        block_size: Block size in tokens (g).
     """
 
     pattern_class = "mtraining_jax.patterns.flex_prefill:FlexPrefill"
-    supports_documents = True
     budget_field = "gamma"
 
     gamma: PositiveFraction = 0.9
@@ -171,15 +169,12 @@ class FlexPrefillOptions(PatternOptions):
                 f"max_budget={self.max_budget} must be at least min_budget={self.min_budget}"
             )
 
-    def row_sharded(self, documents: bool) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"
 
 
 @dataclasses.dataclass(frozen=True)
-class MoBAOptions(PatternOptions):
+class MoBAOptions(BlockOptions):
     """Per query, key chunks by their means.
 
     Attributes:
@@ -189,7 +184,6 @@ class MoBAOptions(PatternOptions):
     """
 
     pattern_class = "mtraining_jax.patterns.moba:MoBA"
-    supports_documents = True
     budget_field = "top_k"
 
     chunk_size: PositiveInt = 4096
@@ -208,24 +202,19 @@ class MoBAOptions(PatternOptions):
         """Documents shorter than this, including padding, are dense in any case."""
         return self.top_k * self.chunk_size + 1
 
-    def row_sharded(self, documents: bool) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens per query"
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockTopKOptions(PatternOptions):
+class BlockTopKOptions(BlockOptions):
     """A fixed number of key blocks per query block, by products of means.
 
     Attributes:
         top_blocks: Maximum number of key blocks per query block, including its own.
-        block_size: Block size in tokens (g).
     """
 
     pattern_class = "mtraining_jax.patterns.block_topk:BlockTopK"
-    supports_documents = True
     budget_field = "top_blocks"
 
     top_blocks: PositiveInt = 32
@@ -235,9 +224,6 @@ class BlockTopKOptions(PatternOptions):
     def min_sparse_tokens(self) -> int:
         """Documents shorter than this, including padding, are dense in any case."""
         return self.top_blocks * self.block_size + 1
-
-    def row_sharded(self, documents: bool) -> bool:
-        return True
 
     def describe(self) -> str:
         return f"block top-k, {self.top_blocks} key blocks per query block, scored by block means"

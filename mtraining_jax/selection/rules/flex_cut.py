@@ -1,9 +1,7 @@
-"""FlexPrefill's cut: the largest entries of all rows of a sequence together, over all ranks.
+"""FlexPrefill's cut: the largest entries of all rows of a document together, over all ranks.
 
 Entries and sums are integers, so the cut is bit-identical for any number of ranks.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,71 +10,22 @@ from jax import Array, lax
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import first_of
-from mtraining_jax.selection.spans import PackedSpans
+from mtraining_jax.selection.spans import OneSpan, Spans
 from pallas_kernels.index import bits as sets
 
 _GAMMA_BITS = 15
 _LIMB = 16
 
 
-class Rows(NamedTuple):
-    """The sequences that rows of blocks belong to: documents, or one (E is 1) without slots."""
+def largest_within(
+    mass: Array, gamma: float, num_rows: int | Array, spans: Spans, context: SelectionContext
+) -> Array:
+    """Marks the largest entries of each document with a sum within a fraction of the total.
 
-    context: SelectionContext
-    slots: PackedSpans | None
-
-    @property
-    def sequences(self) -> int:
-        """E."""
-        return 1 if self.slots is None else self.slots.slots
-
-    def spread(self, x: Array) -> Array:
-        """Looks up [B, Hq, E] for the sequence of each row: broadcasts with [B, Hq, n]."""
-        if self.slots is None:
-            return x
-        slot = jnp.minimum(self._slot, self.sequences - 1)
-        return jax.vmap(lambda values, slot: values[:, slot])(x, slot)
-
-    def local_sums(self, x: Array) -> Array:
-        """Sums integers [B, Hq, n] over the local rows of each sequence: [B, Hq, E]."""
-        if self.slots is None:
-            return x.sum(-1, keepdims=True, dtype=x.dtype)
-        zeros = jnp.zeros((x.shape[1], self.sequences), x.dtype)
-        return jax.vmap(lambda values, slot: zeros.at[:, slot].add(values, mode="drop"))(
-            x, self._slot
-        )
-
-    def before(self, x: Array) -> Array:
-        """Sums int32 [B, Hq, n] over the earlier rows of the same sequence, on all ranks."""
-        ids = self.context.block_ids
-        all_rows = jnp.zeros((*x.shape[:2], self.context.num_blocks), jnp.int32)
-        all_rows = collectives.exact_sum(all_rows.at[..., ids].set(x), self.context.axis_names)
-        running = jnp.cumsum(all_rows, -1, dtype=jnp.int32) - all_rows
-        if self.slots is None:
-            return running[..., ids]
-        first = jnp.minimum(self.slots.first, self.context.num_blocks - 1)
-        begun = jax.vmap(lambda values, first: values[:, first])(running, first)
-        return running[..., ids] - self.spread(begun)
-
-    @property
-    def _slot(self) -> Array:
-        """Slot of each local row: int32 [B, n]; E for a row without one."""
-        assert self.slots is not None
-        return self.slots.of_block[:, self.context.block_ids]
-
-
-def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: Rows) -> Array:
-    """Marks the largest entries of each sequence whose sum stays within a fraction of the total.
-
-    Args:
-        mass: uint32 [B, Hq, n, NB], entries of the local rows, 2^30 in each row; below 2^31.
-        gamma: fraction of the total to keep; multiples of 2^-15.
-        num_rows: int32, broadcasts with [B, Hq, E]: rows of each sequence.
-        rows: the sequences that the local rows belong to.
-
-    Returns:
-        bool [B, Hq, n, NB]. The entry that crosses the limit is dropped; ties go to the earlier row
-        and within a row to the earlier entry. Undefined for rows of no sequence.
+    Entries of the local rows are uint32 [B, Hq, n, NB], 2^30 in each row and below 2^31. The
+    fraction `gamma` is a multiple of 2^-15, `spans` are the `local` documents, each of `num_rows`
+    rows. The entry that crosses the limit is dropped; ties go to the earlier row and within a row
+    to the earlier entry. Returns bool [B, Hq, n, NB], undefined for rows of no document.
     """
     # gamma * num_rows * 2^30 in limbs of 16 bits: below 2^46.
     target = round(gamma * (1 << _GAMMA_BITS)) * jnp.asarray(num_rows, jnp.uint32)
@@ -84,11 +33,11 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: Rows)
 
     def sums(candidates: Array) -> tuple[Array, Array, Array]:
         """Sums the entries that reach candidates uint32 [B, Hq, E]; returns limbs and the mask."""
-        reached = mass >= rows.spread(candidates)[..., None]
+        reached = mass >= spans.spread(candidates)[..., None]
         row_sums = jnp.where(reached, mass, 0).sum(-1, dtype=jnp.uint32)
         limbs = row_sums >> _LIMB, row_sums & ((1 << _LIMB) - 1)
         upper, lower = collectives.exact_sum(
-            tuple(rows.local_sums(x) for x in limbs), rows.context.axis_names
+            tuple(_sums_of_rows(x, spans) for x in limbs), context.axis_names
         )
         return upper + (lower >> _LIMB), lower & ((1 << _LIMB) - 1), reached
 
@@ -100,17 +49,41 @@ def largest_within(mass: Array, gamma: float, num_rows: int | Array, rows: Rows)
         within = (upper < high) | ((upper == high) & (lower <= low))
         return jnp.where(within, too_low, candidate)
 
-    none = jnp.zeros((*mass.shape[:2], rows.sequences), jnp.uint32)
+    none = jnp.zeros((*mass.shape[:2], spans.slots), jnp.uint32)
     cut = lax.fori_loop(0, 31, narrow, none)
     upper, lower, above = sums(cut + 1)
-    equal = (mass == rows.spread(cut)[..., None]) & (rows.spread(cut) > 0)[..., None]
+    of_rows = spans.spread(cut)[..., None]
+    equal = (mass == of_rows) & (of_rows > 0)
     # Number of entries equal to the cut that fit into the rest, by exact division in limbs.
     borrow = (low < lower).astype(jnp.uint32)
     missing = high - upper - borrow, low + (borrow << _LIMB) - lower
     room = _quotient(*missing, jnp.maximum(cut, 1))
-    before = rows.before(equal.sum(-1, dtype=jnp.int32))
-    kept = first_of(sets.pack(equal), jnp.maximum(rows.spread(room) - before, 0))
+    before = _in_earlier_rows(equal.sum(-1, dtype=jnp.int32), spans, context)
+    kept = first_of(sets.pack(equal), jnp.maximum(spans.spread(room) - before, 0))
     return above | sets.unpack(kept, mass.shape[-1])
+
+
+def _sums_of_rows(x: Array, spans: Spans) -> Array:
+    """Sums integers [B, Hq, n] over the local rows of each document: [B, Hq, E]."""
+    if isinstance(spans, OneSpan):
+        return x.sum(-1, keepdims=True, dtype=x.dtype)
+    zeros = jnp.zeros((x.shape[1], spans.slots), x.dtype)  # local rows have no order
+    return jax.vmap(lambda values, slot: zeros.at[:, slot].add(values, mode="drop"))(
+        x, spans.of_block[:, 0]
+    )
+
+
+def _in_earlier_rows(x: Array, spans: Spans, context: SelectionContext) -> Array:
+    """Sums int32 [B, Hq, n] over the earlier rows of the same document, on all ranks."""
+    block_ids, num_blocks, axis_names = context.shards
+    all_rows = jnp.zeros((*x.shape[:2], num_blocks), jnp.int32)
+    all_rows = collectives.exact_sum(all_rows.at[..., block_ids].set(x), axis_names)
+    running = jnp.cumsum(all_rows, -1, dtype=jnp.int32) - all_rows
+    if isinstance(spans, OneSpan):
+        return running[..., block_ids]
+    first = jnp.broadcast_to(spans.first, (*x.shape[:2], spans.slots))
+    begun = jnp.take_along_axis(running, first, axis=-1, mode="clip")
+    return running[..., block_ids] - spans.spread(begun)
 
 
 def _quotient(high: Array, low: Array, by: Array) -> Array:

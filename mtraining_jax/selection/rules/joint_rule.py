@@ -35,25 +35,17 @@ _PRICES = 1024
 class JointRule:
     """Lowers the price until the mass suffices, or the next price would exceed the density limit.
 
-    Attributes:
-        top_p: fraction of the probe queries' mass to keep; a multiple of 2^-15.
-        min_block_mass: lowest price, as a fraction of the mass.
-        max_density: maximum density, counted in half blocks including the row's own block. A
-            multiple of 2^-15. Forced entries may exceed it.
-        max_verticals: maximum number of columns; a number, or int32 per sequence.
-        sink_tokens: number of first columns, which are forced.
-        local_blocks: number of nearest block diagonals, which are forced; at least 1.
-        num_probe_queries: u, number of probe queries.
-        local_fraction: fraction of `max_density` for a local window including the sinks. The widest
-            window within this limit is forced too; a multiple of 2^-15.
+    The fields are those of `VerticalSlashOptions`; fractions are multiples of 2^-15. Forced are the
+    sinks, the nearest block diagonals, and the widest local window with the sinks that
+    `local_fraction` of `max_density` has room for. They may exceed `max_density`.
     """
 
     top_p: float
-    min_block_mass: float
-    max_density: float
-    max_verticals: int | Array
+    min_block_mass: float  # the lowest price
+    max_density: float  # counted in half blocks, including the row's own block
+    max_verticals: int | Array  # a number, or int32 [R, E]
     sink_tokens: int
-    local_blocks: int
+    local_blocks: int  # at least 1
     num_probe_queries: int
     local_fraction: float = 0.0
 

@@ -31,22 +31,14 @@ class RowRule:
     not reached. With `tau` 1 only the minimum matters, and rows and heads with concentrated mass
     keep few blocks.
 
-    Attributes:
-        tau: fraction of the row's mass, in (0, 1], rounded to a multiple of 2^-15; with 1 every
-            block of nonzero mass is kept. Or per sequence, int32 [B] in units of 2^-15.
-        sink_blocks: number of first blocks of the row's document, which are forced.
-        local_blocks: number of nearest blocks, which are forced, including a row's own; at least 1.
-        min_block_mass: minimum block mass, as a fraction of the row's, for blocks that are not
-            forced.
-        dense_prefix_blocks: number of rows at the start of the document with all blocks forced.
-        random_block_prob: probability of keeping a block that was not selected, in [0, 1), by a
-            hash of the head and of the positions of row and block in their document.
-        dense_rows: bool [B or 1, n], rows with all blocks forced; None for no others.
+    The fields are those of `RowOptions`, in blocks. `tau` is rounded to a multiple of 2^-15, or per
+    sequence, int32 [B] in units of 2^-15. `dense_rows`, bool [B or 1, n], are further rows with all
+    blocks forced.
     """
 
     tau: float | Array
     sink_blocks: int = 1
-    local_blocks: int = 1
+    local_blocks: int = 1  # including a row's own; at least 1
     min_block_mass: float = 0.0
     dense_prefix_blocks: int = 0
     random_block_prob: float = 0.0
@@ -57,41 +49,36 @@ def kept_blocks(
     scores: Array,
     rows: Array,
     rule: RowRule,
-    documents: DocumentBlocks | None = None,
+    documents: DocumentBlocks,
     column_mass: Array | None = None,
 ) -> Array:
     """Selects the key blocks of each row of blocks: uint32 bits as in `BlockMaskIndex`.
 
+    Rows, int32 [n] block numbers, keep blocks of their own document only, all of them up to their
+    own if it is dense; rows without a document keep none.
+
     Args:
         scores: fp32 [B, Hq, n, NB], at least 0; blocks after a row's own and NaNs are ignored.
-        rows: int32 [n], the global block number of each row.
-        rule: the rule.
-        documents: documents of each sequence, or None. Rows keep blocks of their own document only,
-            all of them up to their own if it is dense; rows without a document keep none.
         column_mass: fp32 [B, Hq, n], at least 0: mass of each row that is kept in addition to its
             blocks, in the unit of the scores. None for nothing.
     """
     num_blocks = scores.shape[-1]
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     distance = rows[:, None] - numbers
-    causal, sinks, length = distance >= 0, numbers < rule.sink_blocks, None
-    local, first = distance < rule.local_blocks, 0
-    if documents is not None:
-        first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
-        causal &= numbers >= first
-        sinks = (numbers - first < rule.sink_blocks) | dense
+    first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
+    causal = (distance >= 0) & (numbers >= first)
+    sinks = (numbers - first < rule.sink_blocks) | dense
     if rule.dense_prefix_blocks:
         sinks |= rows[:, None] - first < rule.dense_prefix_blocks
     if rule.dense_rows is not None:
         sinks |= rule.dense_rows[:, None, :, None]
-    forced = causal & (sinks | local)
+    forced = causal & (sinks | (distance < rule.local_blocks))
     scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
     if column_mass is None:
         mass = whole_masses(scores, length)
         total = mass.sum(-1, dtype=jnp.int32)
     else:
-        many = None if length is None else length + 1
-        mass = whole_masses(jnp.concatenate([scores, column_mass[..., None]], axis=-1), many)
+        mass = whole_masses(jnp.concatenate([scores, column_mass[..., None]], axis=-1), length + 1)
         total = mass.sum(-1, dtype=jnp.int32)
         mass, kept = mass[..., :-1], mass[..., -1]
     tau = rule.tau
@@ -129,19 +116,16 @@ def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
     return hash_uint32(hash_uint32(positions) ^ salts) < threshold
 
 
-def whole_masses(scores: Array, length: Array | None = None) -> Array:
+def whole_masses(scores: Array, length: Array) -> Array:
     """Converts scores of rows, fp32 [..., n] of at least 0, to integers of total about 2^30.
 
-    `length`, int32 that broadcasts to [..., 1], is how many of the n scores may be nonzero; None
-    for all. The result is bit-identical to that of these scores alone. All 0 if all scores are.
+    `length`, int32 that broadcasts to [..., 1], is how many of the n scores may be nonzero. The
+    result is bit-identical to that of these scores alone. All 0 if all scores are.
     """
     # First coarsely, relative to the row's maximum, for a total that does not depend on the order
     # of additions; then relative to that total.
-    if length is None:
-        coarse_one = float(1 << (_MASS_BITS - (scores.shape[-1] - 1).bit_length()))
-    else:
-        length_bits = 32 - lax.clz(jnp.maximum(length - 1, 0))
-        coarse_one = (jnp.int32(1) << (_MASS_BITS - length_bits)).astype(jnp.float32)
+    length_bits = 32 - lax.clz(jnp.maximum(length - 1, 0))
+    coarse_one = (jnp.int32(1) << (_MASS_BITS - length_bits)).astype(jnp.float32)
     peak = scores.max(-1, keepdims=True)
     shares = jnp.where(peak > 0, scores / jnp.where(peak > 0, peak, 1.0), 0.0)
     coarse = jnp.round(shares * coarse_one).astype(jnp.int32)

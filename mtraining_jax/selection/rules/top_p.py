@@ -23,8 +23,8 @@ class Rule:
     """How many entries to keep, in the order of the keys.
 
     Without a mass target: `maximum` entries. With one: entries until the sum of their masses
-    reaches the target, but at least `minimum` and at most `maximum`. Every field broadcasts
-    against the leading dimensions of the keys.
+    reaches the target, but at least `minimum` and at most `maximum`. Every field broadcasts with
+    [..., E] for keys [..., NB, g] of E documents.
 
     Attributes:
         minimum: int32, minimum number of entries.
@@ -43,10 +43,11 @@ class Rule:
 
 
 def kept_entries(keys: Array, rule: Rule, spans: Spans | None = None) -> tuple[Array, Array]:
-    """Marks the entries that a rule keeps in each sequence, by keys uint32 [..., NB, g].
+    """Marks the entries that a rule keeps in each document, by keys uint32 [..., NB, g].
 
-    Entries are numbered block after block. Without `spans` each row is one sequence. Returns bool
-    [..., NB, g], undefined for blocks of no sequence, and the int32 number of entries kept of each.
+    Entries are numbered block after block. Without `spans` each row is one document. Returns bool
+    [..., NB, g], undefined for blocks of no document, and the number of entries kept, int32
+    [..., E].
     """
     spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
     threshold, ties_kept = _find_threshold(keys, rule, spans)

@@ -114,10 +114,8 @@ def chunk_means(
     padding, except chunks of one block with `ends`.
     """
     means = pooling.block_means(k, context.block_ids, ends).transpose(0, 2, 1, 3)
-    means = collectives.all_blocks(
-        means, context.block_ids, context.num_blocks, context.axis_names
-    ).transpose(0, 2, 1, 3)
-    if context.documents is None or chunk_blocks == 1:
+    means = collectives.all_blocks(means, *context.shards).transpose(0, 2, 1, 3)
+    if not context.documents.packed or chunk_blocks == 1:
         rest = -means.shape[2] % chunk_blocks
         means = jnp.pad(means, ((0, 0), (0, 0), (0, rest), (0, 0)))
         means = means.reshape(*means.shape[:2], -1, chunk_blocks, means.shape[-1])

@@ -3,9 +3,8 @@
 Sums are integer sums. Floats that affect the selection are computed elementwise, or by products
 with shapes that depend only on the whole sequence (see `estimate.py`).
 
-With `slots`, each document is treated as a sequence: its last queries, its key blocks, one head
-type and one cut each. Columns and diagonals are then stored by blocks of the pack, diagonal d of a
-document at its d-th block.
+Each document has its own last queries, key blocks, head types and cut. Columns and diagonals are
+stored by blocks of the pack, diagonal d of a document at its d-th block.
 """
 
 import dataclasses
@@ -20,15 +19,9 @@ from jax import Array, lax
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.rules.flex_cut import Rows, largest_within
-from mtraining_jax.selection.scores import (
-    document_scores,
-    estimate,
-    last_queries,
-    pooling,
-    row_scores,
-)
-from mtraining_jax.selection.spans import OneSpan, PackedSpans, Spans
+from mtraining_jax.selection.rules.flex_cut import largest_within
+from mtraining_jax.selection.scores import estimate, last_queries, pooling, row_scores
+from mtraining_jax.selection.spans import OneSpan, Spans
 
 # Queries per pass of the estimate: what its kernels support.
 _QUERIES = 64
@@ -36,45 +29,29 @@ _DISTANCE_BITS = 28  # the few terms of the divergence, each below 1, sum to les
 
 
 class LastAttention(NamedTuple):
-    """Attention of the last queries over their whole sequences, replicated.
+    """Attention of the last queries over their whole documents, replicated."""
 
-    Attributes:
-        tokens: int32 [2, B, Hq], or [2, B, Hq, E] with slots, number of largest columns and
-            diagonals (by token) within gamma, plus one.
-        masses: int32 [2, B, Hq, NB], masses of key blocks and of block distances; total 2^30.
-    """
-
+    # int32 [2, B, Hq, E], number of largest columns and diagonals (by token) within gamma, plus one
     tokens: Array
-    masses: Array
+    masses: Array  # int32 [2, B, Hq, NB], of key blocks and of block distances; total 2^30
 
 
 def last_attention(
-    q: Array,
-    k: Array,
-    context: SelectionContext,
-    block_size: int,
-    gamma: float,
-    slots: PackedSpans | None,
+    q: Array, k: Array, context: SelectionContext, spans: Spans, block_size: int, gamma: float
 ) -> LastAttention:
     """Computes masses of columns and diagonals from the last `block_size` queries.
 
-    Documents in slots have at least that many tokens.
+    Packed documents in `spans` have at least that many tokens.
     """
     # As many queries a pass as kernels support. Equal passes: the mean of means is the mean of all.
     passes = block_size // _QUERIES if block_size % _QUERIES == 0 else 1
     count = block_size // passes
-    end = jnp.int32(k.shape[1] // context.block_ids.shape[0] * context.num_blocks)
-    end = end if context.valid_len is None else context.valid_len
     probes = []
     for number in range(passes):
         # Each pass has the queries before an earlier end.
-        if slots is None:
-            of_pass = dataclasses.replace(context, valid_len=end - number * count)
-            probes.append(last_queries.probe(q, k, of_pass, count, False))
-        else:
-            tokens = jnp.maximum(slots.tokens - number * count, 0)
-            of_pass = dataclasses.replace(slots, tokens=tokens)
-            probes.append(last_queries.probe_documents(q, k, context, of_pass, count, False))
+        tokens = jnp.maximum(spans.tokens - number * count, 0)
+        of_pass = dataclasses.replace(spans, tokens=tokens)
+        probes.append(last_queries.probe(q, k, context, of_pass, count, False))
     masses = functools.reduce(operator.add, (x.by_distance // passes for x in probes))
     spans = probes[0].spans
     rule = top_p.Rule(
@@ -85,87 +62,65 @@ def last_attention(
         keep_crossing=False,
     )
     _, within = top_p.kept_entries(masses.astype(jnp.uint32), rule, spans)
-    block_masses = masses.sum(-1, dtype=jnp.int32)
-    num_blocks = block_masses.shape[-1]
-    packed = jnp.concatenate([within.reshape(*masses.shape[:2], -1) + 1, block_masses], axis=-1)
+    packed = jnp.concatenate([within + 1, masses.sum(-1, dtype=jnp.int32)], axis=-1)
     packed = jnp.moveaxis(packed, 0, 1).reshape(packed.shape[1], -1)
     packed = collectives.from_heads(packed, q.shape[0], q.shape[2], context.axis_names)
     packed = jnp.moveaxis(packed.reshape(*packed.shape[:2], 2, -1), 2, 0)
-    tokens, block_masses = packed[..., :-num_blocks], packed[..., -num_blocks:]
-    return LastAttention(tokens[..., 0] if slots is None else tokens, block_masses)
-
-
-def largest(masses: Array, counts: Array, spans: Spans) -> Array:
-    """Marks the `counts` blocks of largest mass, int32 [..., NB], of each sequence: bool.
-
-    Its first block ranks first; ties go to the smaller number. Undefined for blocks of no sequence.
-    """
-    keys = jnp.where(spans.blocks == 0, jnp.uint32(1 << 31), masses.astype(jnp.uint32))
-    rule = top_p.Rule(minimum=0, maximum=counts)
-    return top_p.kept_entries(keys[..., None], rule, spans)[0][..., 0]
+    return LastAttention(packed[..., : spans.slots], packed[..., spans.slots :])
 
 
 def kept_blocks(
-    last: LastAttention, counts: Array, context: SelectionContext, slots: PackedSpans | None
+    last: LastAttention, counts: Array, context: SelectionContext, spans: Spans
 ) -> Array:
     """Returns the blocks on the columns and diagonals of largest mass: bool [B, Hq, n, NB].
 
     `counts`, int32 like `last.tokens`, are the numbers of column blocks and of diagonals, at least
-    1. Undefined for rows without a slot and for blocks of other documents.
+    1. Undefined for rows without a document and for blocks of other documents.
     """
-    rows, masses = context.block_ids, last.masses
-    if slots is None:
-        columns, diagonals = largest(masses, counts, OneSpan(masses.shape[-1], 0))
-        lag = jnp.maximum(rows[:, None] - jnp.arange(context.num_blocks, dtype=jnp.int32), 0)
-        return columns[:, :, None] | diagonals[:, :, lag]
-    _, batch, heads, num_blocks = masses.shape
-    flat = masses.reshape(2, -1, num_blocks), counts.reshape(2, batch * heads, -1)
-    columns, diagonals = largest(*flat, slots.repeat(heads)).reshape(masses.shape)
-    first = context.first_blocks(rows)
-    assert first is not None
-    return columns[:, :, None] | last_queries.on_diagonals(diagonals, first, rows)
+    _, batch, heads, num_blocks = last.masses.shape
+    masses = last.masses.reshape(2, -1, num_blocks)
+    spans = spans.repeat(heads)
+    # The first block ranks first; ties go to the smaller number.
+    keys = jnp.where(spans.blocks == 0, jnp.uint32(1 << 31), masses.astype(jnp.uint32))
+    rule = top_p.Rule(minimum=0, maximum=counts.reshape(2, batch * heads, -1))
+    largest, _ = top_p.kept_entries(keys[..., None], rule, spans)
+    columns, diagonals = largest.reshape(last.masses.shape)
+    rows = context.block_ids
+    on_diagonals = last_queries.on_diagonals(diagonals, context.first_blocks(rows), rows)
+    return columns[:, :, None] | on_diagonals
 
 
 def distances(
-    q: Array, k: Array, context: SelectionContext, last: LastAttention, slots: PackedSpans | None
+    q: Array, k: Array, context: SelectionContext, last: LastAttention, spans: Spans
 ) -> Array:
     """Computes Jensen-Shannon distances between pooled and actual attention of the last queries.
 
-    Returns fp32 [B, Hq], or [B, Hq, E] with slots, from 0 to sqrt(ln 2), replicated.
+    Returns fp32 [B, Hq, E] from 0 to sqrt(ln 2), replicated.
     """
-    size, dim = q.shape[1] // context.block_ids.shape[0], q.shape[-1]
+    size, heads = q.shape[1] // context.block_ids.shape[0], q.shape[2]
     keys = key_means(k, context)
-    batch, kv_heads, num_blocks, _ = keys.shape
-    scale = context.scale_for(dim)
-    if slots is None:
-        end = num_blocks * size if context.valid_len is None else context.valid_len
-        positions = estimate.last_positions(size, end)
-        where = context.block_ids, num_blocks, context.axis_names
-        rows = collectives.gather_rows(q, positions, *where).astype(jnp.float32)
-        rows = jnp.where((positions >= 0)[:, None, None], rows, 0.0)
-        count = jnp.asarray(jnp.minimum(end, size), jnp.float32)
-        mean = estimate.ordered_sum(rows.transpose(0, 2, 1, 3)) / count
-        mean = mean.reshape(batch, kv_heads, -1, dim)
-        logits = _products(mean, keys, 2).reshape(batch, -1, num_blocks)
-        exists = jnp.arange(num_blocks, dtype=jnp.int32) * size < end
-        logits = jnp.where(exists, logits, -jnp.inf)
-        terms = estimate.relative_exp(logits, logits.max(-1, keepdims=True), scale)
-        return distance(terms, last.masses[0], OneSpan(num_blocks, end))
-    queries = document_scores.last_queries(q, slots, context, size).astype(jnp.float32)
-    means = estimate.ordered_sum(queries) / jnp.float32(size)  # [B, E, Hq, D]
-    slot = jnp.minimum(slots.of_block, slots.slots - 1)
-    means = jax.vmap(lambda means, slot: means[slot])(means, slot)  # [B, NB, Hq, D]
-    # Each block is a separate product, with the last queries of its document only.
-    means = means.reshape(batch, num_blocks, kv_heads, -1, dim)
-    logits = _products(means, keys.swapaxes(1, 2)[..., None, :], 3)
-    logits = logits.reshape(batch, num_blocks, -1).swapaxes(1, 2).reshape(-1, num_blocks)
-    spans = slots.repeat(q.shape[2])
-    lowest = jnp.full((logits.shape[0], slots.slots + 1), -jnp.inf)
-    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    peaks = spans.spread(lowest.at[row, spans.of_block].max(logits)[:, :-1])
-    terms = estimate.relative_exp(logits, peaks, scale)
+    batch, kv_heads, num_blocks, dim = keys.shape
+    queries = estimate.last_queries(q, context, spans, size).astype(jnp.float32)
+    count = jnp.asarray(jnp.minimum(spans.tokens, size), jnp.float32)
+    if isinstance(spans, OneSpan):
+        exists = estimate.last_positions(spans, size, size) >= 0
+        queries = jnp.where(exists[:, :, None, :, None], queries, 0.0)
+        means = (estimate.ordered_sum(queries) / count).reshape(batch, kv_heads, -1, dim)
+        logits = _products(means, keys, 2).reshape(-1, num_blocks)
+        logits = jnp.where(spans.blocks * size < spans.tokens, logits, -jnp.inf)
+    else:
+        # Each block is a separate product, with the last queries of its document only.
+        means = estimate.ordered_sum(queries) / jnp.float32(size)  # [B, E, Hq, D]
+        slot = jnp.minimum(spans.of_block, spans.slots - 1)
+        means = jax.vmap(lambda means, slot: means[slot])(means, slot)  # [B, NB, Hq, D]
+        means = means.reshape(batch, num_blocks, kv_heads, -1, dim)
+        logits = _products(means, keys.swapaxes(1, 2)[..., None, :], 3)
+        logits = logits.reshape(batch, num_blocks, -1).swapaxes(1, 2).reshape(-1, num_blocks)
+    spans = spans.repeat(heads)
+    peaks = spans.spread(spans.highest(logits))
+    terms = estimate.relative_exp(logits, peaks, context.scale_for(dim))
     result = distance(terms, last.masses[0].reshape(logits.shape), spans)
-    return result.reshape(batch, q.shape[2], -1)
+    return result.reshape(batch, heads, -1)
 
 
 def _products(x: Array, y: Array, num_batch: int) -> Array:
@@ -181,11 +136,11 @@ def _products(x: Array, y: Array, num_batch: int) -> Array:
 
 
 def pooled_lists(
-    q: Array, k: Array, context: SelectionContext, gamma: float, slots: PackedSpans | None
+    q: Array, k: Array, context: SelectionContext, gamma: float, spans: Spans
 ) -> Array:
     """Marks the largest entries of pooled attention over all rows, within gamma of the total.
 
-    Returns bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a slot and for
+    Returns bool [B, Hq, n/g, NB] of the local rows; undefined for rows without a document and for
     blocks of other documents than the row's.
     """
     size, positions = q.shape[1] // context.block_ids.shape[0], context.block_ids
@@ -204,28 +159,22 @@ def pooled_lists(
         backend="xla",  # one product per 128^2 pairs
     )
     mass = jnp.round(masses * estimate.MASS_ONE).astype(jnp.uint32)
-    if slots is not None:
-        num_rows = slots.length[:, None]
-    elif context.valid_len is None:
-        num_rows = context.num_blocks
-    else:
-        num_rows = -(-context.valid_len // size)
-    return largest_within(mass, gamma, num_rows, Rows(context, slots))
+    spans = spans.local(context.block_ids)
+    return largest_within(mass, gamma, -(-spans.tokens // size), spans, context)
 
 
 def key_means(k: Array, context: SelectionContext) -> Array:
     """Computes the mean key of every key block: fp32 [B, Hk, NB, D], replicated."""
     ends = context.ends(context.block_ids, k.shape[1] // context.block_ids.shape[0])
     means = pooling.block_means(k, context.block_ids, ends).transpose(0, 2, 1, 3)
-    where = context.block_ids, context.num_blocks, context.axis_names
-    return collectives.all_blocks(means, *where).transpose(0, 2, 1, 3)
+    return collectives.all_blocks(means, *context.shards).transpose(0, 2, 1, 3)
 
 
 def distance(terms: Array, block_masses: Array, spans: Spans) -> Array:
-    """Computes Jensen-Shannon distances of two distributions over the blocks of each sequence.
+    """Computes Jensen-Shannon distances of two distributions over the blocks of each document.
 
     They are given as fp32 [..., R, NB] from 0 to 1, and int32 of total 2^30, up to a factor.
-    Returns fp32 for each sequence: the root of the divergence, natural logarithm.
+    Returns fp32 for each document: the root of the divergence, natural logarithm.
     """
     p = _normalized(terms, spans)
     q = _normalized(block_masses.astype(jnp.float32) * 2.0**-30, spans)
@@ -240,7 +189,7 @@ def distance(terms: Array, block_masses: Array, spans: Spans) -> Array:
 
 
 def _normalized(x: Array, spans: Spans) -> Array:
-    """Normalizes numbers of at most 1 by their sum over a sequence, an integer sum."""
+    """Normalizes numbers of at most 1 by their sum over a document, an integer sum."""
     length = spans.total(jnp.ones_like(x, jnp.int32))
     one = jnp.int32(1) << (lax.clz(jnp.maximum(length - 1, 0)) - 2)
     one = one.astype(jnp.float32)  # keeps the sum of all terms within 2^30

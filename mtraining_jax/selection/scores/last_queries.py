@@ -6,12 +6,12 @@ of ranks and assignment of blocks. Ties go to the smaller position (columns) or 
 (diagonals). A diagonal at token distance s selects block diagonal floor(s/g) and, unless g divides
 s, floor(s/g)+1.
 
-A row is one sequence, or several: the documents of a pack. Documents do not share blocks, so their
-results are stored by blocks of the pack: diagonal d of a document at its d-th block.
+A row is one document, or a pack of several. Documents do not share blocks, so their results are
+stored by blocks of the pack: diagonal d of a document at its d-th block.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,112 +20,93 @@ from jax import Array
 
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.scores import document_scores, estimate
-from mtraining_jax.selection.spans import OneSpan, PackedSpans, Spans
+from mtraining_jax.selection.scores import estimate
+from mtraining_jax.selection.spans import OneSpan, Spans
 from pallas_kernels.index import BlockMaskIndex, VerticalSlashIndex
 from pallas_kernels.index import bits as sets
 
 
 class Probed(NamedTuple):
-    """Scores of the rows of this rank.
+    """Scores of the rows of this rank."""
 
-    Attributes:
-        by_distance: int32 or fp32 [2, R, NB, g], scores of columns, and of diagonals by distance,
-            for each sequence. Entries after its tokens belong to no visible column or diagonal.
-        heads: int32 [R], the query head of each row.
-        spans: the sequences.
-        mass_fraction: int32 [R], `SelectionContext.mass_fraction` of each row, or None.
-    """
-
-    by_distance: Array
-    heads: Array
+    by_distance: Array  # int32 or fp32 [2, R, NB, g], of columns, and of diagonals by distance
+    heads: Array  # int32 [R], the query head of each row
     spans: Spans
-    mass_fraction: Array | None
+    mass_fraction: Array | None  # int32 [R, 1], `SelectionContext.mass_fraction` of each row
 
 
 class Kept(NamedTuple):
-    """The selection for the rows of this rank.
+    """The selection for the rows of this rank."""
 
-    Attributes:
-        columns: bool [R, NB, g].
-        diagonals: bool [R, NB], block diagonals.
-        saved: int32 [R] or [R, E], 1 for a sequence that would be left without columns, since the
-            first one crosses the mass target and is dropped, if the rule had no minimum.
-    """
-
-    columns: Array
-    diagonals: Array
+    columns: Array  # bool [R, NB, g]
+    diagonals: Array  # bool [R, NB], block diagonals
+    # int32 [R, E], 1 for a document that would be left without columns, since the first one crosses
+    # the mass target and is dropped, if the rule had no minimum.
     saved: Array
 
 
-def probe(q: Array, k: Array, context: SelectionContext, count: int, by_logits: bool) -> Probed:
-    """Scores columns and diagonals of whole sequences, by the last `count` queries before padding.
-
-    Scores are sums of raw logits, or mean softmax masses. With fewer valid tokens, all queries are
-    used. Backends may differ in a score's last bits, so a run should use a single one.
-    """
-    where = context.block_ids, context.num_blocks, context.axis_names
-    seq_len = context.num_blocks * (q.shape[1] // context.block_ids.shape[0])
-    valid_len = seq_len if context.valid_len is None else context.valid_len
-    last = estimate.last_positions(count, valid_len)
-    q_last = collectives.gather_rows(q, last, *where).transpose(0, 2, 1, 3)
-    score = estimate.logit_scores if by_logits else estimate.softmax_scores
-    (vertical, own, tails), heads = collectives.to_heads(score(q_last, k, context), *where)
-    slash = estimate.join_diagonals(own, tails)
-    # Reverses diagonals, so that both are in ascending order of distance.
-    slash = jnp.flip(slash, axis=(-2, -1))
-    if context.valid_len is not None:
-        # Token V-1-s stores diagonal s; entries that padding would store move to the end.
-        slash = jnp.roll(slash.reshape(-1, seq_len), valid_len - seq_len, 1).reshape(slash.shape)
-    spans = OneSpan(context.num_blocks, valid_len)
-    return Probed(jnp.stack([vertical, slash]), heads, spans, _mass_fraction(q, context))
-
-
-def probe_documents(
-    q: Array, k: Array, context: SelectionContext, slots: PackedSpans, count: int, by_logits: bool
+def probe(
+    q: Array, k: Array, context: SelectionContext, spans: Spans, count: int, by_logits: bool
 ) -> Probed:
-    """Scores like `probe` within each document in `slots`, with its own last queries."""
-    q_last = document_scores.last_queries(q, slots, context, count)
-    score = document_scores.logit_scores if by_logits else document_scores.softmax_scores
+    """Scores columns and diagonals within each document by its last `count` queries.
+
+    Scores are sums of raw logits, or mean softmax masses. With fewer tokens, all queries are used.
+    Backends may differ in a score's last bits, so a run should use a single one. `spans` are the
+    documents of each batch entry.
+    """
+    q_last = estimate.last_queries(q, context, spans, count)
+    score = estimate.logit_scores if by_logits else estimate.softmax_scores
     (vertical, own, tails), heads = collectives.to_heads(
-        score(q_last, k, slots, context), context.block_ids, context.num_blocks, context.axis_names
+        score(q_last, k, context, spans), *context.shards
     )
     # Tails never reach another document: the key that holds a diagonal is seen by the last query.
     slash = estimate.join_diagonals(own, tails)
-    spans = slots.rows(collectives.entries_of(q.shape[0], q.shape[2], context.axis_names))
-    ordered = document_scores.by_distance(vertical, slash, spans)
-    return Probed(ordered, heads, spans, _mass_fraction(q, context))
+    entries = collectives.entries_of(q.shape[0], q.shape[2], context.axis_names)
+    spans = spans.rows(entries)
+    shares = context.mass_fraction
+    shares = None if shares is None else shares[entries][:, None]
+    return Probed(_by_distance(vertical, slash, spans), heads, spans, shares)
 
 
-def _mass_fraction(q: Array, context: SelectionContext) -> Array | None:
-    if context.mass_fraction is None:
-        return None
-    return context.mass_fraction[collectives.entries_of(q.shape[0], q.shape[2], context.axis_names)]
+def _by_distance(vertical: Array, slash: Array, spans: Spans) -> Array:
+    """Orders scores [R, NB, g] of each document: columns by token, diagonals by distance.
+
+    Diagonals are given at the key that the document's last query sees. Returns [2, R, NB, g],
+    distance i of a document at its token i. What follows its tokens is at no visible pair.
+    """
+    num_blocks, size = vertical.shape[-2:]
+    if isinstance(spans, OneSpan):  # reversed and moved, which is cheaper than a gather
+        seq_len, slash = num_blocks * size, jnp.flip(slash, axis=(-2, -1))
+        if not isinstance(spans.tokens, int):
+            # Token V-1-s holds diagonal s; entries that padding would hold move to the end.
+            flat = slash.reshape(-1, seq_len)
+            slash = jnp.roll(flat, spans.tokens - seq_len, 1).reshape(slash.shape)
+        return jnp.stack([vertical, slash])
+    start, tokens = spans.start * size, spans.spread(spans.tokens)
+    # Distance i is stored at the i-th token before the last one.
+    distance = spans.entries(size)
+    held_by = jnp.clip((start + tokens - 1)[..., None] - distance, 0, num_blocks * size - 1)
+    flat = slash.reshape(len(slash), -1), held_by.reshape(len(slash), -1)
+    slash = jnp.take_along_axis(*flat, axis=1).reshape(slash.shape)
+    exists = spans.inside[..., None] & (distance < tokens[..., None])
+    return jnp.where(exists, jnp.stack([vertical, slash]), 0)
 
 
-def per_kind(values: Sequence[int], spans: Spans) -> Array:
-    """Stacks a number for columns and one for diagonals: broadcasts with [2, R], or [2, R, E]."""
-    return spans.per_row(jnp.array(values, jnp.int32)[:, None])
+def per_kind(columns: int | Array, diagonals: int) -> Array:
+    """Stacks limits of columns, a number or [R, E], and of diagonals: broadcasts with [2, R, E]."""
+    of_columns = jnp.broadcast_to(jnp.asarray(columns, jnp.int32), jnp.shape(columns) or (1, 1))
+    return jnp.stack([of_columns, jnp.full_like(of_columns, diagonals)])
 
 
 def each_kind(
-    keys: Array,
-    rule: top_p.Rule,
-    nearest: Callable[[Array, Spans], int | Array],
-    spans: Spans,
-    most_columns: Array | None = None,
+    keys: Array, rule: top_p.Rule, nearest: Callable[[Array, Spans], int | Array], spans: Spans
 ) -> Kept:
     """Selects the largest column keys, and the block diagonals of the largest diagonal keys.
 
     Keys are uint32 [2, R, NB, g]. `nearest` returns how many block diagonals are always kept, given
-    the int32 number of diagonals kept. `most_columns`, int32 [R, E], are additional column limits
-    for each sequence.
+    the int32 number of diagonals kept.
     """
-    if most_columns is not None:
-        maximum = jnp.asarray(rule.maximum).at[0].min(most_columns)
-        rule = dataclasses.replace(rule, maximum=maximum)
     kept, count = top_p.kept_entries(keys, rule, spans)
     # Distance s = d*g + offset selects block diagonal d, and d+1 unless the offset is 0.
     beyond = kept[1, ..., 1:].any(-1)
@@ -143,7 +124,7 @@ def each_kind(
 def lists(
     kept: Kept, capacities: tuple[int, int], sizes: tuple[int, int], context: SelectionContext
 ) -> tuple[VerticalSlashIndex, Array]:
-    """Builds the index of whole sequences from the rows of all ranks, replicated.
+    """Builds the index of single documents from the rows of all ranks, replicated.
 
     Capacities are those of the lists of columns and of block diagonals, sizes are B and Hq. Also
     returns `Kept.saved` as int32 [B, Hq].
@@ -153,7 +134,7 @@ def lists(
     # List padding is larger than every entry.
     tokens = top_p.ascending_entries(columns, capacities[0], num_blocks * size)
     blocks = jnp.where(diagonals, jnp.arange(num_blocks, dtype=jnp.int32), num_blocks)
-    parts = jnp.sort(blocks, axis=-1)[:, : capacities[1]], tokens, saved[:, None]
+    parts = jnp.sort(blocks, axis=-1)[:, : capacities[1]], tokens, saved
     rows = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
     slashes, verticals = rows[..., : capacities[1]], rows[..., capacities[1] : -1]
     index = VerticalSlashIndex(
@@ -167,20 +148,14 @@ def lists(
 
 
 def marks(
-    kept: Kept,
-    spans: PackedSpans,
-    documents: DocumentBlocks,
-    max_columns: int,
-    sizes: tuple[int, int],
-    context: SelectionContext,
+    kept: Kept, spans: Spans, max_columns: int, sizes: tuple[int, int], context: SelectionContext
 ) -> tuple[BlockMaskIndex, Array]:
     """Builds this rank's rows of the index of packed documents; dense ones keep all their pairs.
 
-    The documents in each row are `spans`, those of each batch entry `documents`. The columns of all
-    documents of a sequence have room for `max_columns`. Also returns the sum of `Kept.saved` over
-    documents, fp32 [B, Hq].
+    The documents in each row are `spans`. The columns of all documents of a sequence have room for
+    `max_columns`. Also returns the sum of `Kept.saved` over documents, fp32 [B, Hq].
     """
-    rows, num_blocks = context.block_ids, context.num_blocks
+    rows, num_blocks, documents = context.block_ids, context.num_blocks, context.documents
     size, inside = kept.columns.shape[-1], spans.inside
     columns = sets.pack(kept.columns & inside[..., None])
     diagonals = sets.pack(kept.diagonals & inside)[:, None]
@@ -191,6 +166,7 @@ def marks(
     columns, diagonals = gathered[..., : -words - 1], gathered[..., -words - 1 : -1]
     saved = gathered[..., -1].astype(jnp.float32)
 
+    assert documents.packed
     first = documents.of(rows).first  # [B, n]
     listed = sets.unpack(diagonals, num_blocks) | documents.dense[:, None]
     seen = on_diagonals(listed, first, rows)
@@ -203,14 +179,16 @@ def marks(
     return index.columns_from(first[:, None]), saved
 
 
-def on_diagonals(diagonals: Array, first: Array, rows: Array) -> Array:
+def on_diagonals(diagonals: Array, first: Array | None, rows: Array) -> Array:
     """Returns the blocks that rows see on the diagonals of their documents: bool [B, Hq, n, NB].
 
     Diagonal d of a document is at its d-th block of `diagonals`, bool [B, Hq, NB]; `first`, int32
-    [B, n], is the first block of each row's document.
+    [B, n], is the first block of each row's document, None for 0.
     """
     num_blocks = diagonals.shape[-1]
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    if first is None:  # the same diagonal in every batch entry
+        return diagonals[:, :, jnp.maximum(rows[:, None] - blocks, 0)]
     # Row r sees key block c if diagonal r - c of its document, at block first + r - c, is kept.
     held_by = jnp.clip(first[..., None] + rows[:, None] - blocks, 0, num_blocks - 1)
     return jax.vmap(lambda kept, block: kept[:, block])(diagonals, held_by)

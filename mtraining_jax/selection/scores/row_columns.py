@@ -1,10 +1,14 @@
 """Key columns in addition to block lists, and the row mass that they leave.
 
-Scores follow the rules of `estimate.py`, so they are bit-identical for any number of ranks.
+Each document of a pack has as many columns as a separate sequence. Scores follow the rules of
+`estimate.py`, so they are bit-identical for any number of ranks.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -13,9 +17,10 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import estimate, row_scores
+from mtraining_jax.selection.spans import PackedSpans, Spans
 from pallas_kernels.tiles import gather_columns
 
-# Probe queries for columns, evenly spaced over the sequence.
+# Probe queries for columns, evenly spaced over each document.
 _QUERIES = 128
 # A step launches a few kernels, which take a few microseconds on a GPU however small they are: so
 # there are few steps. With several ranks each computes at least one step, and at most this fraction
@@ -25,68 +30,75 @@ _STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
 
 
 def heaviest_columns(
-    q: Array, k: Array, context: SelectionContext, count: int, rule: RowRule
+    q: Array, k: Array, context: SelectionContext, spans: Spans, count: int, rule: RowRule
 ) -> Array:
     """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
     `rule` defines the forced blocks; q, k and the context are those of `RowPattern.scores`. Returns
-    int32 [B, Hq, C = `count`], ascending, padded with S, replicated. Columns without mass are
-    dropped.
+    int32 [B, Hq, E, C = `count`] for the documents in `spans`, ascending, padded with S,
+    replicated. Columns without mass are dropped.
     """
-    num_blocks, seq_len = context.num_blocks, k.shape[1]
-    end = seq_len if context.valid_len is None else context.valid_len
-    positions = spread_positions(seq_len, end)
-    rows = collectives.gather_rows(
-        q, positions, context.block_ids, num_blocks, context.axis_names
-    ).transpose(0, 2, 1, 3)
-    masses = _far_masses(rows, positions, k, num_blocks, rule, context.scale_for(q.shape[-1]))
-    most = min(count, seq_len)
-    kept, _ = top_p.kept_entries(masses.astype(jnp.uint32), top_p.Rule(0, most))
-    tokens = top_p.ascending_entries(kept & (masses > 0), most, seq_len)
-    return jnp.pad(tokens, ((0, 0), (0, 0), (0, count - most)), constant_values=seq_len)
-
-
-def spread_positions(seq_len: int, end: int | Array) -> Array:
-    """Returns evenly spaced query positions before `end`: int32 [u] or [..., u]."""
-    queries = min(_QUERIES, seq_len)
-    numbers = jnp.arange(1, queries + 1, dtype=jnp.int32)
-    return jnp.maximum(numbers * end // queries - 1, 0).astype(jnp.int32)
-
-
-def key_masses(logits: Array, counts: Array, peak: Array, total: Array, scale: float) -> Array:
-    """Computes the mass of the keys of C blocks: int32 [C, B, Hq, g]; the total is 2^30.
-
-    `counts`, bool [C, u], is whether to count a query's mass in a block; `peak` and `total`, fp32
-    [B, Hq, u], are those of whole rows.
-    """
-    to_mass = float(estimate.MASS_ONE // logits.shape[-2]) / jnp.where(total > 0, total, 1.0)
-    terms = estimate.relative_exp(logits, peak[..., None], scale)
-    mass = jnp.round(terms * to_mass[..., None]).astype(jnp.int32)
-    return jnp.where(counts[:, None, None, :, None], mass, 0).sum(-2, dtype=jnp.int32)
+    batch, heads, seq_len, num_blocks = q.shape[0], q.shape[2], k.shape[1], context.num_blocks
+    masses = _far_masses(q, k, context, spans, rule).reshape(batch * heads, num_blocks, -1)
+    spans = spans.repeat(heads)
+    most = jnp.full_like(spans.length, min(count, seq_len))
+    kept, _ = top_p.kept_entries(masses.astype(jnp.uint32), top_p.Rule(0, most), spans)
+    kept &= (masses > 0) & spans.inside[..., None]
+    number = top_p.numbered(kept, spans) + spans.of_block[..., None] * count
+    number = jnp.where(kept, number, spans.slots * count)
+    tokens = top_p.scattered(number, spans.slots * count, seq_len)
+    return tokens.reshape(batch, heads, spans.slots, count)
 
 
 def _far_masses(
-    rows: Array, positions: Array, k: Array, num_blocks: int, rule: RowRule, scale: float
+    q: Array, k: Array, context: SelectionContext, spans: Spans, rule: RowRule
 ) -> Array:
-    """Computes the mass that rows [B, Hq, u, D] give to keys: int32 [B, Hq, NB, g]; total 2^30."""
-    block_size = k.shape[1] // num_blocks
-    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-    block_bytes = 4 * rows.shape[0] * rows.shape[1] * rows.shape[2] * block_size
-    where = rows, positions, k, blocks, num_blocks, _blocks_per_step(num_blocks, block_bytes)
-    block_peak, block_total = estimate.map_logits(
+    """Computes the mass of keys outside forced blocks: int32 [B, Hq, NB, g]; total 2^30."""
+    num_blocks, seq_len = context.num_blocks, k.shape[1]
+    size, scale = seq_len // num_blocks, context.scale_for(q.shape[-1])
+    count = min(_QUERIES, seq_len)
+    within = jnp.arange(1, count + 1, dtype=jnp.int32) * jnp.asarray(spans.tokens)[..., None]
+    within = jnp.maximum(within // count - 1, 0)
+    positions = spans.first[..., None] * size + within  # [B or 1, E, u]
+    queries = _queries_of(q, jnp.clip(positions, 0, seq_len - 1), context)
+    all_blocks = dataclasses.replace(
+        context, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
+    )
+    blocks = estimate.KeyBlocks(k, all_blocks, spans)
+    chunk = _blocks_per_step(num_blocks, 4 * q.shape[0] * q.shape[2] * count * size)
+    where = queries, positions, chunk
+    block_peak, block_total = blocks.map_logits(
         lambda logits, _: estimate.in_block(logits, scale), *where
-    )  # [B, Hq, NB, u]
-    peak = block_peak.max(2)
-    weight = estimate.relative_exp(block_peak, peak[:, :, None], scale)
-    limbs = (x.sum(2, dtype=jnp.int32) for x in estimate.to_limbs(weight, block_total))
-    total = estimate.from_limbs(*limbs)
+    )
+    peak, total = blocks.join(block_peak, block_total, scale)  # [B, E, Hq, u]
+    to_mass = float(estimate.MASS_ONE // count) / total
 
-    def masses(logits: Array, blocks: Array) -> tuple[Array]:
-        distance = positions // block_size - blocks[:, None]  # [C, u]
-        counts = (distance >= rule.local_blocks) & (blocks >= rule.sink_blocks)[:, None]
-        return (key_masses(logits, counts, peak, total, scale),)
+    def masses(logits: Array, chunk: estimate.Chunk) -> tuple[Array]:
+        distance = chunk.own(positions) // size - chunk.ids[:, None, None]  # [C, B or 1, u]
+        number = chunk.ids[:, None] - chunk.own(spans.first)  # [C, B or 1]
+        counts = (distance >= rule.local_blocks) & (number >= rule.sink_blocks)[..., None]
+        terms = estimate.relative_exp(logits, chunk.own(peak)[..., None], scale)
+        mass = jnp.round(terms * chunk.own(to_mass)[..., None]).astype(jnp.int32)
+        return (jnp.where(counts[:, :, None, :, None], mass, 0).sum(-2, dtype=jnp.int32),)
 
-    return estimate.map_logits(masses, *where)[0]
+    return blocks.map_logits(masses, *where)[0]
+
+
+def _queries_of(
+    q: Array, positions: Array, context: SelectionContext
+) -> Callable[[estimate.Chunk], Array]:
+    """Looks up the queries at positions int32 [B or 1, E, u] for blocks: [C or 1, B, Hq, u, D].
+
+    On one device those of a pack are read in place: the queries of all slots, most of them possibly
+    empty, would need at least as much memory as q.
+    """
+    if context.axis_names or not context.documents.packed:
+        queries = estimate.queries_at(q, positions, context)
+        return lambda chunk: chunk.own(queries)
+    size = q.shape[1] // context.num_blocks
+    local = collectives.local_index(context.block_ids, context.num_blocks)[positions // size]
+    tokens, entries = local * size + positions % size, jnp.arange(len(q))[:, None]
+    return lambda chunk: q[entries, chunk.own(tokens)].swapaxes(2, 3)
 
 
 def masses_without(
@@ -94,6 +106,7 @@ def masses_without(
     positions: Array,
     k: Array,
     tokens: Array,
+    spans: Spans,
     context: SelectionContext,
     *,
     like: Array,
@@ -103,58 +116,29 @@ def masses_without(
     Args:
         rows, positions: from `probe_rows.probe_rows`.
         k: [B, S, Hk, D], all keys, in sequence order.
-        tokens: int32 [B, Hq, C], the columns; S for padding.
-        context: the shards of the sequence.
+        tokens: int32 [B, Hq, E, C], the columns of each document in `spans`; S for padding.
+        spans, context: the documents and the shards of the sequence.
         like: [B, n, Hq, D], the queries of the attention.
 
     Returns:
         fp32 [B, Hq, n, NB], mass of key blocks without columns, and fp32 [B, Hq, n], mass of the
         columns. Their sum is the result of `row_scores.block_masses`.
     """
-    keys = gather_columns(k, tokens).swapaxes(1, 2)  # [B, Hq, C, D]
-    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
-
-    def logits(rows: Array, start: Array, size: int) -> Array:
-        del start, size  # all rows of blocks have the same columns
-        batch, heads, *_, dim = rows.shape
-        return lax.dot_general(
-            rows.reshape(batch, heads, -1, dim),
-            keys,
-            (((3,), (3,)), ((0, 1), (0, 1))),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        ).reshape(*rows.shape[:-1], -1)
-
-    return left_over(rows, positions, k, tokens[:, :, None], logits, context, like=like)
-
-
-def left_over(
-    rows: Array,
-    positions: Array,
-    k: Array,
-    tokens: Array,
-    logits: Callable[[Array, Array, int], Array],
-    context: SelectionContext,
-    *,
-    like: Array,
-    first_blocks: Array | None = None,
-) -> tuple[Array, Array]:
-    """Splits masses like `masses_without`, with columns [B, Hq, n or 1, C] of each row of blocks.
-
-    `logits` computes those of rows [B, Hq, size, r, D] with their columns, for `size` local blocks
-    from a given one on: fp32 [B, Hq, size, r, C]. No row sees blocks before `first_blocks`.
-    """
     block_size = k.shape[1] // context.num_blocks
     masses, levels = row_scores.block_masses_and_levels(
         rows,
         row_scores.by_blocks(k, block_size),
         positions,
-        first_blocks,
+        context.first_blocks(context.block_ids),
         scale=context.scale_for(rows.shape[-1]),
         like=like,
         backend=context.backend,
     )
-    column_masses = _column_masses(rows, positions, levels, tokens, logits, context)
+    if isinstance(spans, PackedSpans):
+        held = jnp.append(tokens, jnp.full_like(tokens[:, :, :1], k.shape[1]), axis=2)
+        slot = spans.of_block[:, context.block_ids]  # [B, n]; the last for none
+        tokens = jax.vmap(lambda tokens, slot: tokens[:, slot])(held, slot)  # [B, Hq, n, C]
+    column_masses = _column_masses(rows, positions, k, levels, tokens, context)
     batch, heads, num_local, _ = column_masses.shape
     rows_of = jnp.ogrid[:batch, :heads, :num_local, :1][:3]
     blocks = jnp.broadcast_to(tokens // block_size, column_masses.shape)
@@ -165,49 +149,62 @@ def left_over(
     return left, column_masses.sum(-1, dtype=jnp.int32).astype(jnp.float32) * one
 
 
-def steps_of(rows: Array, num_columns: int, num_blocks: int) -> tuple[int, int]:
-    """Returns the number of steps, and of rows of blocks per step, for any number of ranks."""
-    batch, heads, num_local, num_rows, dim = rows.shape
-    row_bytes = batch * heads * num_columns * max(4 * num_rows, rows.dtype.itemsize * dim)
-    size = _blocks_per_step(num_blocks, row_bytes)
-    return -(-num_local // size), size
-
-
 def _blocks_per_step(num_blocks: int, bytes_per_block: int) -> int:
     """Returns the number of blocks per step, as a function of the whole sequence only."""
     return max(min(-(-num_blocks // _LEAST_STEPS), _STEP_BYTES // max(bytes_per_block, 1)), 1)
 
 
 def _column_masses(
-    rows: Array,
-    positions: Array,
-    levels: Array,
-    tokens: Array,
-    logits: Callable[[Array, Array, int], Array],
-    context: SelectionContext,
+    rows: Array, positions: Array, k: Array, levels: Array, tokens: Array, context: SelectionContext
 ) -> Array:
-    """Computes column masses, some rows of blocks at a time: int32 [B, Hq, n, C]; total 2^30."""
+    """Computes the masses of columns [B, Hq, n or 1, C]: int32 [B, Hq, n, C]; total 2^30.
+
+    Some rows of blocks at a time.
+    """
     batch, heads, num_local, num_rows, dim = rows.shape
-    steps, chunk = steps_of(rows, tokens.shape[3], context.num_blocks)
+    row_bytes = batch * heads * tokens.shape[3] * max(4 * num_rows, rows.dtype.itemsize * dim)
+    chunk = _blocks_per_step(context.num_blocks, row_bytes)
+    steps = -(-num_local // chunk)
     padding = steps * chunk - num_local
-    rows, levels = (
-        jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)) for x in (rows, levels)
+    same = not context.documents.packed
+    precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
+    product = functools.partial(
+        lax.dot_general, precision=precision, preferred_element_type=jnp.float32
     )
-    positions = jnp.pad(positions, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
-    same = tokens.shape[2] == 1
+    if same:  # gathered once, and one product for all rows
+        keys = gather_columns(k, tokens[:, :, 0]).swapaxes(1, 2)  # [B, Hq, C, D]
+    else:
+        # A single flat index lets XLA fuse the gather. Padding may read any key: it is masked.
+        flat, (_, length, kv_heads, _) = k.reshape(-1, dim), k.shape
+        at = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None] * length + tokens % length
+        kv_head = jnp.arange(heads, dtype=jnp.int32)[:, None, None] // (heads // kv_heads)
+        in_keys = at * kv_heads + kv_head
+
+    def padded(x: Array, axis: int, value: int = 0) -> Array:
+        widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, constant_values=value)
+
+    rows, levels, positions = padded(rows, 2), padded(levels, 2), padded(positions, 1, -1)
     if not same:
-        tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, padding), (0, 0)))
+        tokens, in_keys = padded(tokens, 2), padded(in_keys, 2)
     scale = context.scale_for(dim)
     one = float(estimate.MASS_ONE // num_rows)
 
-    def part(x: Array, i: Array, axis: int) -> Array:
-        return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis)
-
     def step(i: Array) -> Array:
-        columns = tokens if same else part(tokens, i, 2)
-        seen = part(positions, i, 1)[:, None, ..., None] >= columns[:, :, :, None]
-        masked = jnp.where(seen, logits(part(rows, i, 2), i * chunk, chunk), -jnp.inf)
-        mass = estimate.relative_exp(masked, part(levels, i, 2)[..., None], scale)
+        def part(x: Array, axis: int) -> Array:
+            return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis)
+
+        if same:
+            columns, of_rows = tokens, part(rows, 2).reshape(batch, heads, -1, dim)
+            logits = product(of_rows, keys, (((3,), (3,)), ((0, 1), (0, 1))))
+            logits = logits.reshape(batch, heads, chunk, num_rows, -1)
+        else:  # keys of these blocks only: most slots may be empty
+            columns = part(tokens, 2)
+            own = flat.at[part(in_keys, 2)].get(mode="promise_in_bounds")  # [B, Hq, chunk, C, D]
+            logits = product(part(rows, 2), own, (((4,), (4,)), ((0, 1, 2), (0, 1, 2))))
+        seen = part(positions, 1)[:, None, ..., None] >= columns[:, :, :, None]
+        masked = jnp.where(seen, logits, -jnp.inf)
+        mass = estimate.relative_exp(masked, part(levels, 2)[..., None], scale)
         return jnp.round(mass * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
 
     masses = lax.map(step, jnp.arange(steps))
