@@ -16,6 +16,7 @@ from pallas_kernels.mosaic_gpu.common import (
     LOG2E,
     ROWS,
     TILE,
+    await_last,
     iota,
     load_rows,
     product,
@@ -156,11 +157,8 @@ class HopperEstimate(Estimate):
                         refs["k"].at[b, keys, kv_head], smem["k"].at[slot], bars["k_full"].at[slot]
                     )
 
-                def drain(n: Array, _: None) -> None:
-                    plgpu.barrier_wait(bars["k_free"].at[lax.rem(n, _STAGES)])
-
                 lax.fori_loop(0, count, load, None)
-                lax.fori_loop(lax.max(0, count - _STAGES), count, drain, None)
+                await_last([bars["k_free"]], count, _STAGES)
 
             def compute_warpgroup() -> None:
                 member = first_member + warpgroup

@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_gpu.common import (
     TILE,
     WARPGROUPS,
     Config,
+    await_last,
     fold,
     full,
     gathered_columns,
@@ -84,11 +85,7 @@ def forward_kernel(
                 return producer.load_item(it, step)
 
             producer.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
-
-            def drain_queries(n, _):
-                plgpu.barrier_wait(bars["q_free"].at[lax.rem(n, query_slots)])
-
-            lax.fori_loop(lax.max(0, count - query_slots), count, drain_queries, None)
+            await_last([bars["q_free"]], count, query_slots)
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
