@@ -21,10 +21,7 @@ def marked(entries: Array, count: Array, size: int) -> Array:
 
 
 def contains(entries: Array, count: Array, values: Array) -> Array:
-    """Whether each value is among the valid entries: bool [..., n].
-
-    The first `count` [...] entries int32 [..., M] ascend; `values` are int32 [n] or [..., n].
-    """
+    """Whether values int32 [n] or [..., n] are among the first `count` entries, which ascend."""
     if entries.shape[-1] == 0:
         return jnp.zeros((*count.shape, values.shape[-1]), bool)
     past = jnp.iinfo(jnp.int32).max

@@ -23,10 +23,7 @@ class Segment(NamedTuple):
 
 
 class ShardTiles(abc.ABC):
-    """The tiles of every pair of shards, prepared once per layer.
-
-    All segments have the same stride, a divisor of the number of blocks of the sequence.
-    """
+    """The tiles of every pair of shards, prepared once per layer; all segments have one stride."""
 
     @abc.abstractmethod
     def pair(self, query: Segment, key: Segment) -> Tiles:

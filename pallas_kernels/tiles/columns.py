@@ -92,10 +92,7 @@ def padded_columns(tokens: Array, count: Array) -> Array:
 
 
 def gather_columns(x: Array, tokens: Array) -> Array:
-    """Gathers columns of keys or values [B, S, Hk, D] for each query head: [B, Mv, Hq, D].
-
-    `tokens` are int [B, Hq, Mv] positions along S; those outside [0, S) give zeros.
-    """
+    """Gathers columns of keys or values [B, S, Hk, D]: [B, Mv, Hq, D], zeros outside of [0, S)."""
     group = tokens.shape[1] // x.shape[2]
     heads = np.arange(tokens.shape[1], dtype=np.int32) // group
     batch = np.arange(x.shape[0], dtype=np.int32)

@@ -143,10 +143,7 @@ def _ranks(
 def _key_items(
     sizes: Sizes, step: int, wave: int, *, alternate: bool, segments: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lists items of key blocks [n, 8] of `step` heads, and marks falling heads [B, Hq].
-
-    Sequences alternate after each wave: rising and falling ones with `alternate`, else all rising.
-    """
+    """Lists items of key blocks [n, 8] of `step` heads, and marks falling heads [B, Hq]."""
     batch, heads, _, num_key_blocks, _ = sizes
     group = sizes.group
     sequences = [(b, h) for b in range(batch) for h in range(0, heads, step)]

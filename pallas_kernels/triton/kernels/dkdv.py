@@ -1,7 +1,4 @@
-"""Triton backward kernels for keys and values: dk and dv of blocks and of gathered columns.
-
-Gradients of a program's keys stay in registers, so the order of the sum is fixed.
-"""
+"""Triton backward kernels for dk and dv of blocks and of gathered columns, summed in registers."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton

@@ -56,10 +56,7 @@ def estimate_masses(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Sums weights exp2(log2_scale (q k - peak)) to_mass over a tile's columns and diagonals.
-
-    ROWS, KEYS: powers of two, at least 32.
-    """
+    """Sums weights exp2(log2_scale (q k - peak)) to_mass over a tile's columns and diagonals."""
     batch, kv_head, block, keys = _keys_of(k, KV_HEADS, DIM, KEYS)
     blocks = tl.num_programs(1)
     shift, own = tl.load(shifts + batch * blocks + block), tl.load(queries + batch)
