@@ -1,7 +1,7 @@
 """Inputs of attention in addition to q, k and v, its configuration, and its results."""
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ class AttentionSpec:
             self.backend,
             self.causal,
             inputs.valid_len,
-            inputs.documents,
+            cast(DocumentBlocks, inputs.documents),  # None makes it one document
             inputs.mass_fraction,
         )
 
