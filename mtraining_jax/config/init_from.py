@@ -1,4 +1,4 @@
-"""Model fields from the config.json of the checkpoint in `model.init_from`."""
+"""Model fields from config.json, and the tokenizer, of the checkpoint in `model.init_from`."""
 
 import json
 import os.path
@@ -18,6 +18,7 @@ from mtraining_jax.utils.file_limits import absence, is_url
 def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -> dict[str, Any]:
     """Fills the section `model` from config.json, except for the fields in `model.override`.
 
+    `data.tokenizer` defaults to the checkpoint's tokenizer.json.
     `say` is called with a field's name and a message for each field that differs from config.json.
     """
     given = table.get("model")
@@ -48,7 +49,10 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
                 f" which has {_text(_plain(found[name]))}: remove it{way}",
             )
             model[name] = _plain(found[name])
-    return {**table, "model": model}
+    data, tokenizer = table.get("data", {}), Path(folder) / "tokenizer.json"
+    if isinstance(data, dict) and tokenizer.is_file():
+        data = {"tokenizer": str(tokenizer), **data}
+    return {**table, "model": model, "data": data}
 
 
 def _equal(name: str, given: Any, found: Mapping[str, Any]) -> bool:

@@ -1,10 +1,13 @@
 """Notes on a valid configuration, printed before the run."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import DENSE_STEPS
+from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.tokenizer import BYTES
 
 
 def notes(config: Config, names: Iterable[str]) -> list[str]:
@@ -16,6 +19,11 @@ def notes(config: Config, names: Iterable[str]) -> list[str]:
     for name in dict.fromkeys(RENAMED.get(name, name) for name in names):
         if reason := next(_reasons(config, name), None):
             found.append(f"{name} has no effect: {reason}")
+    if config.model.init_from is not None and _reads_text_as_bytes(config):
+        found.append(
+            f"{config.model.init_from} has no tokenizer.json, so text is tokenized to bytes; set "
+            "data.tokenizer to the tokenizer that the checkpoint was trained with"
+        )
     sparse = config.sparsity.pattern.sparse and not config.dense_steps.count()
     if config.checkpoint.export_hf and sparse:
         # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
@@ -28,6 +36,13 @@ def notes(config: Config, names: Iterable[str]) -> list[str]:
     return found
 
 
+def _reads_text_as_bytes(config: Config) -> bool:
+    source = config.data.source_options
+    is_text = isinstance(source, DocumentSource) and not source.holds_ids
+    has_own = (Path(config.model.init_from or "") / "tokenizer.json").is_file()
+    return is_text and config.data.tokenizer == BYTES and not has_own
+
+
 def _reasons(config: Config, name: str) -> Iterator[str]:
     """Why a field has no effect."""
     section, _, field = name.partition(".")
@@ -37,6 +52,8 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
     audited = audit.interval or audit.gradient_interval
     if section == "audit" and "interval" not in field and not audited:
         yield "audit.interval = 0 and audit.gradient_interval = 0 disable audits"
+    if name == "model.override" and config.model.init_from is None:
+        yield "model.init_from = none has no config.json to override"
     if name == "profile.steps" and config.profile.start is None:
         yield "profile.start = none disables tracing"
     if name in ("sparsity.tune_min", "sparsity.tune_max") and config.sparsity.tune == "none":

@@ -187,7 +187,8 @@ class DataConfig:
     source_options: Annotated[InstanceOf[Source], SOURCE_KIND] = SOURCE_KIND.default_options()
     """The source that `source` selects, with its options."""
     tokenizer: PathText = "bytes"
-    """bytes (ids 0-255 are bytes, 256 ends a document) or the path of a tokenizer.json."""
+    """bytes (ids 0-255 are bytes, 256 ends a document) or the path of a tokenizer.json; with
+    model.init_from it defaults to the tokenizer.json in that folder, if there is one."""
     eos: NonNegativeInt | Text | None = None
     """Token that ends a document, as id or string; none: the tokenizer's (bytes: 256)."""
     seq_len: Annotated[int, Ge(2)] = 4096

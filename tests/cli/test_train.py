@@ -107,6 +107,7 @@ def test_it_runs_the_configuration(runs, capsys):
             ["--optimizer.final_lr_ratio=0.2", "--optimizer.schedule=constant"],
             'optimizer.schedule = "constant" does not decay the learning rate',
         ),
+        (["--model.override=rope_theta"], "model.init_from = none has no config.json to override"),
         (["--data.balance=length"], "parallel.replicas = 1 has a single data-parallel replica"),
     ],
 )

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
+from mtraining_jax.config.notes import notes
 from mtraining_jax.models.families.llama import Llama
 from mtraining_jax.models.huggingface.config import check_same_model
 from mtraining_jax.utils.errors import UserError
@@ -107,6 +108,20 @@ def test_a_longer_context_needs_an_override(load, checkpoint):
     assert said.startswith("data.seq_len = 128 is more than model.max_position_embeddings = 64, ")
     assert 'add it to model.override: ["max_position_embeddings"] or' in said
     assert load(override="max_position_embeddings").model.max_position_embeddings == 32768
+
+
+def test_the_tokenizer_is_that_of_the_checkpoint(load, checkpoint, tmp_path):
+    (line,) = notes(load(), [])
+    assert line.startswith(f"{checkpoint} has no tokenizer.json, so text is tokenized to bytes; ")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    config = load()
+    assert config.data.tokenizer == f"{checkpoint}/tokenizer.json" and notes(config, []) == []
+    path = tmp_path / "mine.toml"
+    for own in ("bytes", "other.json"):
+        chosen = load_config(path, [("data.tokenizer", own)])
+        assert chosen.data.tokenizer == own and notes(chosen, []) == []
+    held_out = [("eval.data.source", "text"), ("eval.data.paths", "held.txt")]
+    assert load_config(path, held_out).eval.data.tokenizer == config.data.tokenizer
 
 
 def test_sizes_cannot_be_overridden(load):
