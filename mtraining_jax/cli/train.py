@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with StopSignals() as signals:
             return _run(sys.argv[1:] if arguments is None else arguments, signals)
     except Stopped as stopped:
-        print(f"stopped: {stopped}", file=sys.stderr)
+        if not stopped.printed:
+            print(f"stopped: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
     except UserError as error:
         return print_error(error)

@@ -358,5 +358,5 @@ class DistributedConfig:
     """Index of this process, from 0; requires coordinator."""
     timeout_seconds: PositiveInt = 300
     """How long to wait for the other processes at startup."""
-    heartbeat_timeout_seconds: PositiveInt = 100
-    """Stop if another process sends no heartbeat for this long."""
+    heartbeat_timeout_seconds: PositiveInt = 50
+    """Stop if another process is silent for this long."""

@@ -9,9 +9,11 @@ class UserError(ValueError):
     Commands print the message without a traceback and exit with status 2.
     """
 
+    printed = False  # by process 0, for all processes of a run
+
 
 def print_error(error: UserError) -> int:
     """Prints an error to stderr and returns the exit status, 2."""
-    for line in str(error).splitlines():
+    for line in [] if error.printed else str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)
     return 2

@@ -18,8 +18,8 @@ from typing import Any, NoReturn, Self
 
 # EX_TEMPFAIL of sysexits.h: the same command resumes the run; schedulers can requeue on it.
 EXIT_STOPPED = 75
-# A step hangs: devices or processes wait for a failed one.
-EXIT_STUCK = 1
+# A device or process failed, and the others would wait for it.
+EXIT_FAILED = 1
 # Seconds to clean up when stopped before the first step.
 _PATIENCE = 10
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -27,6 +27,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 class Stopped(BaseException):
     """A signal stopped the command; like `KeyboardInterrupt`, not an `Exception`."""
+
+    printed = False  # by process 0, for all processes of a run
 
 
 class StopSignals:

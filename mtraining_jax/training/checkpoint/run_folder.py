@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mtraining_jax.config import Config
@@ -48,14 +49,17 @@ def resume_step(config: Config) -> int | None:
     return step
 
 
-def wait_for_resume_step(config: Config, step: int | None, seconds: float) -> int | None:
-    """Waits until this process sees the resume step of process 0; returns the one it sees."""
+def wait_for[T](value: T, look: Callable[[], T], seconds: float) -> T | None:
+    """Waits until this process sees in a shared folder what process 0 sees; returns what it sees.
+
+    None if `look` raises a UserError.
+    """
     end = time.monotonic() + min(seconds, _FILE_SYSTEM_DELAY)
     while True:
         seen = None
         with contextlib.suppress(UserError):
-            seen = resume_step(config)
-        if seen == step or time.monotonic() > end:
+            seen = look()
+        if seen == value or time.monotonic() > end:
             return seen
         time.sleep(0.5)
 

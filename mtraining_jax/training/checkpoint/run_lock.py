@@ -19,7 +19,7 @@ def only_run_in(folder: Path) -> Iterator[str | None]:
     it yields a note. Raises a UserError if another run holds the lock.
     """
     folder = folder.absolute()
-    path = folder.with_name(f".{folder.name}.lock")
+    path = _lock_file(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         file, note = _locked(path, folder)
@@ -35,19 +35,36 @@ def only_run_in(folder: Path) -> Iterator[str | None]:
         os.close(file)
 
 
+def holder(folder: Path) -> str | None:
+    """Returns the process that runs in a folder, if this process sees the lock file."""
+    try:
+        return _lock_file(folder.absolute()).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _own_name() -> bytes:
+    return f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+
+
 def _locked(path: Path, folder: Path) -> tuple[int, str | None]:
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(file, 200).decode(errors="replace").strip()
+            other = os.read(file, 200).decode(errors="replace").strip()
             os.close(file)
             raise UserError(
-                f"another run writes into {folder} ({holder or 'just starting'}); wait until it "
+                f"another run writes into {folder} ({other or 'just starting'}); wait until it "
                 "ends, or set another run.name or run.output_dir"
             ) from None
         except OSError as error:
+            os.write(file, _own_name())
             return file, (
                 f"warning: no lock on {path}, because its file system does not support locks "
                 f"({error.strerror}); a second run in this folder would not be detected"
@@ -56,6 +73,6 @@ def _locked(path: Path, folder: Path) -> tuple[int, str | None]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(file)):
                 os.ftruncate(file, 0)
-                os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                os.write(file, _own_name())
                 return file, None
         os.close(file)

@@ -1,14 +1,16 @@
 """A complete run: checks, connection to other processes, training, and final summary."""
 
 import contextlib
+from collections.abc import Callable
 
 from mtraining_jax.config import Config
+from mtraining_jax.config.epochs import with_steps
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
 from mtraining_jax.training.checkpoint import run_folder
 from mtraining_jax.training.checkpoint.export import export_checkpoint
-from mtraining_jax.training.checkpoint.run_lock import only_run_in
+from mtraining_jax.training.checkpoint.run_lock import holder, only_run_in
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.loop.trainer import Trainer
 from mtraining_jax.training.processes import distributed
@@ -17,9 +19,12 @@ from mtraining_jax.training.processes.agreement import (
     check_same_configuration,
     run_on_process_0,
 )
+from mtraining_jax.training.processes.peers import PeerWatch
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import check_devices
 from mtraining_jax.utils.signals import Stopped, StopSignals
+
+_SHARED = "run.output_dir must be on a file system that all hosts share"
 
 
 def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
@@ -36,36 +41,44 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
         Stopped: after a stop signal, when everything is written.
     """
     run_folder.check_writable(config)
-    joined = distributed.initialize(config.distributed)
-    if joined and signals is not None:
-        signals.stop_together()
+    peers = None
+    if distributed.initialize(config.distributed):
+        peers = PeerWatch(config.distributed.heartbeat_timeout_seconds)
+        if signals is not None:
+            signals.stop_together()
     try:
         check_devices()
         with contextlib.ExitStack() as opened:
             display = Display(enabled=distributed.is_first())
             opened.callback(display.stop)
             check_same_configuration(config)
-            records = _run(config, display, signals, opened)
+            records = _run(config, display, signals, peers, opened)
     except (UserError, Stopped) as reason:
-        if joined:
-            distributed.shutdown(reason)
+        if peers is not None:
+            distributed.shutdown(peers, reason)
         raise
     except Exception as error:
-        if joined:
-            distributed.abort(error)
+        if peers is not None:
+            distributed.abort(peers, error)
         raise
-    if joined:
-        distributed.shutdown()
+    if peers is not None:
+        distributed.shutdown(peers)
     return records
 
 
 def _run(
-    config: Config, display: Display, signals: StopSignals | None, opened: contextlib.ExitStack
+    config: Config,
+    display: Display,
+    signals: StopSignals | None,
+    peers: PeerWatch | None,
+    opened: contextlib.ExitStack,
 ) -> list[Record]:
     timeout = config.distributed.timeout_seconds
     note = run_on_process_0(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
     if note is not None:
         display.say(note)
+    _seen_by_all(f"lock file of {config.run.folder}", lambda: holder(config.run.folder), config)
+    config = with_steps(config)
     resume_from = agreed_resume_step(config)
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from))
@@ -76,6 +89,8 @@ def _run(
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
     with contextlib.ExitStack() as parts:
         trainer = Trainer(config, resume_from, display, signals, parts)
+        if peers is not None:
+            peers.advice = trainer.way_to_resume
         try:
             history, places = trainer.train()
         except KeyboardInterrupt as error:
@@ -92,13 +107,17 @@ def _run(
 
 def agreed_resume_step(config: Config) -> int | None:
     """Returns the resume step of process 0; the others must find the same checkpoint."""
+    name = f"newest checkpoint in {run_folder.checkpoint_folder(config)}"
+    return _seen_by_all(name, lambda: run_folder.resume_step(config), config)
+
+
+def _seen_by_all[T](name: str, look: Callable[[], T], config: Config) -> T:
+    """Returns what process 0 sees in the output folder, and checks that the others see it too."""
     timeout = config.distributed.timeout_seconds
-    resume_from = run_on_process_0(lambda: run_folder.resume_step(config), timeout)
-    seen = run_folder.wait_for_resume_step(config, resume_from, timeout / 2)
-    folder = run_folder.checkpoint_folder(config)
-    name = f"newest checkpoint in {folder} (run.output_dir must be shared by all hosts)"
-    assert_same_on_all_processes({name: seen}, timeout)
-    return resume_from
+    value = run_on_process_0(look, timeout)
+    seen = run_folder.wait_for(value, look, timeout / 2)
+    assert_same_on_all_processes({f"{name} ({_SHARED})": seen}, timeout)
+    return value
 
 
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:

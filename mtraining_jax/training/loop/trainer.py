@@ -33,7 +33,7 @@ from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.tuning.replica_load import ReplicaLoad, replicas_differ
 from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.training.validation import Evaluator
-from mtraining_jax.utils.signals import EXIT_STUCK, Stopped, StopSignals, exit_immediately
+from mtraining_jax.utils.signals import EXIT_FAILED, Stopped, StopSignals, exit_immediately
 
 # Keys of a checkpoint next to the position in the data: tuner state and audit alarms.
 _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
@@ -80,9 +80,8 @@ class Trainer:
         first = distributed.is_first()
         self._profile = ProfileWindow(config.profile, config.run.folder / "profile", first)
         opened.callback(self._profile.end)
-        display.say(
-            *banner(config, builder.count_parameters(), mesh, loader.description, validation)
-        )
+        data = loader.description_for(config.run.steps)
+        display.say(*banner(config, builder.count_parameters(), mesh, data, validation))
         folder, keep = run_folder.checkpoint_folder(config), config.checkpoint.keep
         self._checkpoints = Checkpoints(folder, keep=keep, async_save=config.checkpoint.async_save)
         self._newest_checkpoint = self._checkpoints.newest
@@ -223,12 +222,13 @@ class Trainer:
 
     def with_way_to_resume(self, what: str) -> str:
         """Returns a message that the run ends, with its step and how to resume."""
-        return f"{what} at step {self._step}; {self._way_to_resume()}"
+        return f"{what} at step {self._step}; {self.way_to_resume()}"
 
     def _leave(self, sentence: str) -> None:
-        exit_immediately(EXIT_STUCK, f"{sentence}; {self._way_to_resume()}")
+        exit_immediately(EXIT_FAILED, f"{sentence}; {self.way_to_resume()}")
 
-    def _way_to_resume(self) -> str:
+    def way_to_resume(self) -> str:
+        """Returns what to do after the run ends, by the newest checkpoint."""
         newest = self._newest_checkpoint()
         if newest is None:
             return (

@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import jax
 
 from mtraining_jax.config.sections import DistributedConfig
+from mtraining_jax.training.processes.peers import PeerWatch
 from mtraining_jax.utils.errors import UserError, print_error
+from mtraining_jax.utils.signals import EXIT_FAILED, Stopped, exit_immediately
 
 # Transports of collectives between processes, as errors name them.
 _TRANSPORTS = ("Gloo", "NCCL")
@@ -32,8 +34,8 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
 
     Sources, in order: the three fields of the configuration; a SLURM step (`srun`) with several
     tasks; Open MPI (`mpirun`) with several processes; an indexed Kubernetes job. Without any of
-    them, the process runs alone. After joining, call `shutdown` at the end or `abort` after an
-    error.
+    them, the process runs alone. After joining, open a `PeerWatch`, and call `shutdown` at the end
+    or `abort` after an error.
 
     A single SLURM task per node uses all GPUs of its node. With several SLURM tasks per node, or
     with Open MPI, each process uses the GPU of its local rank. Otherwise, and for SLURM tasks that
@@ -53,8 +55,8 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
             jax.distributed.initialize(
                 # JAX aborts the process at its own timeout, so ours must be shorter.
                 initialization_timeout=timeout + 60,
-                # JAX ends this process with a message if another one sends none for so long.
-                heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+                # `PeerWatch` notices a lost process earlier, and says which one.
+                heartbeat_timeout_seconds=config.heartbeat_timeout_seconds + 60,
                 **arguments,
             )
         except Exception as error:
@@ -82,12 +84,13 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     ) from next(iter(failed), None)
 
 
-def shutdown(reason: BaseException | None = None) -> None:
+def shutdown(peers: PeerWatch, reason: UserError | Stopped | None = None) -> None:
     """Disconnects from the other processes; all of them wait for one another.
 
-    If a run ends early, most reasons reach all processes, and then all of them meet here.
-    Otherwise this process prints its reason and exits alone.
+    If a run ends early, most reasons reach all processes: they meet here, and process 0 prints it.
+    Otherwise this process prints its reason and ends the others.
     """
+    peers.close()
     if reason is None:
         jax.distributed.shutdown()
         return
@@ -95,22 +98,26 @@ def shutdown(reason: BaseException | None = None) -> None:
     leaving.start()
     leaving.join(_PATIENCE)
     if leaving.is_alive():
-        _exit(print_error(UserError(str(reason))))
+        status = print_error(UserError(str(reason)))
+        peers.announce(str(reason))
+        _exit(status)
+    reason.printed = peers.number > 0
 
 
-def abort(error: Exception) -> NoReturn:
-    """Prints an error that the other processes do not share, and exits at once.
+def abort(peers: PeerWatch, error: Exception) -> NoReturn:
+    """Ends this process, and the others too, after an error that they do not share.
 
     The others wait for this process in a collective, so it must not wait for them like `shutdown`.
-    If a collective failed because another process ended, the message is one sentence.
+    If a collective failed because another process ended, `peers` finds out which one.
     """
     reason = _first_line(error)
     if any(name in reason for name in _TRANSPORTS):
-        lost = f"another process of the run ended during a collective ({reason})"
-        print_error(UserError(f"{lost}; see its output for the reason"))
-    else:
-        traceback.print_exception(error)
-    _exit(1)
+        peers.wait_for_verdict()
+        failed = f"a collective between the processes of the run failed ({reason})"
+        exit_immediately(EXIT_FAILED, f"{failed}; {peers.advice()}")
+    traceback.print_exception(error)
+    peers.announce(reason)
+    _exit(EXIT_FAILED)
 
 
 def _first_line(error: Exception) -> str:

@@ -5,7 +5,7 @@ import threading
 import time
 
 from mtraining_jax.training.loop.watchdog import HangWatchdog
-from mtraining_jax.utils.signals import EXIT_STUCK
+from mtraining_jax.utils.signals import EXIT_FAILED
 from tests.training.common import changed, start_process
 
 
@@ -150,7 +150,7 @@ def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, t
     (program := tmp_path / "hangs.py").write_text(HANGS)
     process = start_process(config, tmp_path, program=program)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == EXIT_STUCK, output
+    assert process.returncode == EXIT_FAILED, output
     last = output.splitlines()[-1]
     assert last.startswith("stopped: step 2 did not end within 5 s (run.step_timeout_seconds);")
     assert last.endswith("; run the same command again to resume from the checkpoint of step 1")

@@ -5,12 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes import distributed
+from mtraining_jax.utils.signals import EXIT_FAILED, EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
 HEARTBEAT_TIMEOUT = 4
@@ -24,12 +26,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes import distributed
+from mtraining_jax.training.processes.peers import PeerWatch
 
 port, number, timeout, wait = sys.argv[1:]
 distributed.initialize(DistributedConfig(
     coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=int(number),
     heartbeat_timeout_seconds=int(timeout),
 ))
+peers = PeerWatch(int(timeout))
+peers.advice = lambda: "how to resume"
 mesh = Mesh(np.array(jax.devices()), "x", axis_types=(AxisType.Auto,))
 everyone = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
 x = jax.make_array_from_callback(
@@ -43,22 +48,23 @@ try:
             if wait == "wait":
                 time.sleep(300)
 except Exception as error:
-    distributed.abort(error)
+    distributed.abort(peers, error)
 """
 
 
+@pytest.mark.parametrize("wait", ["", "wait"])
 @pytest.mark.parametrize(
-    ("wait", "message"),
+    ("lost", "message"),
     [
-        ("", "error: another process of the run ended during a collective"),
-        ("wait", "another task died"),
+        (1, f"stopped: process 1 was lost: it did not answer for {HEARTBEAT_TIMEOUT} s"),
+        (0, "stopped: aborted by XLA, most likely because process 0"),
     ],
 )
-def test_the_others_stop_with_a_message(wait, message):
+def test_the_others_stop_with_a_message(wait, lost, message):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    survivor, victim = processes = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, str(port), str(n), str(HEARTBEAT_TIMEOUT), wait],
             stdout=subprocess.PIPE,
@@ -69,6 +75,7 @@ def test_the_others_stop_with_a_message(wait, message):
         )
         for n in range(2)
     ]
+    victim, survivor = processes[lost], processes[1 - lost]
     try:
         assert any("works" in line for line in victim.stdout)
         assert any("works" in line for line in survivor.stdout)
@@ -79,28 +86,31 @@ def test_the_others_stop_with_a_message(wait, message):
         for process in processes:
             process.kill()
             process.communicate()
-    assert survivor.returncode != 0 and message in output, output
+    assert survivor.returncode == EXIT_STOPPED, output
+    last = output.splitlines()[-1]
+    assert message in last and last.endswith("; how to resume"), output
     assert time.monotonic() - killed < 10 * HEARTBEAT_TIMEOUT  # allows for a busy machine
-    if not wait:
-        assert "Traceback" not in output
+    assert "Traceback" not in output
 
 
 def test_an_error_of_this_process_alone_ends_it_with_its_traceback(monkeypatch, capsys):
     def leave_python(status):
         raise SystemExit(status)
 
+    announced = []
+    peers = types.SimpleNamespace(announce=announced.append)
     monkeypatch.setattr(os, "_exit", leave_python)
     with pytest.raises(SystemExit) as left:
-        distributed.abort(RuntimeError("out of ideas"))
-    assert left.value.code == 1
+        distributed.abort(peers, RuntimeError("out of ideas"))
+    assert left.value.code == EXIT_FAILED and announced == ["out of ideas"]
     assert "RuntimeError: out of ideas" in capsys.readouterr().err
 
 
-def test_the_timeout_is_passed_on(monkeypatch):
+def test_jax_waits_longer_for_a_heartbeat(monkeypatch):
     calls = []
     monkeypatch.setattr("jax.distributed.initialize", lambda **arguments: calls.append(arguments))
     config = DistributedConfig(
         coordinator="a:1", num_processes=2, process_id=0, heartbeat_timeout_seconds=7
     )
     assert distributed.initialize(config, {})
-    assert calls[0]["heartbeat_timeout_seconds"] == 7
+    assert calls[0]["heartbeat_timeout_seconds"] == 67

@@ -47,7 +47,7 @@ def test_fields_come_first(joined):
         "num_processes": 3,
         "process_id": 2,
         "cluster_detection_method": "deactivate",
-        "heartbeat_timeout_seconds": 100,
+        "heartbeat_timeout_seconds": 110,
     }
 
 

@@ -1,0 +1,136 @@
+"""Notices when another process of the run is lost, and ends this one with a message.
+
+Every process counts up in the key-value store of JAX's coordination service. Process 0 holds the
+store and watches the counters; the others read its verdict and watch that the store answers. If
+process 0 is killed, XLA aborts the others at once: their message comes from a handler of SIGABRT.
+"""
+
+import contextlib
+import ctypes
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import distributed as jax_distributed  # its key-value store has no public name
+
+from mtraining_jax.utils.signals import EXIT_FAILED, EXIT_STOPPED, exit_immediately
+
+_COUNTERS, _LOST, _FAILED = "mtraining/counters", "mtraining/lost", "mtraining/failed"
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_LEFT = "left"  # replaces the counter of a process that ends as planned
+
+
+class PeerWatch:
+    """Counts for this process and watches the others, in threads, until `close`.
+
+    A survivor exits with `EXIT_STOPPED` if a process was lost, or with `EXIT_FAILED` if it failed.
+
+    Args:
+        timeout: seconds of silence after which a process is lost. Time in which this process was
+            suspended does not count.
+
+    Attributes:
+        number: that of this process.
+        advice: returns the end of the message: how to resume.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.advice: Callable[[], str] = lambda: "run the same command again"
+        self._timeout, self._interval = timeout, min(2.0, timeout / 8)
+        self._store: Any = jax_distributed.global_state.client
+        self.number = jax.process_index()
+        peers = range(1, jax.process_count()) if self.number == 0 else (0,)
+        self._counters = dict.fromkeys(map(str, peers), "")
+        self._closed = threading.Event()
+        self._on_abort = _HANDLER(self._explain_abort)
+        _handle_abort(ctypes.cast(self._on_abort, ctypes.c_void_p))
+        for run, name in ((self._count, "heartbeat"), (self._watch, "peers")):
+            threading.Thread(target=run, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the watch; the others do not wait for this process any more."""
+        self._stop_watching()
+        self._set(f"{_COUNTERS}/{self.number}", _LEFT)
+
+    def announce(self, reason: str) -> None:
+        """Ends the watch and, within seconds, the other processes, because this one fails."""
+        self._stop_watching()
+        self._set(_FAILED, f"process {self.number} failed ({reason})")
+        self._let_others_read()
+
+    def wait_for_verdict(self) -> None:
+        """Waits until the watch ends this process; returns if it finds no lost process."""
+        time.sleep(self._timeout + 4 * self._interval)
+
+    def _count(self) -> None:
+        """Runs in a thread: counts up, and reads counters and verdicts."""
+        number = 0
+        while not self._closed.wait(self._interval):
+            number += 1
+            self._set(f"{_COUNTERS}/{self.number}", str(number))
+            try:
+                values = dict(self._store.key_value_dir_get("mtraining/"))
+            except Exception:  # jaxlib has its own exception type; `_watch` notices the silence
+                continue
+            if self.number > 0:
+                self._counters["0"] = str(number)
+            else:
+                self._counters |= {
+                    name: values.get(f"{_COUNTERS}/{name}", "") for name in self._counters
+                }
+            for key, status in ((_FAILED, EXIT_FAILED), (_LOST, EXIT_STOPPED)):
+                if key in values:
+                    self._leave(values[key], status)
+
+    def _watch(self) -> None:
+        """Runs in a thread: ends the process when a counter stands still for too long."""
+        seen, silent = dict(self._counters), dict.fromkeys(self._counters, 0.0)
+        last = time.monotonic()
+        while not self._closed.wait(self._interval):
+            # A longer pause means that this process was suspended, perhaps with all others.
+            elapsed, last = min(time.monotonic() - last, 2 * self._interval), time.monotonic()
+            for name, counter in self._counters.items():
+                moved = counter != seen[name] or counter == _LEFT
+                silent[name] = 0.0 if moved else silent[name] + elapsed
+                seen[name] = counter
+                if silent[name] >= self._timeout:
+                    lost = (
+                        f"process {name} was lost: it did not answer for {self._timeout:g} s "
+                        "(distributed.heartbeat_timeout_seconds)"
+                    )
+                    if self.number == 0:  # otherwise nobody is there to keep it
+                        self._set(_LOST, lost)
+                    self._leave(lost, EXIT_STOPPED)
+
+    def _leave(self, what: str, status: int) -> None:
+        if self._closed.is_set():
+            return
+        self._let_others_read()
+        exit_immediately(status, f"{what}; see its output for the reason; {self.advice()}")
+
+    def _let_others_read(self) -> None:
+        if self.number == 0:  # the store ends with it
+            time.sleep(3 * self._interval)
+
+    def _explain_abort(self, number: int) -> None:
+        del number
+        what = "aborted by XLA, most likely because process 0 of the run ended or cannot be reached"
+        exit_immediately(EXIT_STOPPED, f"{what}; see its output for the reason; {self.advice()}")
+
+    def _stop_watching(self) -> None:
+        self._closed.set()
+        _handle_abort(None)
+
+    def _set(self, key: str, value: str) -> None:
+        with contextlib.suppress(Exception):  # without process 0 there is no store
+            self._store.key_value_set(key, value, allow_overwrite=True)
+
+
+def _handle_abort(handler: ctypes.c_void_p | None) -> None:
+    """Sets a C handler of SIGABRT, since one of Python would only run after the abort."""
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    set_handler(signal.SIGABRT, handler)
