@@ -30,9 +30,7 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
         def of_queries(found, j):
             blocks = jnp.minimum(j * depth, num_blocks - depth) + jnp.arange(depth)
             kept = keys.index.computes(blocks * size + size - 1, ids)
-            later = (ids < blocks[:, None])[None]  # [1, Q, C]
-            if keys.documents is not None:
-                later &= keys.documents.of(blocks).contain(ids)
+            later = (ids < blocks[:, None]) & keys.documents.of(blocks).contain(ids)  # [B, Q, C]
             kept = (kept & later[:, None, :, :, None]).any(2)
             return found | jnp.broadcast_to(kept, found.shape), None
 
@@ -52,8 +50,6 @@ def _could(keys: Keys) -> Array:
     """Returns the keys that a later block may compute: bool [B or 1, 1, n]."""
     size = keys.block_size
     places = (keys.block_ids[:, None] * size + jnp.arange(size)).reshape(-1)
-    if keys.documents is None:
-        return (places < (keys.num_blocks - 1) * size)[None, None]
     own = keys.documents.of(keys.block_ids)
     ends = jnp.minimum(own.ends(size), (own.first + own.length - 1) * size)
     return (places < jnp.repeat(jnp.where(own.length > 0, ends, 0), size, axis=-1))[:, None]
