@@ -11,6 +11,7 @@ from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
+from mtraining_jax.config.sections import RunConfig
 from mtraining_jax.config.tables import Table, nearest, table_of, table_type
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, joined, shortened, toml_value
@@ -56,7 +57,7 @@ class Builder:
 
     def config(self) -> Config:
         table = with_checkpoint(self._table, self._report)
-        table, self._inherited = with_data_of_training(table)
+        table, self._inherited = with_data_of_training(self._with_one_length(table))
         for name in table:
             if name not in fields_of(Config):
                 self._report_unknown(name)
@@ -73,6 +74,18 @@ class Builder:
         if self._problems:
             raise UserError("\n".join(self._problems))
         return Config(**built)
+
+    def _with_one_length(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Drops `run.steps` or `run.epochs`, whichever the other one overrides."""
+        run = table.get("run")
+        if not isinstance(run, dict) or "steps" not in run or run.get("epochs") is None:
+            return table
+        steps, epochs = (self._origins[f"run.{name}"] for name in ("steps", "epochs"))
+        if steps == epochs and run["steps"] != RunConfig.steps:  # printed files have the default
+            both = " and ".join(f"run.{name} = {_shown(run[name])}" for name in ("steps", "epochs"))
+            self._report("run.epochs", f"{both} are alternatives; remove one of them")
+        other = "epochs" if steps < epochs else "steps"
+        return {**table, "run": {name: run[name] for name in run if name != other}}
 
     def _build(self, prefix: str, kind: Any, values: dict[str, Any]) -> Any:
         """Builds a table, innermost first; None if there are problems."""

@@ -26,11 +26,12 @@ def notes(config: Config, names: Iterable[str]) -> list[str]:
         )
     sparse = config.sparsity.pattern.sparse and not config.dense_steps.count()
     if config.checkpoint.export_hf and sparse:
+        tenth = "N" if config.run.epochs is not None else max(1, config.run.steps // 10)
         # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
         found.append(
             "Hugging Face transformers runs the exported model with dense attention, where a model "
             "trained with sparse attention has a slightly higher loss; "
-            f"--sparsity.dense_cooldown_steps={max(1, config.run.steps // 10)} (a tenth of the "
+            f"--sparsity.dense_cooldown_steps={tenth} (a tenth of the "
             "steps) recovers most of it"
         )
     return found

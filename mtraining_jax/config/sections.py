@@ -54,6 +54,8 @@ class RunConfig:
     """Seed of the parameter initialization."""
     steps: PositiveInt = 1000
     """Total number of optimizer steps."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data, instead of run.steps."""
     log_interval: PositiveInt = 1
     """Print metrics every N steps."""
     step_timeout_seconds: PositiveInt = 1800

@@ -80,6 +80,8 @@ def _run(config: Config) -> Iterator[str]:
     if way:
         allowed = f"it must be the name of a folder in run.output_dir, {way}"
         yield f"{named.run.name} is not allowed: {allowed}"
+    if run.epochs is not None:  # the number of steps is not known yet
+        return
     end = named.run.steps if optimizer.decay_steps is None else named.optimizer.decay_steps
     if optimizer.schedule != "constant":
         if optimizer.warmup_steps > (optimizer.decay_steps or run.steps):
@@ -161,7 +163,8 @@ def _dense_steps(config: Config) -> Iterator[str]:
     names = ", ".join(str(attrgetter(name)(named)) for name in given)
     if not given or not sparsity.pattern.sparse:
         return
-    if sparsity.dense_warmup_steps + sparsity.dense_cooldown_steps > config.run.steps:
+    ends_steps = sparsity.dense_warmup_steps + sparsity.dense_cooldown_steps
+    if config.run.epochs is None and ends_steps > config.run.steps:
         ends = " + ".join(str(attrgetter(name)(named)) for name in given if name in DENSE_STEPS[:2])
         why = "dense warm-up and cooldown must fit into the run"
         yield f"{ends} is more than {named.run.steps}: {why}"

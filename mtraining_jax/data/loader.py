@@ -19,6 +19,7 @@ from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 Batch = dict[str, np.ndarray]
 
@@ -118,6 +119,17 @@ class Loader:
                 text += " has no effect: sequences without documents have equal work"
             elif balance.replicas == 1:
                 text += " has no effect with a single data-parallel replica"
+        return text
+
+    def description_for(self, steps: int) -> str:
+        """The description, with the number of epochs in these steps."""
+        if self.corpus.endless:
+            return self.description
+        batch_size = self._data.batch_size
+        epochs = steps * batch_size / self.num_sequences
+        text = f"{self.description}; {counted(steps, 'step')} = {epochs:.3g} epochs"
+        if batch_size > self.num_sequences:
+            text += f"; warning: data.batch_size = {batch_size} repeats sequences in each batch"
         return text
 
     def _identity(self) -> dict[str, Any]:

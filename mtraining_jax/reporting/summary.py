@@ -83,7 +83,8 @@ def _next_steps(config: Config, done: int) -> list[str]:
 def _command(options: str) -> str:
     names = {option.partition("=")[0] for option in options.split()}
     if "--run.steps" in names:
-        names.add("--checkpoint.resume")  # false would start from scratch
+        # resume = false would start from scratch.
+        names |= {"--checkpoint.resume", "--run.epochs"}
     kept, rest = [], list(sys.argv)
     while rest:
         argument = rest.pop(0)

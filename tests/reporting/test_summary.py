@@ -24,7 +24,8 @@ def test_next_steps_after_a_checkpoint_beyond_the_last_step(config):
 
 
 def test_training_continues_without_starting_from_scratch(config, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config=tiny", "--checkpoint.resume=false"])
+    start = ["--checkpoint.resume=false"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config=tiny", "--run.epochs=3", *start])
     lines = already_complete(config, 3)
     (command,) = [line for line in lines if "continue training" in line]
     assert "python train.py --config=tiny --run.steps=6\n" in command

@@ -53,7 +53,7 @@ class Synthetic(Source):
         stream = SyntheticStream(data.seq_len, vocab_size, eos, data.seed)
         summary = "random token ids, repeated passages"
         pack = functools.partial(SyntheticPacks, stream)
-        return Corpus(stream, vocab_size, None, summary, pack=pack)
+        return Corpus(stream, vocab_size, None, summary, endless=True, pack=pack)
 
 
 class SyntheticStream:

@@ -60,6 +60,8 @@ def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plai
     assert run(config) == []
     printed = capsys.readouterr().out
     assert "test is complete" in printed and "--run.steps=8" in printed
+    assert run(changed(config, run={"epochs": 1e-6, "steps": 1000})) == []
+    assert "step 4, and run.steps = 1\n" in capsys.readouterr().out
 
     # From scratch: the same losses again, and the old results are kept.
     again = run(changed(config, run={"steps": 1}, checkpoint={"resume": False}))
