@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.config import available_configs, config_to_toml, help_text
-from mtraining_jax.config.epochs import with_steps
-from mtraining_jax.config.load import fields_with
+from mtraining_jax.config.load import fields_with, with_steps
 from mtraining_jax.config.notes import notes
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.utils.errors import UserError, print_error

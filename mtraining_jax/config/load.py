@@ -1,5 +1,7 @@
 """Loads a validated `Config` from a TOML file and overrides."""
 
+import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +14,10 @@ from mtraining_jax.config.renamed import RENAMED, notify, with_current_names
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.tables import all_fields
 from mtraining_jax.config.validate import validate
+from mtraining_jax.data.corpus import packs_of, starts_of
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field
+from mtraining_jax.utils.text import counted
 
 # Dotted field name and value as text; None if an option of the command line has no value.
 Overrides = Sequence[tuple[str, str | None]]
@@ -63,6 +67,36 @@ def config_of_model(table: Mapping[str, Any], source: str, overrides: Overrides 
         UserError: one line per problem.
     """
     return _load([(source, with_current_names(table))], overrides, stored=True)
+
+
+def with_steps(config: Config) -> Config:
+    """Sets `run.steps` to `run.epochs`, if any, rounded up; opens the data to count sequences.
+
+    Raises:
+        UserError: the data is endless or unreadable, or other fields contradict the steps.
+    """
+    epochs, data = config.run.epochs, config.data
+    if epochs is None:
+        return config
+    corpus = data.source_options.open(data, config.model.vocab_size)
+    if corpus.endless:
+        raise UserError(
+            f'run.epochs = {epochs:g} is not possible with data.source = "{data.source}", which '
+            "has no end; set run.steps instead"
+        )
+    if data.has_documents:
+        sequences = len(packs_of(corpus, data, config.sparsity.block_size))
+    else:
+        sequences = len(starts_of(corpus, data))
+    steps = math.ceil(round(epochs * sequences / data.batch_size, 6)) or 1
+    run = dataclasses.replace(config.run, steps=steps, epochs=None)
+    config = dataclasses.replace(config, run=run)
+    try:
+        validate(config)
+    except UserError as error:
+        what = f"run.epochs = {epochs:g} is {counted(steps, 'step')}"
+        raise UserError(f"{what} of {counted(sequences, 'sequence')}: {error}") from None
+    return config
 
 
 def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Field]:

@@ -33,9 +33,9 @@ class Corpus:
     summary: str  # description for the log
     # First position of each sequence in the stream, int64; None splits it every `data.seq_len`.
     starts: np.ndarray | range | None = None
-    endless: bool = False  # sequences are generated on demand, so there are no epochs
     # Packs the documents, for `data` and the tokens per block; None if they are unknown.
     pack: Callable[[DataSpec, int], Packs] | None = None
+    endless: bool = False  # sequences are generated on demand, so there are no epochs
 
 
 def starts_of(corpus: Corpus, data: DataSpec) -> np.ndarray | range:

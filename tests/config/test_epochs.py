@@ -3,7 +3,7 @@
 import pytest
 
 from mtraining_jax.config import config_to_toml, load_config
-from mtraining_jax.config.epochs import with_steps
+from mtraining_jax.config.load import with_steps
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.utils.errors import UserError
 

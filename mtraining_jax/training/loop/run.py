@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable
 
 from mtraining_jax.config import Config
-from mtraining_jax.config.epochs import with_steps
+from mtraining_jax.config.load import with_steps
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
