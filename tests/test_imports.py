@@ -31,7 +31,7 @@ LAYERS = (
 )
 # Installed only if wanted, or slow and needed for few inputs.
 EXTRAS = (
-    "jax_triton", "lm_eval", "matplotlib", "pyarrow", "tensorboardX", "wandb", "zstandard",
+    "jax_triton", "lm_eval", "matplotlib", "PIL", "pyarrow", "tensorboardX", "wandb",
     "pallas_kernels.triton.kernels", "triton",
 )  # fmt: skip
 # Commands load what computes, and with it JAX, after they have checked their arguments.
@@ -83,7 +83,7 @@ def layer(module: str) -> int | None:
 
 
 def test_every_module_has_a_layer():
-    entry_points = {LAZY, "mtraining_jax.__main__"}
+    entry_points = {LAZY, "mtraining_jax.__main__", "mtraining_jax.report"}
     assert {name for name in modules() if layer(name) is None} == entry_points
 
 

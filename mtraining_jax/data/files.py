@@ -1,14 +1,21 @@
-"""Resolves paths, folders and globs to sorted lists of files; helpers for error messages."""
+"""Resolves paths to sorted lists of files; opens compressed files; helpers for error messages."""
 
+import bz2
 import contextlib
 import glob
+import gzip
+import importlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.file_limits import absence, is_url
 
 _LONGEST_NAME = 255  # bytes, in common file systems
+# Compression formats, and the first bytes of their files.
+COMPRESSIONS = {"gz": b"\x1f\x8b", "bz2": b"BZh", "zstd": b"\x28\xb5\x2f\xfd"}
 
 
 def find_files(
@@ -81,6 +88,23 @@ def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
         and (not suffixes or path.name.endswith(tuple(suffixes)))
         and path.is_file()
     )
+
+
+def open_compressed(path: Path, compression: str | None) -> Any:
+    """Opens a file to read its uncompressed bytes; None for a file that is not compressed.
+
+    Damaged files raise any kind of exception.
+    """
+    if compression == "zstd":
+        problem = (
+            f"{path} is compressed with zstd and needs the package backports-zstd: pip install "
+            "backports-zstd, or uv run --extra zstd"
+        )
+        with errors_as(UserError, problem, ImportError):
+            since_3_14 = sys.version_info >= (3, 14)
+            zstd = importlib.import_module(f"{'compression' if since_3_14 else 'backports'}.zstd")
+        return zstd.open(path)
+    return {"gz": gzip.open, "bz2": bz2.open, None: open}[compression](path, "rb")
 
 
 def shown_names(names: Iterable[str]) -> str:

@@ -3,8 +3,10 @@
 import bz2
 import gzip
 import hashlib
+import importlib
 import json
 import struct
+import sys
 
 import numpy as np
 
@@ -26,7 +28,10 @@ def shard_bytes(columns, samples):
 
 
 def packers():
-    return {"gz": lambda b: gzip.compress(b, mtime=0), "bz2": bz2.compress}
+    """Compresses bytes, by the name of the format."""
+    module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    zstd = importlib.import_module(module).compress
+    return {"gz": lambda b: gzip.compress(b, mtime=0), "bz2": bz2.compress, "zstd": zstd}
 
 
 def write_mds(folder, columns, shards, compression=None, hashes=(), pack=None):

@@ -14,11 +14,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mtraining_jax.data.loader import Loader
+from mtraining_jax.data.sources import jsonl
 from mtraining_jax.data.sources.jsonl import JsonLines
 from mtraining_jax.data.sources.text import TextFiles
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
 from tests.data.common import error_of, loader_of, section
+from tests.data.mds_writer import packers
 
 
 @pytest.fixture
@@ -65,7 +67,12 @@ def test_missing_and_empty_files(tmp_path, source):
     missing = str(tmp_path / "missing.npy")
     assert error_of(source=source, paths=(missing,)) == f'data.paths: "{missing}" does not exist'
     error = f'data.paths: "{tmp_path}" has no file'
-    wanted = {"jsonl": " *.jsonl", "parquet": " *.parquet", "tokens": " *.npy or *.bin"}
+    compressed = "".join(f" or *.jsonl.{suffix}" for suffix in ("gz", "bz2", "zst"))
+    wanted = {
+        "jsonl": f" *.jsonl{compressed}",
+        "parquet": " *.parquet",
+        "tokens": " *.npy or *.bin",
+    }
     assert error_of(source=source, paths=(str(tmp_path),)) == error + wanted.get(source, "")
     assert error_of(source=source, paths=(f"{tmp_path}/*.x",)) == (
         f'data.paths: "{tmp_path}/*.x" has no file'
@@ -144,9 +151,22 @@ def test_json_lines_with_bom_and_crlf(tmp_path):
     path.write_bytes(b'\xef\xbb\xbf{"text": "fine"}\r\n{"text": "too"}\r\n')
     source = JsonLines(paths=(str(path),))
     assert [text for _, text in source.documents()] == ["fine", "too"]
-    path.write_bytes(b"\x1f\x8b\x08\n")
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("gz", "gz"), ("bz2", "bz2"), ("zstd", "zst")])
+def test_compressed_json_lines(tmp_path, monkeypatch, kind, suffix):
+    path, pack = tmp_path / f"a.jsonl.{suffix}", packers()[kind]
+    whole = pack(b'{"text": "fine"}\n') + pack(b'{"text": "too"}')
+    path.write_bytes(whole)
+    assert [text for _, text in JsonLines(paths=(str(tmp_path),)).documents()] == ["fine", "too"]
+    for damaged in (whole[:-3], whole[:9]):
+        path.write_bytes(damaged)
+        message = error_of(source="jsonl", paths=(str(path),))
+        assert message.startswith(f"data.paths: {path} cannot be read (")
+    path.write_bytes(pack(b"\n" + b" " * 2**20 + b"x"))
+    monkeypatch.setattr(jsonl, "_LONGEST_LINE", 2**20)
     message = error_of(source="jsonl", paths=(str(path),))
-    assert message == f"data.paths: {path} is compressed with gzip: decompress it first"
+    assert message == f"{path}, line 2 is longer than 1,048,576 bytes"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -155,7 +154,7 @@ def test_parquet(folder, parquet, data, fields):
     result_of(lambda: read(Parquet(paths=(str(path),), **fields)))
 
 
-PACKERS = packers() | {"zstd": zstandard.ZstdCompressor().compress}
+PACKERS = packers()
 COLUMNS = [("input_ids", "ndarray", None), ("length", "int", 8), ("text", "str", None)]
 SAMPLES = [
     {"input_ids": array_bytes(ids), "length": bytes(8), "text": text.encode()}

@@ -8,35 +8,34 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mtraining_jax.data.documents import DocumentSource
-from mtraining_jax.data.files import errors_as, shown_names
+from mtraining_jax.data.files import COMPRESSIONS, errors_as, open_compressed, shown_names
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import Text
 
+_LONGEST_LINE = 2**27  # a small compressed file can have gigabytes without a line break
+
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines(FileSource, DocumentSource):
-    """Files with one JSON object per line; skips blank lines.
+    """Files with one JSON object per line, may be compressed; skips blank lines.
 
     Attributes:
         text_field: JSONL field or table column with the text.
     """
 
     text_field: Text = "text"
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.zst")
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
-            with errors_as(UserError, f"data.paths: {path} cannot be read", OSError):
-                lines = path.open("rb")
-            with lines:
-                for number, line in enumerate(lines, 1):
-                    if number == 1:
-                        line = line.removeprefix(codecs.BOM_UTF8)
-                        _check_not_packed(line, path)
-                    if line.strip():
-                        where = f"{path}, line {number}"
-                        yield where, self._text(line, where)
+            for number, line in enumerate(_lines(path), 1):
+                where = f"{path}, line {number}"
+                if len(line) > _LONGEST_LINE:
+                    raise UserError(f"{where} is longer than {_LONGEST_LINE:,} bytes")
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    yield where, self._text(line, where)
 
     def _text(self, line: bytes, where: str) -> str:
         try:
@@ -54,10 +53,15 @@ class JsonLines(FileSource, DocumentSource):
         return text
 
 
-def _check_not_packed(line: bytes, path: Path) -> None:
-    for name, magic in (("gzip", b"\x1f\x8b"), ("zstd", b"\x28\xb5\x2f\xfd")):
-        if line.startswith(magic):
-            raise UserError(f"data.paths: {path} is compressed with {name}: decompress it first")
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, of which too long ones are cut."""
+    with errors_as(UserError, f"data.paths: {path} cannot be read", Exception):
+        with path.open("rb") as file:
+            head = file.read(4)
+        kinds = [kind for kind, magic in COMPRESSIONS.items() if head.startswith(magic)]
+        with open_compressed(path, kinds[0] if kinds else None) as lines:
+            while line := lines.readline(_LONGEST_LINE + 1):
+                yield line
 
 
 def _reason(error: Exception) -> str:

@@ -5,13 +5,9 @@ JSON; the samples. A sample has uint32 sizes of its variable-size columns, then 
 little-endian. Files are untrusted: every size is checked before use.
 """
 
-import bz2
-import functools
-import gzip
 import hashlib
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.files import errors_as, inside, shown_names
+from mtraining_jax.data.files import COMPRESSIONS, errors_as, inside, open_compressed, shown_names
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.file_limits import LARGEST_INDEX, read_json
 
@@ -132,23 +128,11 @@ def _load(shard: Shard) -> np.ndarray:
 
 def _unpacked(path: Path, compression: str, size: int) -> np.ndarray:
     """Decompresses at most `size` bytes (guards against decompression bombs)."""
-    if compression == "zstd":
-        problem = (
-            "is compressed with zstd and needs the package zstandard: pip install zstandard, or uv "
-            "run --extra mds"
-        )
-        with errors_as(Damaged, problem, ImportError):
-            import zstandard
-        errors, decompressor = (zstandard.ZstdError,), zstandard.ZstdDecompressor()
-        opened = functools.partial(decompressor.stream_reader, read_across_frames=True)
-    elif compression in ("gz", "bz2"):
-        errors, opened = (zlib.error,), gzip.open if compression == "gz" else bz2.BZ2File
-    else:
+    if compression not in COMPRESSIONS:
         raise Damaged(f'is compressed with "{compression}"; supported are zstd, gz and bz2')
     with (
-        errors_as(Damaged, "cannot be decompressed", EOFError, ValueError, OSError, *errors),
-        path.open("rb") as file,
-        opened(file) as reader,
+        errors_as(Damaged, "cannot be decompressed", Exception),
+        open_compressed(path, compression) as reader,
     ):
         data = bytearray()
         while len(data) <= size and (part := reader.read(min(2**24, size + 1 - len(data)))):
