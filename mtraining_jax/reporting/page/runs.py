@@ -1,0 +1,98 @@
+"""Reads run folders for their page."""
+
+import contextlib
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import MIB, absence, read_text
+
+# Lists of records that are read. With all values per layer and head, a long run takes gigabytes.
+_LISTS = (
+    "alarms", "density_per_layer", "recall_per_head", "eval_loss_by_position",
+    "eval_loss_dense_by_position",
+)  # fmt: skip
+_WORK = {"eval": "evaluation", "gradient": "gradient comparisons"}
+
+
+class Run(NamedTuple):
+    """A run; `records` are those of metrics.jsonl, with replayed densities as densities."""
+
+    name: str
+    folder: Path
+    records: list[dict[str, Any]]
+
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and finite values of a metric, bytes in GiB.
+
+        Of NAME_by_position the numbers of buckets, and the last values.
+        """
+        if name.endswith("_by_position"):
+            _, values = self.grid(name)
+            return np.arange(values.shape[-1]), values[-1] if len(values) else values
+        pairs = [(x["step"], x[name]) for x in self.records if isinstance(x.get(name), int | float)]
+        steps, values = np.array(pairs, float).reshape(-1, 2).T
+        values = values / 2**30 if "_bytes_" in name else values
+        return steps[np.isfinite(values)], values[np.isfinite(values)]
+
+    def grid(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a metric that is a list: [steps, layers, ...]."""
+        steps, rows = [], []
+        for record in self.records:
+            with contextlib.suppress(KeyError, ValueError):
+                row = np.array(record[name], float)
+                if row.ndim and (not rows or row.shape == rows[0].shape):
+                    steps.append(record["step"])
+                    rows.append(row)
+        return np.array(steps, float), np.array(rows)
+
+    def seconds(self) -> dict[str, float]:
+        """Recorded seconds by kind of work."""
+        seconds = defaultdict[str, float](float)
+        for record in self.records:
+            audited = "audited steps" if "recall_per_head" in record else "steps"
+            kinds = _WORK | {"step": "dense steps" if record.get("dense_step") else audited}
+            for name, value in record.items():
+                if name.endswith("_seconds") and isinstance(value, int | float):
+                    kind = name.removesuffix("_seconds")
+                    seconds[kinds.get(kind, kind)] += value
+        return seconds
+
+    def texts(self) -> dict[str, str]:
+        """The run's configuration and newest samples, by path."""
+        found = {}
+        for path in (self.folder / "config.toml", *sorted(self.folder.glob("samples/*.txt"))[-5:]):
+            with contextlib.suppress(OSError, UserError, ValueError):
+                found[path.relative_to(self.folder).as_posix()] = read_text(path, MIB)
+        return found
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Reads a run folder; skips what is no record, such as the half line of a killed run.
+
+    Raises:
+        UserError: if it has no metrics.
+    """
+    path, records = folder / "metrics.jsonl", []
+    if not path.is_file():
+        why = absence(path) or "is a folder"
+        raise UserError(f"{path} {why}; name a run folder that has it, e.g. runs/tiny")
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(AttributeError, KeyError, RecursionError, ValueError):
+                    record = json.loads(line)
+                    record = {name.removeprefix("replayed_"): x for name, x in record.items()}
+                    if isinstance(record["step"], int):
+                        kept = (x for x in record.items() if not isinstance(x[1], list))
+                        lists = {name: record[name] for name in _LISTS if name in record}
+                        records.append(dict(kept) | lists)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    if not records:
+        raise UserError(f"{path} has no steps; the first finished step writes its first line")
+    return Run(name, folder, records)

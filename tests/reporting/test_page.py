@@ -1,0 +1,180 @@
+"""The HTML page about runs."""
+
+import html
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from mtraining_jax import report
+from mtraining_jax.reporting.page.page import page_of_finished_run, write_page
+from mtraining_jax.utils.errors import UserError
+
+pytest.importorskip("matplotlib")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+NAMES = '<i>a & "$x$', "_b"
+VOID = {"br", "img", "meta"}
+
+
+def write_run(folder, steps=40):
+    """A run with everything that a record may have; step 40 has been audited and evaluated."""
+    folder.mkdir()
+    rng, lines = np.random.default_rng(0), []
+    for step in range(1, steps + 1):
+        record = {
+            "step": step, "loss": None if step == 5 else 5 / step, "grad_norm": 1.0, "lr": 1e-3,
+            "tokens": 100 * step, "tokens_per_second": 50.0, "step_seconds": 2.0, "mfu": 0.4,
+            "memory_bytes_peak": 3 * 2**30, "memory_bytes_in_use": 2**30, "skipped_steps": 0,
+            "density": 0.2, "density_per_layer": [0.1, 0.3],
+        }  # fmt: skip
+        if step % 10 == 0:
+            heads = rng.random((2, 3))
+            record |= {"recall": heads.mean(), "recall_worst": heads.min()}
+            record |= {"recall_per_head": [[None, *row[1:]] for row in heads.tolist()]}
+            record |= {"alarms": ["layer 0 head 1 <b>fails</b>"], "output_error": 0.1}
+            record |= {"eval_loss": 2.0, "eval_loss_by_position": [3, 2.5, None, 1]}
+            record |= {"eval_seconds": 7.5}
+        lines.append(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, "[1]", '{"step": 41, "lo']))
+    (folder / "config.toml").write_text('name = "<script>"\n')
+    (folder / "samples").mkdir()
+    (folder / "samples" / "first.txt").write_text("Once & forever")
+    (folder / "masks").mkdir()
+    from PIL import Image
+
+    for step in (10, 20, 30):
+        Image.new("RGB", (700, 300), "blue").save(folder / "masks" / f"step_{step:07d}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return [write_run(root / name) for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def page(folders):
+    out = folders[0].parent / "page.html"
+    write_page(folders, out)
+    return out
+
+
+class Reader(HTMLParser):
+    """Checks that tags are balanced; collects links, texts by tag, and names."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.links, self.texts, self.ids = [], [], {}, []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        self.handle_startendtag(tag, attrs)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag not in ("script", "link", "iframe", "object")
+        self.links += [x for name, x in attrs if name in ("src", "href", "xlink:href", "data")]
+        self.ids += [x for name, x in attrs if name == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def test_a_page_is_one_valid_file_with_all_sections(page):
+    text = page.read_text(encoding="utf-8")
+    reader = Reader(text)
+    assert reader.links
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in reader.links)
+    assert "://" not in text and "@import" not in text
+    assert not re.findall(r"url\((?!#)", text)
+    assert {link[1:] for link in reader.links if link.startswith("#")} <= set(reader.ids)
+    assert reader.texts["h2"] == [
+        "Loss", "Density and recall", "Audits", "Speed", "Memory", "Configuration and samples",
+    ]  # fmt: skip
+    said = " ".join(x for texts in reader.texts.values() for x in texts)
+    for name in NAMES:
+        assert f"Density by layer: {name}" in said
+    for sentence in (
+        "layer 0 head 1 <b>fails</b>", 'name = "<script>"', "Once & forever", "3.0 GiB", "40.0%",
+        "72.0 s steps (", "8.0 s audited steps (", "30.0 s evaluation (", "Alarms of _b: 4",
+        "Masks of audited heads in step 10",
+    ):  # fmt: skip
+        assert sentence in said
+    assert "in step 20:" not in said  # only the first and the last masks
+
+
+def test_a_page_has_only_the_sections_of_its_data(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record = {"step": 1, "loss": 2.0, "step_seconds": 1.0, "replayed_density": 0.063}
+    record |= {"sparsity": "replayed density", "memory_bytes_peak": None, "grad_norm": None}
+    (folder / "metrics.jsonl").write_text(json.dumps(record))
+    assert report.main([str(folder)]) == 0
+    texts = Reader((folder / "report.html").read_text(encoding="utf-8")).texts
+    assert texts["h2"] == ["Loss", "Density and recall", "Speed", "Memory"]
+    assert "6.3% (replayed density)" in texts["dd"]
+    assert "JAX reports the memory of GPUs" in texts["p"][-1]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda run: None, "metrics.jsonl does not exist; name a run folder that has it"),
+        (lambda run: run.mkdir(), "metrics.jsonl does not exist; name a run folder"),
+        (lambda run: (run / "metrics.jsonl").mkdir(parents=True), "metrics.jsonl is a folder"),
+        (
+            lambda run: (run.mkdir(), (run / "metrics.jsonl").write_text('{"st')),
+            "metrics.jsonl has no steps; the first finished step writes",
+        ),
+    ],
+)
+def test_a_folder_without_metrics_is_named_in_one_sentence(tmp_path, capsys, make, sentence):
+    make(tmp_path / "run")
+    assert report.main([str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+    assert sentence in page_of_finished_run(tmp_path / "run")
+
+
+def test_what_a_page_cannot_be_written_without(folders, tmp_path, monkeypatch, capsys):
+    assert report.main([]) == 2
+    assert "name a run folder, e.g. runs/tiny" in capsys.readouterr().err
+    with pytest.raises(UserError, match="missing/a.html cannot be written"):
+        write_page(folders[:1], tmp_path / "missing" / "a.html")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = page_of_finished_run(folders[0])
+    assert said.startswith("no report.html: it needs matplotlib: uv run --extra plot")
+    assert not (folders[0] / "report.html").exists()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_a_phone_shows_the_page_without_scrolling_sideways(page, tmp_path):
+    width = "document.documentElement.scrollWidth"
+    script = f"<script>onload = () => parent.document.title = [innerWidth, {width}]</script>"
+    text = re.sub(r"<meta http-equiv[^>]*>", script, page.read_text(encoding="utf-8"))
+    # A frame, since the window has at least 500 pixels.
+    frame = f'<title></title><iframe width="360" srcdoc="{html.escape(text)}"></iframe>'
+    (tmp_path / "page.html").write_text(f'<meta charset="utf-8">{frame}', encoding="utf-8")
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]  # fmt: skip
+    url = f"file://{tmp_path / 'page.html'}"
+    shown = subprocess.run(
+        [*command, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert re.search("<title>(.*)</title>", shown.stdout)[1] == "360,360"
