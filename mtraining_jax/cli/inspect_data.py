@@ -1,28 +1,38 @@
-"""Shows statistics of packed data: `python -m mtraining_jax.cli.inspect_data --help`."""
+"""Shows the sequences of training data: `python -m mtraining_jax.cli.inspect_data --help`."""
 
+import functools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
-from mtraining_jax.cli.model_command import run_command
-from mtraining_jax.data.corpus import packs_of
+from mtraining_jax.cli.model_command import at_least, run_command
+from mtraining_jax.data.corpus import Corpus, packs_of, starts_of
 from mtraining_jax.data.pack_report import report_on
+from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import counted
 
 _USAGE = """\
 usage: python -m mtraining_jax.cli.inspect_data --config NAME [options]
 
-Prints how documents are packed into sequences (data.mode=pack or data.mask_documents=true):
-document lengths, documents per sequence, padding, and how much the attention cost of sequences
-varies.
+Prints how documents become sequences: their number, the first sequences with the beginning and end
+of their documents, and for packed documents (data.mode=pack or data.mask_documents=true) document
+lengths, documents per sequence, padding, and how much the attention cost of sequences varies.
 
   --config NAME    configuration of the run, as in train.py
   --SECTION.FIELD=VALUE
                    override a field, as in train.py
-  --picture FILE   also write a plot (needs matplotlib)
+  --samples N      number of sequences to show (default: 3)
+  --picture FILE   also write a plot of packed documents (needs matplotlib)
   --help           print this help and exit
 """
+_TOKENS = 16  # shown at each end of a document
+_DOCUMENTS = 8  # shown of a sequence
 _PICTURE_TYPES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -34,25 +44,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = config_parser("python -m mtraining_jax.cli.inspect_data")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--samples", type=at_least(0), default=3)
     options = parse_with_overrides(parser, arguments)
     if options.picture is not None:
         _check_picture(options.picture)
     config = selected_config(options)
-    data, block_size = config.data, config.sparsity.block_size
-    if not data.has_documents:
+    data, vocab_size, block_size = config.data, config.model.vocab_size, config.sparsity.block_size
+    if options.picture is not None and not data.has_documents:
         raise UserError(
-            f'data.mode = "{data.mode}" without data.mask_documents joins documents without '
-            "packing them; set data.mode=pack or data.mask_documents=true"
+            f'--picture draws packed documents, and data.mode = "{data.mode}" without '
+            "data.mask_documents does not pack; set data.mode=pack or data.mask_documents=true"
         )
-    corpus = data.source_options.open(data, config.model.vocab_size)
-    packs = packs_of(corpus, data, block_size)
-    print(f"{data.source}: {corpus.summary}; {packs.summary}")
-    report = report_on(packs, data.seq_len, block_size)
-    print(report)
-    if options.picture is not None:
-        report.draw(str(options.picture))
-        print(f"picture: {options.picture}")
+    corpus = data.source_options.open(data, vocab_size)
+    tokenizer = corpus.tokenizer
+    if tokenizer is None and (data.tokenizer != BYTES or vocab_size == ByteTokenizer().vocab_size):
+        tokenizer = make_tokenizer(data.tokenizer, data.eos)
+    eos = data.eos if tokenizer is None else tokenizer.eos
+    if data.has_documents:
+        packs = packs_of(corpus, data, block_size)
+        print(f"{data.source}: {corpus.summary}; {packs.summary}")
+        report = report_on(packs, data.seq_len, block_size)
+        print(report)
+        if options.picture is not None:
+            report.draw(str(options.picture))
+            print(f"picture: {options.picture}")
+        count, pieces = len(packs), packs.pieces
+    else:
+        starts, block_size = starts_of(corpus, data), 1
+        count, pieces = len(starts), functools.partial(_pieces, corpus, starts, data.seq_len, eos)
+        found = counted(count, "sequence")
+        print(f"{data.source}: {corpus.summary}; {found} of {data.seq_len:,} tokens ({data.mode})")
+    for number in range(min(options.samples, count)):
+        begins, lengths = pieces(number)
+        print(f"sequence {number}: {counted(lengths.size, 'document')}")
+        position = 0
+        for begin, length in zip(begins[:_DOCUMENTS], lengths[:_DOCUMENTS], strict=True):
+            ids = corpus.stream.take(begin + np.arange(length))
+            print(f"  {length:,} tokens from {position:,}: {_shown(ids, tokenizer, eos)}")
+            position += -(-length // block_size) * block_size
+        if lengths.size > _DOCUMENTS:
+            print("  ...")
     return 0
+
+
+def _pieces(
+    corpus: Corpus, starts: np.ndarray | range, size: int, eos: Any, number: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the documents of a sequence, as `Packs.pieces`, from end tokens."""
+    ids = corpus.stream.take(starts[number] + np.arange(size))
+    ends = np.union1d(np.flatnonzero(ids == eos) + 1, [size])
+    lengths = np.diff(ends, prepend=0)
+    return starts[number] + ends - lengths, lengths
+
+
+def _shown(ids: np.ndarray, tokenizer: Tokenizer | None, eos: Any) -> str:
+    """The first and the last tokens of a document, as text if possible."""
+    text, end = ids[: ids.size - 1], " <end>"
+    if ids[-1] != eos:
+        text, end = ids, ""
+
+    def decoded(part: np.ndarray) -> str:
+        found = part.tolist() if tokenizer is None else tokenizer.decode(part)
+        return json.dumps(found, ensure_ascii=False)
+
+    if text.size <= 2 * _TOKENS:
+        return decoded(text) + end
+    return f"{decoded(text[:_TOKENS])} ... {decoded(text[-_TOKENS:])}{end}"
 
 
 def _check_picture(path: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_command(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("text: 3 documents, 1,323 tokens; 1.5 documents per sequence, ")
     assert "2 sequences of 1,024 tokens, blocks of 128: 35.40% padding" in printed
-    assert printed.endswith(f"picture: {picture}\n") and picture.exists()
+    assert f"\npicture: {picture}\n" in printed and picture.exists()
     synthetic = [x for x in arguments if not x.startswith("--data.paths")]
     synthetic += ["--data.source=synthetic", "--data.mode=concat", "--data.mask_documents"]
     assert main(synthetic) == 0
@@ -84,10 +84,42 @@ def test_the_command(tmp_path, capsys):
     ):
         assert main([*unread, f"--picture={path}"]) == 2
         assert f"--picture={path} {message}" in capsys.readouterr().err
-    assert main([*arguments, "--data.mode=concat"]) == 2
-    assert "joins documents without packing them" in capsys.readouterr().err
+    assert main([*arguments, f"--picture={picture}", "--data.mode=concat"]) == 2
+    assert "--picture draws packed documents, and data.mode = " in capsys.readouterr().err
     assert main(["--picture=a.png"]) == 2 and "--config NAME is missing" in capsys.readouterr().err
     assert main(["-h"]) == 0 and "usage: python -m" in capsys.readouterr().out
+
+
+def test_samples_of_sequences(tmp_path, capsys):
+    for number, text in enumerate(("a" * 20 + "b" * 20, "ü\n" * 3, "c" * 24)):
+        (tmp_path / f"{number}.txt").write_text(text)
+    arguments = ["--config=tiny", "--sparsity.kind=dense", "--sparsity.block_size=4"]
+    arguments += ["--data.source=text", f"--data.paths=['{tmp_path}/*.txt']"]
+    assert main([*arguments, "--data.seq_len=32"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "text: 3 documents, 76 tokens; 2 sequences of 32 tokens (concat)",
+        "sequence 0: 1 document",
+        f'  32 tokens from 0: "{"a" * 20}{"b" * 12}"',
+        "sequence 1: 3 documents",
+        '  9 tokens from 0: "bbbbbbbb" <end>',
+        '  10 tokens from 9: "ü\\nü\\nü\\n" <end>',
+        '  13 tokens from 19: "ccccccccccccc"',
+    ]
+    assert main([*arguments, "--data.mode=pack", "--data.seq_len=64", "--samples=1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "sequence 0: 2 documents",
+        '  10 tokens from 0: "ü\\nü\\nü\\n" <end>',
+        f'  41 tokens from 12: "{"a" * 16}" ... "{"b" * 16}" <end>',  # at a block
+    ]
+    # Token ids, without a tokenizer.
+    np.save(tmp_path / "ids.npy", np.array([5, 6, 0] * 11, np.uint16))
+    arguments[-2:] = ["--data.source=tokens", f"--data.paths={tmp_path}/ids.npy", "--data.eos=0"]
+    assert main([*arguments, "--model.vocab_size=300", "--data.seq_len=32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "  ..." and lines[1:3] == [
+        "sequence 0: 11 documents",
+        "  3 tokens from 0: [5, 6] <end>",
+    ]
 
 
 def test_a_report_of_one_sequence():
