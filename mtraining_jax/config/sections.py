@@ -312,6 +312,8 @@ class MetricsConfig:
     """Write TensorBoard event files."""
     wandb: bool = False
     """Send metrics to Weights & Biases (needs the extra wandb)."""
+    report: bool = True
+    """Write report.html, a page about the run, at its end (needs jsonl and matplotlib)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

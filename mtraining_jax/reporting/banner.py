@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.families.family import family_of
+from mtraining_jax.reporting.page.page import NAME
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 from pallas_kernels import backends
@@ -46,7 +47,8 @@ def banner(
         f" {parallel.layout}, {parallel.ring} ring",
         "tuned": None if sparsity.tune == "none" else _tuning(config),
         "dense": config.dense_steps.describe() if config.dense_steps.count() else None,
-        "output": str(config.run.folder),
+        "output": str(config.run.folder)
+        + (f", {NAME} at the end" if config.metrics.report and config.metrics.jsonl else ""),
     }
     return [
         f"mtraining-jax: {config.run.name}, {counted(config.run.steps, 'step')}",

@@ -60,7 +60,7 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
         "data": {"source": "tokens", "paths": [str(data)], "seq_len": 128, "batch_size": 2},
         "optimizer": {"lr": 1e-2},
         "loss": {"chunk_size": 24},
-        "metrics": {"tensorboard": False},
+        "metrics": {"tensorboard": False, "report": False},
     }
     for section, fields in sections.items():
         table[section] = table.get(section, {}) | fields

@@ -20,7 +20,7 @@ from tests.training.common import VERTICAL_SLASH, changed, written
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
-def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, watched):
+def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, watched, capsys):
     """With two replicas and two micro-batches, in addition to audits in all steps."""
     config = changed(
         config,
@@ -37,8 +37,15 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, w
             "masks": ("0.1",),
         },
         checkpoint={"last_step": False},
+        metrics={"report": True},
     )
     records = run(config)
+    said = capsys.readouterr().out
+    page = config.run.folder / "report.html"
+    assert f"{config.run.folder}, report.html at the end" in said and f"     {page}\n" in said
+    drawn = page.read_text(encoding="utf-8")
+    for title in ("Loss", "Recall by head", "in step 3", "Gradient cosine"):
+        assert title in drawn
     assert ["global_gradient_cosine" in record for record in records] == [True, False, True]
     assert ["recall" in record for record in records] == [True, True, True]
     assert 0 < records[0]["recall_worst"] < records[0]["recall"] < 1

@@ -122,15 +122,18 @@ def heat_map(run: Run, name: str, title: str) -> str:
 
 
 def picture(path: Path, title: str) -> str:
-    """Embeds a picture, reduced to 32 colors."""
+    """Embeds a picture, reduced to 32 colors; empty if it is damaged, or just being written."""
     from PIL import Image
 
     file = io.BytesIO()
-    with Image.open(path) as image:
-        image.convert("RGB").quantize(32).save(file, "PNG", optimize=True)
+    try:
+        with Image.open(path) as image:
+            image.convert("RGB").quantize(32).save(file, "PNG", optimize=True)
+    except OSError:
+        return ""
     code = base64.b64encode(file.getvalue()).decode()
-    image = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{code}">'
-    return figure_of(title, "", image, [])
+    body = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{code}">'
+    return figure_of(title, "", body, [])
 
 
 def figure_of(title: str, unit: str, body: str, legend: Sequence[str]) -> str:

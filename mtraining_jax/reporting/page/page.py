@@ -162,7 +162,7 @@ def _facts(run: Run, color: str) -> str:
         if len(values := run.curve(name)[1]):
             rows[label] = form.format(_STATISTICS[statistic](values))
     if note := run.records[-1].get("sparsity"):
-        rows["density"] += f" ({note})"
+        rows["density"] = f"{rows.get('density', '')} ({note})"
     items = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in rows.items())
     return _card(run.name, f"<dl>{items}</dl>", f"border-top: 4px solid {color}")
 
@@ -183,7 +183,7 @@ def _time(runs: Sequence[Run]) -> str:
     colors = {kind: COLORS[i % len(COLORS)] for i, kind in enumerate(kinds)}
     for run in runs:
         seconds = run.seconds()
-        items, total = seconds.items(), sum(seconds.values())
+        items, total = seconds.items(), sum(seconds.values()) or 1
         parts = (f'<i style="flex:{x:.3f};background:{colors[kind]}"></i>' for kind, x in items)
         text = (f"{x:,.1f} s {kind} ({x / total:.0%})" for kind, x in items)
         bars.append(f'<div class="bar">{"".join(parts)}</div>')

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from mtraining_jax.config import Config
 from mtraining_jax.config.load import with_steps
+from mtraining_jax.reporting.page.page import page_of_finished_run
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
@@ -95,6 +96,8 @@ def _run(
             history, places = trainer.train()
         except KeyboardInterrupt as error:
             raise UserError(trainer.with_way_to_resume("interrupted")) from error
+    if config.metrics.report and config.metrics.jsonl and distributed.is_first():
+        places.append(page_of_finished_run(config.run.folder))
     display.say(*summary(config, history, places))
     if not history.finite:
         raise UserError(
