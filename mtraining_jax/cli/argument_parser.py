@@ -7,13 +7,14 @@ from typing import NoReturn
 from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.config.tables import all_fields, nearest
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened
 
 
 class ArgumentParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` with errors as `UserError` instead of exiting the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
+        raise UserError(f"{shortened(message, 200)}; see --help")
 
     @property
     def names(self) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened
 from mtraining_jax.utils.file_limits import absence, is_url
 
 _LONGEST_NAME = 255  # bytes, in common file systems
@@ -126,6 +127,6 @@ def errors_as(kind: type[Exception], problem: str, *errors: type[Exception]) -> 
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error message, without a final period, error number and path."""
+    """The start of an error message, one line without a final period, error number and path."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    return shortened(text.splitlines()[0].rstrip("."), 200) if text else type(error).__name__

@@ -173,7 +173,7 @@ def test_compressed_json_lines(tmp_path, monkeypatch, kind, suffix):
     "content, reason",
     [
         (np.arange(8.0), "has float64, not integer"),
-        (np.zeros((2, 2, 2), int), "has shape (2, 2, 2)"),
+        (np.zeros((2, 2, 2), int), "has 3 axes"),
         (np.zeros((0, 4), int), "is empty (shape (0, 4))"),
         (np.asfortranarray(np.zeros((4, 4), int)), "is in Fortran order"),
         (np.array([{}, {}]), "has object"),
@@ -184,6 +184,12 @@ def test_invalid_npy(tmp_path, content, reason):
     np.save(path, content)
     message = error_of(source="tokens", paths=(str(path),))
     assert str(path) in message and reason in message
+
+
+def test_a_long_npy_header_is_not_quoted_whole(tmp_path):
+    path, header = tmp_path / "a.npy", b"'" + 2000 * b"x" + b"'"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    assert len(error_of(source="tokens", paths=(str(path),))) < 400
 
 
 @pytest.mark.parametrize("keep", [4, 20, -1])

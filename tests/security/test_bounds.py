@@ -6,6 +6,7 @@ import os
 import pytest
 
 from mtraining_jax.config import load_config
+from mtraining_jax.data.files import find_files
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import Tensors
@@ -37,10 +38,19 @@ def test_oversized_files_are_not_read(tmp_path, name, limit, read):
         read(sparse_file(tmp_path / name, limit + 2**20))
 
 
-@pytest.mark.parametrize("name", ["run.toml", "config.json"])
-def test_pipes_are_rejected(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("run.toml", load_config),
+        ("config.json", lambda path: read_hf_config(path.parent)),
+        ("model.safetensors", lambda path: Tensors(path.parent)),
+        ("model.safetensors.index.json", lambda path: Tensors(path.parent)),
+        ("tokenizer.json", lambda path: make_tokenizer(str(path))),
+        ("text.txt", lambda path: find_files([str(path)], ())),
+    ],
+)
+def test_pipes_are_rejected(tmp_path, name, read):
     os.mkfifo(tmp_path / name)
-    read = load_config if name == "run.toml" else lambda path: read_hf_config(path.parent)
     with pytest.raises(UserError, match="is not a regular file"):
         read(tmp_path / name)
 

@@ -36,8 +36,8 @@ def open_token_file(path: Path, token_dtype: str) -> Part:
                 raise UserError(f"data.paths: {path} has {dtype}, not integer token ids")
             if len(shape) not in (1, 2):
                 raise UserError(
-                    f"data.paths: {path} has shape {shape}; token ids must be 1-D, or 2-D with one "
-                    "document per row"
+                    f"data.paths: {path} has {len(shape)} axes; token ids must be 1-D, or 2-D with "
+                    "one document per row"
                 )
             if 0 in shape:
                 raise UserError(f"data.paths: {path} is empty (shape {shape})")

@@ -18,7 +18,7 @@ from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.file_limits import LARGEST_INDEX, is_plain_name
+from mtraining_jax.utils.file_limits import LARGEST_INDEX, absence, is_plain_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -91,8 +91,9 @@ class Tensors:
 
 
 def _open_file(path: Path) -> Any:
-    if not path.exists():
-        raise UserError(f"{path} is missing, but {INDEX_FILE} lists it")
+    if (problem := absence(path)) is not None:  # opening a pipe would wait for its writer
+        listed = "" if path.name == SINGLE_FILE else f", but {INDEX_FILE} lists it"
+        raise UserError(f"{path} {problem}{listed}")
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
