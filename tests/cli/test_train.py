@@ -178,6 +178,20 @@ def test_output_that_cannot_be_written(options):
     assert result.returncode == 0 and result.stderr == ""
 
 
+def test_missing_packages_and_old_python():
+    def error_of(*arguments):
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        return done.stderr
+
+    for script in ("train.py", "generate.py", "evaluate.py"):
+        error = error_of("-S", script)  # without site-packages
+        assert error.startswith("error: the package flax is not installed; pip install uv, ")
+    error = error_of("-c", "import sys; sys.version_info = (3, 11, 0); import mtraining_jax.cli")
+    assert error.startswith("error: mtraining-jax needs Python 3.12 or newer; pip install uv, ")
+
+
 def test_options_of_another_pattern_or_source(runs, capsys):
     assert main(["--config=tiny", "--sparsity.top_p=0.4", "--data.text_field=body"]) == 2
     assert runs == [] and capsys.readouterr().err.splitlines() == [

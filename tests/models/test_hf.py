@@ -294,7 +294,7 @@ def test_a_tied_model_ignores_a_copy_of_its_embedding(tmp_path):
 def test_a_missing_shard_is_named(checkpoint):
     path = sorted(checkpoint.glob("*.safetensors"))[0]
     path.unlink()
-    with pytest.raises(UserError, match=f"{path} is missing"):
+    with pytest.raises(UserError, match=f"{path} does not exist"):
         load_hf(checkpoint, untied())
 
 
