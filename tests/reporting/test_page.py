@@ -32,6 +32,8 @@ def write_run(folder, steps=40):
             "memory_bytes_peak": 3 * 2**30, "memory_bytes_in_use": 2**30, "skipped_steps": 0,
             "density": 0.2, "density_per_layer": [0.1, 0.3],
         }  # fmt: skip
+        if step <= 3:
+            record |= {"dense_step": True, "density": 1.0, "density_per_layer": [1.0, 1.0]}
         if step % 10 == 0:
             heads = rng.random((2, 3))
             record |= {"recall": heads.mean(), "recall_worst": heads.min()}
@@ -110,10 +112,11 @@ def test_a_page_is_one_valid_file_with_all_sections(page):
         assert f"Density by layer: {name}" in said
     for sentence in (
         "layer 0 head 1 <b>fails</b>", 'name = "<script>"', "Once & forever", "3.0 GiB", "40.0%",
-        "72.0 s steps (", "8.0 s audited steps (", "30.0 s evaluation (", "Alarms of _b: 4",
-        "Masks of audited heads in step 10",
+        "66.0 s steps (", "6.0 s dense steps (", "8.0 s audited steps (", "30.0 s evaluation (",
+        "Masks of audited heads in step 10", "Alarms of _b: 4",
     ):  # fmt: skip
         assert sentence in said
+    assert "20.0%" in reader.texts["dd"]  # of the sparse steps
     assert "in step 20:" not in said and "in step 40:" not in said  # first and last masks
 
 

@@ -18,7 +18,7 @@ COLORS = ("#3b82f6", "#f97316", "#10a37f", "#a855f7", "#e5484d", "#8d8d8d", "#d4
 _DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # and their names in CSS
 _INK = "#010203"  # replaced by the text color of the page
 _SIZE = 4.8, 2.8  # inches of 72 units; a phone shows about 330 units
-_MAX_POINTS, _MAX_COLUMNS = 250, 120
+_MAX_POINTS, _MAX_COLUMNS = 250, 60
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "page", "text.parse_math": False, "font.size": 11.5,
     "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
@@ -165,11 +165,13 @@ def _step_axis(axes: Any) -> None:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means over `most` equal parts, if there are more points."""
-    if len(steps) <= most:
-        return steps, values
-    both = np.array_split(steps, most), np.array_split(values, most)
-    return np.array([x.mean() for x in both[0]]), np.array([x.mean(0) for x in both[1]])
+    """Means over equal intervals, at most so many."""
+    size = -(-len(steps) // most)
+
+    def means(x: np.ndarray) -> np.ndarray:
+        return np.array([x[i : i + size].mean(0) for i in range(0, len(x), size)])
+
+    return means(steps), means(values)
 
 
 def _svg(figure: Any, title: str) -> str:

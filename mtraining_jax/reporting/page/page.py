@@ -25,7 +25,7 @@ from mtraining_jax.utils.version import VERSION
 NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name("template.html")
 _WARM_UP = 2  # steps without statistics of speed, as in the summary of a run
-_MAX_ALARMS = 20
+_MAX_ALARMS = 10
 # fmt: off
 _LOSS = (
     Chart("Loss", "nats", {

@@ -20,7 +20,7 @@ _WORK = {"eval": "evaluation", "gradient": "gradient comparisons"}
 
 
 class Run(NamedTuple):
-    """A run; `records` are those of metrics.jsonl, with replayed densities as densities."""
+    """A run; `records` are those of metrics.jsonl, see `_kept`."""
 
     name: str
     folder: Path
@@ -84,15 +84,23 @@ def read_run(folder: Path, name: str) -> Run:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                with contextlib.suppress(AttributeError, KeyError, RecursionError, ValueError):
+                with contextlib.suppress(KeyError, RecursionError, TypeError, ValueError):
                     record = json.loads(line)
-                    record = {name.removeprefix("replayed_"): x for name, x in record.items()}
                     if isinstance(record["step"], int):
-                        kept = (x for x in record.items() if not isinstance(x[1], list))
-                        lists = {name: record[name] for name in _LISTS if name in record}
-                        records.append(dict(kept) | lists)
+                        records.append(_kept(record))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     if not records:
         raise UserError(f"{path} has no steps; the first finished step writes its first line")
     return Run(name, folder, records)
+
+
+def _kept(record: dict[str, Any]) -> dict[str, Any]:
+    """What a page shows; densities are those of sparse steps, and may be replayed."""
+    kept = {}
+    for name, value in record.items():
+        name = name.removeprefix("replayed_")
+        density_of_dense_step = record.get("dense_step") and name.startswith("density")
+        if (name in _LISTS or not isinstance(value, list)) and not density_of_dense_step:
+            kept[name] = value
+    return kept
