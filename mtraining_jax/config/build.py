@@ -100,6 +100,8 @@ class Builder:
             if inner is not None and isinstance(value, dict):
                 converted[name] = self._build(dotted, inner, value)
                 continue
+            if isinstance(value, float) and value.is_integer() and int in fields[name].kinds:
+                value = value if float in fields[name].kinds else int(value)  # 1e6
             try:
                 converted[name] = fields[name].converted(value)
             except ValidationError as error:

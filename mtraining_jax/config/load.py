@@ -174,6 +174,4 @@ def parse_value(name: str, text: str | None, field: Field | None) -> Any:
         value = text
     if not isinstance(value, str) and type(value) not in kinds and kinds & {str, list}:
         value = text
-    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
-        value = int(value)  # 1e6
     return [value] if list in kinds and isinstance(value, str) else value

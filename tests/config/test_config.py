@@ -331,7 +331,7 @@ def test_missing_fields(write):
     ("name", "value", "allowed"),
     [
         ("model.num_layers", '"two"', "an integer (at least 1)"),
-        ("model.num_layers", "2.0", "an integer (at least 1)"),
+        ("model.num_layers", "2.5", "an integer (at least 1)"),
         ("model.num_layers", "true", "an integer (at least 1)"),
         ("model.num_layers", "0", "an integer (at least 1)"),
         ("model.dtype", '"float16"', '"bfloat16" or "float32"'),
@@ -390,6 +390,10 @@ def test_every_mistake_gets_a_line(write):
     lines = messages(path, optimizer__lr="quick", run__stepps="3")
     assert [line.split(": ")[0] for line in lines].count("command line") == 2
     assert len(lines) == 5
+
+
+def test_whole_floats_are_valid_integers(write):
+    assert load_config(write(f"{MODEL}[run]\nsteps = 1e3\n")).run.steps == 1000
 
 
 def test_integers_are_valid_floats(write):
