@@ -66,13 +66,13 @@ _FACTS = (
     ("steps", "step", "last", "{:,.0f}"),
     ("tokens", "tokens", "last", "{:,.0f}"),
     ("first loss", "loss", "first", "{:.3f}"),
-    ("last loss", "loss", "end", "{:.3f} (mean of 10 steps)"),
-    ("validation", "eval_loss", "last", "{:.4f}"),
-    ("with dense", "eval_loss_dense", "last", "{:.4f}"),
+    ("last loss, of 10 steps", "loss", "end", "{:.3f}"),
+    ("validation loss", "eval_loss", "last", "{:.4f}"),
+    ("with dense attention", "eval_loss_dense", "last", "{:.4f}"),
     ("density", "density", "mean", "{:.1%}"),
-    ("recall", "recall", "last", "{:.1%} in the last audit"),
-    ("time of a step", "step_seconds", "median", "{:.3g} s"),
-    ("speed", "tokens_per_second", "median", "{:,.0f} tokens/s"),
+    ("recall, last audit", "recall", "last", "{:.1%}"),
+    ("median step", "step_seconds", "median", "{:.3g} s"),
+    ("median speed", "tokens_per_second", "median", "{:,.0f} tokens/s"),
     ("MFU", "mfu", "median", "{:.1%}"),
     ("peak memory", "memory_bytes_peak", "last", "{:.1f} GiB"),
     ("skipped steps", "skipped_steps", "last", "{:.0f}"),
@@ -163,8 +163,10 @@ def _facts(run: Run, color: str) -> str:
             rows[label] = form.format(_STATISTICS[statistic](values))
     if note := run.records[-1].get("sparsity"):
         rows["density"] = f"{rows.get('density', '')} ({note})"
-    items = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in rows.items())
-    return _card(run.name, f"<dl>{items}</dl>", f"border-top: 4px solid {color}")
+    tiles = (
+        f"<div><dt>{name}</dt><dd>{html.escape(text)}</dd></div>" for name, text in rows.items()
+    )
+    return _card(run.name, f"<dl>{''.join(tiles)}</dl>", f"border-top: 4px solid {color}")
 
 
 def _alarms(run: Run) -> str:

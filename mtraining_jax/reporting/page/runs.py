@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Reads a run folder; skips what is no record, such as the half line of a killed run.
+    """Reads a run folder; skips invalid lines, such as the last one of a killed run.
 
     Raises:
         UserError: if it has no metrics.
