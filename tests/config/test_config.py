@@ -27,6 +27,9 @@ from mtraining_jax.config import (
 )
 from mtraining_jax.config.sections import ModelConfig, OptimizerConfig, RunConfig
 from mtraining_jax.config.tables import all_fields
+from mtraining_jax.data.source import Source
+from mtraining_jax.data.sources import SOURCES
+from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.utils.errors import UserError
@@ -889,6 +892,44 @@ def test_options_of_another_plugin_are_errors(write, minimal):
     assert "did you mean sparsity.top_p?" not in messages(path)[0]
     path = write(f"{MODEL}[model.rope_scaling]\ntype = 'linear'\nfactor = 2.0\nbeta_fast = 3.0")
     assert "is an option of model.rope_scaling.type = " in messages(path)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutBlocks(PatternOptions):
+    """Options with names of built-in patterns, but other types and defaults."""
+
+    sink_tokens: str = "few"
+    stride: float = 0.5
+    tau: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(WithoutBlocks):
+    """The same, of a complete pattern."""
+
+    block_size: int = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnSource(Source):
+    """Options with names of built-in sources, but other types and defaults."""
+
+    paths: int = 7
+    text_field: float = 1.0
+
+
+def test_own_plugins_may_use_names_of_others(write, monkeypatch):
+    for registry in (PATTERNS, SOURCES):  # others must not know them
+        monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    own = f"{MODEL}[sparsity]\nkind = '{__name__}:Own'\ntau = 5\n"
+    path = write(f"{own}[data]\nsource = '{__name__}:OwnSource'\npaths = 8\n")
+    config = override(path, sparsity__stride="2", sparsity__sink_tokens="many")
+    assert config.sparsity.pattern == Own("many", 2.0, 5)
+    assert config.data.source_options == OwnSource(paths=8)
+    assert load_config(write(config_to_toml(config))) == config
+    assert messages(path, sparsity__kind=f"{__name__}:WithoutBlocks") == [
+        "WithoutBlocks lacks the field block_size, tokens per block"
+    ]
 
 
 def test_plugins_that_cannot_be_loaded(write):

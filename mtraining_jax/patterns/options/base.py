@@ -74,6 +74,8 @@ class PatternOptions:
     budget_field: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        if not hasattr(self, "block_size"):
+            raise ValueError(f"{type(self).__name__} lacks the field block_size, tokens per block")
         check_limits(self)
 
     def pattern(self, model: ModelSizes) -> Any:
