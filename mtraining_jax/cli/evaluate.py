@@ -48,7 +48,7 @@ usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
                          override the sparse pattern or the mesh, as in train.py
   --task.OPTION=VALUE    options of tasks, listed below
   --version              print the version and exit
-  --help                 print this help and exit
+  --help [SECTION]       print this help, or the fields of a section, and exit
 
 Tasks:"""
 

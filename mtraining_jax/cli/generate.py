@@ -36,7 +36,7 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
   --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE, --model.FIELD=VALUE
                         override the sparse pattern, the mesh or the model, as in train.py
   --version             print the version and exit
-  --help                print this help and exit
+  --help [SECTION]      print this help, or the fields of a section, and exit
 
 New text goes to standard output, all other messages to standard error.
 """

@@ -29,7 +29,7 @@ lengths, documents per sequence, padding, and how much the attention cost of seq
                    override a field, as in train.py
   --samples N      number of sequences to show (default: 3)
   --picture FILE   also write a plot of packed documents (needs matplotlib)
-  --help           print this help and exit
+  --help [SECTION] print this help, or the fields of a section, and exit
 """
 _TOKENS = 16  # shown at each end of a document
 _DOCUMENTS = 8  # shown of a sequence

@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mtraining_jax.cli.argument_parser import ArgumentParser
+from mtraining_jax.config import help_text as fields_text
+from mtraining_jax.config.load import fields_with
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
@@ -21,8 +23,12 @@ def run_command(
     """Runs a command; returns its exit status, 0 for --help and --version, 2 after a user error."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if {"-h", "--help"} & set(arguments):
-            return print_text(help_text())
+        for number, argument in enumerate(arguments):
+            name, _, section = argument.partition("=")
+            if name in ("-h", "--help"):
+                following = [*arguments[number + 1 :], "-"][0]
+                section = section or ("" if following.startswith("-") else following)
+                return print_text(_fields_of(section, arguments) if section else help_text())
         if "--version" in arguments:
             return print_text(f"mtraining-jax {VERSION}\n")
         return run(arguments)
@@ -30,6 +36,13 @@ def run_command(
         return print_error(UserError("interrupted"))
     except UserError as error:
         return print_error(error)
+
+
+def _fields_of(section: str, arguments: Sequence[str]) -> str:
+    """Help on a section; arguments such as --data.source=text select plug-ins."""
+    named = [argument[2:].partition("=") for argument in arguments if argument.startswith("--")]
+    overrides = [(name, value) for name, equals, value in named if "." in name and equals]
+    return fields_text(fields_with(None, overrides), section)
 
 
 def model_parser(prog: str) -> ArgumentParser:

@@ -60,7 +60,7 @@ is trained; a model trained with sparse attention adapts to it.
   --cpu-devices N     run on N virtual CPU devices
   --parallel.FIELD=VALUE
                       device mesh for this evaluation, as in train.py
-  --help              print this help and exit
+  --help [SECTION]    print this help, or the fields of a section, and exit
 """
 
 

@@ -25,7 +25,7 @@ Pre-tokenizes the documents of a run's [data] into token files, which runs then 
   --SECTION.FIELD=VALUE
                    override a field, as in train.py
   --processes N    tokenizer processes (default: one per processor)
-  --help           print this help and exit
+  --help [SECTION] print this help, or the fields of a section, and exit
 """
 
 _SECONDS_BETWEEN_LINES = 10

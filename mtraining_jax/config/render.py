@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtraining_jax.config.schema import Config
-from mtraining_jax.config.tables import all_fields, table_of, table_type
+from mtraining_jax.config.tables import all_fields, nearest, table_of, table_type
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, toml_value
 
@@ -60,21 +60,26 @@ def help_text(
 
     Args:
         fields: by dotted name; without, those of the default plug-ins.
-        section: name of a section to print only that one.
+        section: name of a section, table or field to print only that one.
 
     Raises:
         UserError: unknown section.
     """
     fields = all_fields() if fields is None else fields
-    sections = fields_of(Config)
-    if section is not None and section not in sections:
-        raise UserError(f"{section} is not a section; choose one of {', '.join(sections)}")
+    sections, wanted = fields_of(Config), section or ""
+    if wanted and wanted not in {*sections, *fields}:
+        near = nearest(wanted, [*sections, *fields])
+        hint = f"did you mean {near}? Choose" if near else "choose"
+        ways = f"{hint} one of {', '.join(sections)}"
+        raise UserError(f"--help {wanted}: {wanted} is not a section or field; {ways}")
     lines: list[str] = []
-    for name in sections if section is None else [section]:
+    for name in [wanted.partition(".")[0]] if wanted else sections:
         doc = (sections[name].annotation.__doc__ or "").strip().splitlines()[0]
         lines += ["", f"[{name}] {doc}"]
         for dotted, field in fields.items():
-            if not dotted.startswith(f"{name}.") or dotted.startswith("eval.data."):  # as [data]
+            if not f"{dotted}.".startswith(f"{wanted or name}."):
+                continue
+            if dotted.startswith("eval.data.") and not wanted.startswith("eval.data"):  # as [data]
                 continue
             default = "required" if field.required else f"default {toml_value(field.default)}"
             lines += [f"  --{dotted}  {field.allowed}; {default}"]

@@ -212,8 +212,28 @@ def test_help(runs, capsys):
     out = capsys.readouterr().out
     assert "--sparsity.top_p " in out and "--sparsity.tau" not in out and "--run." not in out
     assert main(["--help", "sparcity"]) == 2
-    assert capsys.readouterr().err.startswith("error: sparcity is not a section; choose one of ")
+    assert capsys.readouterr().err.startswith(
+        "error: --help sparcity: sparcity is not a section or field; did you mean sparsity? "
+        "Choose one of run, model, "
+    )
+    assert main(["--help=run.steps"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "[run]", "--run.steps", "Total"
+    ]  # fmt: skip
+    assert main(["--help", "eval.data"]) == 0
+    assert "--eval.data.mode " in capsys.readouterr().out
     assert runs == []
+
+
+@pytest.mark.parametrize("module", ["evaluate", "generate", "inspect_data", "tokenize_corpus"])
+def test_help_of_other_commands(module, capsys):
+    command = importlib.import_module(f"mtraining_jax.cli.{module}").main
+    assert command(["--help"]) == 0 and capsys.readouterr().out.startswith("usage: ")
+    arguments = ["--help", "sparsity", "--model=x", "--sparsity.kind=vertical_slash"]
+    assert command(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("[sparsity]") and "--sparsity.top_p " in out and "usage" not in out
+    assert command(["--help=no"]) == 2 and "--help no: no is not a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
