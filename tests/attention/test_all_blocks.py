@@ -59,6 +59,6 @@ def test_gradients_are_summed_in_fp32_though_the_gather_is_not(dtype):
     sums = [line for line in jaxpr.splitlines() if " reduce_scatter[" in line]
     gathers = [line for line in jaxpr.splitlines() if " all_gather[" in line]
     short = {"bfloat16": "bf16", "float32": "f32"}[jnp.dtype(dtype).name]
-    # Block numbers, the array, and block numbers again in the backward pass.
-    assert [f":{short}[1,{TOKENS}," in line for line in gathers] == [False, True, False]
+    # The array once, and block numbers in both passes.
+    assert sorted(f":{short}[1,{TOKENS}," in line for line in gathers) == [False, False, True]
     assert sums and all(":f32[" in line for line in sums)
