@@ -285,6 +285,19 @@ def test_exact_finds_documents_between_eos(tmp_path):
     assert "2 files, 4 documents, 19 tokens" in corpus.summary
 
 
+@pytest.mark.parametrize("ids", [[1, 2, 9, 3, 4, 5], [1, 2, 9, 3, 4, 9]])
+def test_the_last_document_may_lack_its_end_token(tmp_path, ids):
+    np.save(tmp_path / "a.npy", ids)
+    fields = {"source": "tokens", "paths": (str(tmp_path),), "eos": 9, "vocab_size": 10}
+    data = section(mode="pack", seq_len=8, **fields)
+    starts, lengths = loader_of(data, 10, block_size=1).packs.pieces(0)
+    documents = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    assert sorted(documents) == [ids[:3], ids[3:]]
+    short = ids[3 : 6 - ids[3:].count(9)]  # mode exact does not count end tokens
+    rows, _ = sequences(mode="exact", seq_len=len(short), **fields)
+    assert short in rows
+
+
 def test_hugging_face_tokenizer(tmp_path):
     words = [(0, "?"), (1, "a"), (7, "b"), (3, "<eos>")]
     name = save_tokenizer(tmp_path / "tokenizer.json", words)
