@@ -124,8 +124,10 @@ def test_a_page_has_only_the_sections_of_its_data(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     record = {"step": 1, "loss": 2.0, "step_seconds": 1.0, "replayed_density": 0.063}
-    record |= {"sparsity": "replayed density", "memory_bytes_peak": None, "grad_norm": None}
-    (folder / "metrics.jsonl").write_text(json.dumps(record))
+    record |= {"sparsity": "replayed density", "memory_bytes_peak": None, "grad_norm": 0.0}
+    odd = record | {"lr": "fast", "density": {}, "alarms": 3, "recall_per_head": [[1], [1, "x"]]}
+    lines = map(json.dumps, (record, odd | {"step": 2}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
     assert report.main([str(folder)]) == 0
     texts = Reader((folder / "report.html").read_text(encoding="utf-8")).texts
     assert texts["h2"] == ["Loss", "Density and recall", "Speed", "Memory"]

@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -102,7 +103,8 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
-    with matplotlib.rc_context(STYLE):
+    # Of odd values, such as gradients of 0 on a logarithmic scale.
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings(action="ignore"):
         body = _body(runs)
     page = Template(_TEMPLATE.read_text(encoding="utf-8"))
     text = page.substitute(title=html.escape(", ".join(names)), body=body, version=VERSION)

@@ -43,7 +43,7 @@ class Run(NamedTuple):
         """Steps and values of a metric that is a list: [steps, layers, ...]."""
         steps, rows = [], []
         for record in self.records:
-            with contextlib.suppress(KeyError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
                 row = np.array(record[name], float)
                 if row.ndim and (not rows or row.shape == rows[0].shape):
                     steps.append(record["step"])
@@ -101,6 +101,6 @@ def _kept(record: dict[str, Any]) -> dict[str, Any]:
     for name, value in record.items():
         name = name.removeprefix("replayed_")
         density_of_dense_step = record.get("dense_step") and name.startswith("density")
-        if (name in _LISTS or not isinstance(value, list)) and not density_of_dense_step:
+        if (name in _LISTS) == isinstance(value, list) and not density_of_dense_step:
             kept[name] = value
     return kept
