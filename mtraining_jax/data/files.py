@@ -110,7 +110,7 @@ def open_compressed(path: Path, compression: str | None) -> Any:
 
 def shown_names(names: Iterable[str]) -> str:
     """The first names of fields or columns, for an error message."""
-    names = [f'"{name}"' for name in names]
+    names = [f'"{shortened(name, 40)}"' for name in names]
     shown = ", ".join(names[:8]) or "no fields"
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 

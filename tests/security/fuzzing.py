@@ -90,5 +90,6 @@ def result_of(read: Callable[[], object]) -> object:
         return read()
     except UserError as error:
         assert str(error).strip()
-        assert "Traceback" not in str(error) and len(str(error)) < 20_000
+        assert "Traceback" not in str(error)
+        assert max(map(len, str(error).splitlines())) < 700, str(error)
         return None

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtraining_jax.data.sources.hf_disk import HuggingFaceOnDisk
+from mtraining_jax.data.sources.jsonl import JsonLines
 from mtraining_jax.data.sources.mds import MosaicShards
 from mtraining_jax.data.sources.mds_format import Damaged, decoded
 from mtraining_jax.data.sources.parquet import Parquet
@@ -206,6 +207,19 @@ def test_decompression_bombs_are_rejected(folder, packing):
     many = PACKERS[packing](bytes(2**26)) * 64  # concatenated compressed parts: 4 GiB
     (path,) = write_mds(folder / packing, COLUMNS, [SAMPLES], packing, pack=lambda _: many)
     assert result_of(lambda: read(MosaicShards(paths=(str(path.parent),)))) is None
+
+
+@pytest.mark.parametrize("packing", [None, *PACKERS])
+@FUZZ
+@given(data=st.data())
+def test_json_lines(folder, packing, data):
+    whole = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
+    content = PACKERS.get(packing, bytes)(whole)
+    (folder / "a.jsonl").write_bytes(content)
+    source = JsonLines(paths=(str(folder / "a.jsonl"),))
+    assert read(source) == TEXTS
+    (folder / "a.jsonl").write_bytes(data.draw(damaged(content)) or b"\n")
+    result_of(lambda: read(source))
 
 
 AXES = st.lists(st.sampled_from(["1", "2", "0", "-1", " ", str(2**40)]), max_size=4) | st.integers(

@@ -9,6 +9,7 @@ from mtraining_jax.models.families.family import SIZES, family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened
 
 CONFIG_FILE = "config.json"
 
@@ -34,7 +35,8 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
     try:
         return ModelSpec.from_config(values | overrides)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"{Path(directory) / CONFIG_FILE}: {error}") from None
+        text = shortened(str(error), 500)
+        raise UserError(f"{Path(directory) / CONFIG_FILE}: {text}") from None
 
 
 def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
         return values | {"family": own_family} if family is own else values
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         # A value of the wrong type may fail in arithmetic in many ways.
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {shortened(str(error), 500)}") from None
 
 
 def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
