@@ -47,11 +47,16 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
     return ["", done, *lines, "next:", *_next_steps(config, config.run.steps)]
 
 
-def already_complete(config: Config, step: int) -> list[str]:
-    """Lines to print if the newest checkpoint, of `step`, is at or after `run.steps`."""
+def already_complete(config: Config, step: int, changed: Sequence[str] = ()) -> list[str]:
+    """Lines to print if the newest checkpoint, of `step`, is at or after `run.steps`.
+
+    `changed` are fields with values that differ from those of the checkpoint.
+    """
+    note = "options that differ from those of the checkpoint, and change nothing:"
     return [
         f"{config.run.name} is complete: {config.run.folder} has a checkpoint of step {step}, and"
         f" run.steps = {config.run.steps}",
+        *([note, *(f"  {sentence}" for sentence in changed)] if changed else ()),
         "next:",
         *_next_steps(config, step),
     ]

@@ -1,15 +1,25 @@
-"""The output folder of a run: whether it is writable, and what it already contains."""
+"""The output folder of a run: whether it is writable, what it contains, and how it was started."""
 
 import contextlib
+import datetime
+import importlib.metadata
 import itertools
+import json
+import platform
+import shlex
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from mtraining_jax.config import Config
+import jax
+
+from mtraining_jax.config import Config, config_to_toml
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.version import VERSION
 
 CHECKPOINTS_NAME = "checkpoints"
 # NFS may show a new checkpoint to other hosts only after so many seconds.
@@ -71,3 +81,29 @@ def move_aside(config: Config) -> Path | None:
         return None
     numbered = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     return folder.rename(next(aside for aside in numbered if not aside.exists()))
+
+
+def record_start(config: Config, resume_from: int | None) -> None:
+    """Writes config.toml, and appends the versions, command and devices of a start to starts.jsonl.
+
+    Raises:
+        UserError: if the folder is not writable.
+    """
+    folder, packages = config.run.folder, ("jax", "jaxlib", "flax")
+    versions = {"mtraining-jax": VERSION, "python": platform.python_version()}
+    start = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "resumed_from_step": resume_from,
+        "command": shlex.join(sys.argv),
+        "working_directory": str(Path.cwd()),
+        "versions": versions | {name: importlib.metadata.version(name) for name in packages},
+        "devices": Counter(device.device_kind for device in jax.devices()),
+        "processes": jax.process_count(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+        with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(start) + "\n")
+    except OSError as error:
+        raise UserError(f"{error.filename or folder} is not writable ({error.strerror})") from error

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+
 from mtraining_jax.config import Config, config_of_model, config_to_dict
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
@@ -13,6 +15,19 @@ _FREE_MODEL_FIELDS = (
     "dtype", "init_from", "remat", "mlp_chunk_size", "mlp_kept_chunks", "max_position_embeddings",
     "override",
 )  # fmt: skip
+# Sections and fields that a run may change without other results.
+_FREE = ("checkpoint", "distributed", "run.name", "run.output_dir", "run.steps")
+
+
+def changed_fields(path: Path, saved: dict[str, Any], config: Config) -> list[str]:
+    """Describes fields with values that differ from those of the checkpoint `path`."""
+    before = flatten_dict(config_to_dict(config_of_model(saved, str(path))), sep=".")
+    now = flatten_dict(config_to_dict(config), sep=".")
+    return [
+        f"{name} = {toml_value(now.get(name))}, was {toml_value(before.get(name))}"
+        for name in now | before
+        if now.get(name) != before.get(name) and not name.startswith(_FREE)
+    ]
 
 
 def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:

@@ -9,9 +9,10 @@ from mtraining_jax.reporting.page.page import page_of_finished_run
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
-from mtraining_jax.training.checkpoint import run_folder
+from mtraining_jax.training.checkpoint import read_record, run_folder
 from mtraining_jax.training.checkpoint.export import export_checkpoint
 from mtraining_jax.training.checkpoint.run_lock import holder, only_run_in
+from mtraining_jax.training.checkpoint.same_model import changed_fields
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.loop.trainer import Trainer
 from mtraining_jax.training.processes import distributed
@@ -82,7 +83,7 @@ def _run(
     config = with_steps(config)
     resume_from = agreed_resume_step(config)
     if resume_from is not None and resume_from >= config.run.steps:
-        display.say(*already_complete(config, resume_from))
+        display.say(*already_complete(config, resume_from, _changed_fields(config, resume_from)))
         if config.checkpoint.export_hf:
             display.say(f"  wrote      {export_checkpoint(config, resume_from)}")
         return []
@@ -123,8 +124,15 @@ def _seen_by_all[T](name: str, look: Callable[[], T], config: Config) -> T:
     return value
 
 
+def _changed_fields(config: Config, step: int) -> list[str]:
+    folder = run_folder.checkpoint_folder(config)
+    with contextlib.suppress(UserError):
+        return changed_fields(folder / str(step), read_record(folder, step)["config"], config)
+    return []
+
+
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:
     aside = run_folder.move_aside(config) if resume_from is None else None
     if aside is not None:
         display.say(f"starting from scratch; the previous run of this name is now in {aside}")
-    config.run.folder.mkdir(parents=True, exist_ok=True)
+    run_folder.record_start(config, resume_from)

@@ -1,13 +1,16 @@
 """Full runs: what they write, and how they resume."""
 
+import json
+import shlex
 import shutil
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 
-from mtraining_jax.config import config_from_dict, config_to_dict
+from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
 from mtraining_jax.reporting.audit import FIGURES
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers.jsonl import JsonlWriter
@@ -45,6 +48,8 @@ def test_resumed_run_has_bit_identical_losses(whole, capsys):
     assert len(whole.records[3]["alarms"]) == 1
     assert rest[1]["alarms"] == whole.records[3]["alarms"]
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
+    starts = (config.run.folder / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["resumed_from_step"] for line in starts] == [None, 2]
     assert "resuming from the checkpoint of step 2" in capsys.readouterr().out
 
 
@@ -60,6 +65,9 @@ def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plai
     assert run(config) == []
     printed = capsys.readouterr().out
     assert "test is complete" in printed and "--run.steps=8" in printed
+    assert "differ" not in printed
+    assert run(changed(config, optimizer={"lr": 0.5}, data={"tokenizer": "bytes"})) == []
+    assert "change nothing:\n  optimizer.lr = 0.5, was 0.01\nnext:" in capsys.readouterr().out
     assert run(changed(config, run={"epochs": 1e-6, "steps": 1000})) == []
     assert "step 4, and run.steps = 1\n" in capsys.readouterr().out
 
@@ -67,8 +75,20 @@ def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plai
     again = run(changed(config, run={"steps": 1}, checkpoint={"resume": False}))
     np.testing.assert_array_equal(losses(again), losses(whole[:1]))
     assert "test.1" in capsys.readouterr().out
-    assert (config.run.folder.with_name("test.1") / "checkpoints" / "4").is_dir()
+    old = config.run.folder.with_name("test.1")
+    assert (old / "checkpoints" / "4").is_dir()
+    check_starts(old, config)
     assert [record["step"] for record in written(config)] == [1]
+
+
+def check_starts(folder, config):
+    """The folder has the configuration, and one line for each start that took steps."""
+    assert (folder / "config.toml").read_text() == config_to_toml(config)
+    assert config_to_dict(load_config(folder / "config.toml")) == config_to_dict(config)
+    (start,) = map(json.loads, (folder / "starts.jsonl").read_text().splitlines())
+    assert start["versions"]["jax"] == jax.__version__ and "flax" in start["versions"]
+    assert start["resumed_from_step"] is None and start["devices"] == {"cpu": 8}
+    assert start["command"].startswith(shlex.quote(sys.argv[0]))
 
 
 def check_records(config, records):
