@@ -1,24 +1,7 @@
 """The oracle: attention with an explicit S x S mask, differentiated by JAX; slow and simple."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-
-from pallas_kernels.index import Index
-
-
-# Jitted as a whole for each index type: in eager mode every operation is compiled separately.
-@functools.partial(jax.jit, static_argnames="seq_len")
-def mask_from_index(index: Index, seq_len: int) -> Array:
-    """Returns the pairs of an index as bool [B, Hq, S, S] (query, key); dense [1, 1, S, S]."""
-    position, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
-    listed = index.computes(position, blocks)
-    heads = listed.shape[:2]
-    listed = jnp.broadcast_to(listed, (*heads, seq_len, blocks.size, index.block_size))
-    mask = listed.reshape(*heads, seq_len, seq_len)
-    return mask & (position <= position[:, None]) if index.causal else mask
 
 
 def reference_attention(

@@ -11,7 +11,7 @@ from benchmarks.kernels.masks import BLOCK, slash_mask
 from benchmarks.kernels.programs import Attention, cudnn_attention, index_of, random_inputs
 from benchmarks.kernels.rows import OWN, Shape
 from pallas_kernels import DenseIndex
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 
 Errors = dict[tuple[str, str], dict[str, float]]
 
@@ -55,7 +55,7 @@ def _reference(q: Array, k: Array, v: Array, dout: Array, index) -> list[Array]:
     for head in range(kv_heads):
         queries = slice(head * group, (head + 1) * group)
         index_of_head = jax.tree.map(lambda x, queries=queries: x[:, queries], index)
-        mask = mask_from_index(index_of_head, q.shape[1])
+        mask = index_of_head.to_mask(q.shape[1])
         part = _with_gradients(lambda q, k, v, mask=mask: reference_attention(q, k, v, mask)[0])
         inputs = (q[:, :, queries], k[:, :, head, None], v[:, :, head, None], dout[:, :, queries])
         parts.append(part(*(x.astype(jnp.float32) for x in inputs)))

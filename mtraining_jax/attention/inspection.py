@@ -18,7 +18,6 @@ from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import attention_recall, pairs_to_share
 from pallas_kernels.index import Index
-from pallas_kernels.reference import mask_from_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +70,10 @@ class Inspection:
     def token_mask(self, batch: int = 0, head: int = 0) -> np.ndarray:
         """Returns the computed pairs of one head: bool [S, S], queries by keys.
 
-        Takes S^2 bytes; use `block_mask` for long sequences.
+        Takes S^2 bytes, at most 4 GiB; use `block_mask` for long sequences.
         """
         self._check_head(batch, head)
-        return np.asarray(mask_from_index(of_one_head(self.index, batch, head), self.seq_len))[0, 0]
+        return np.asarray(of_one_head(self.index, batch, head).to_mask(self.seq_len))[0, 0]
 
     def block_mask(self, batch: int = 0, head: int = 0) -> np.ndarray:
         """Returns the blocks of one head with a computed pair: bool [S/g, S/g], queries by keys."""

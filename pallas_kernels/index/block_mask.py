@@ -49,6 +49,7 @@ class BlockMaskIndex(TiledIndex):
     row_sharded: ClassVar[bool] = True
 
     @classmethod
+    @jax.numpy_rank_promotion("allow")
     def from_block_mask(cls, mask: Array, block_size: int, rows: Array | None = None) -> Self:
         """Builds the index from bool [B, Hq, rows, NB]; drops blocks above the diagonal.
 
@@ -60,6 +61,7 @@ class BlockMaskIndex(TiledIndex):
         seen = jnp.arange(num_blocks, dtype=jnp.int32) <= rows[:, None]
         return cls(sets.pack(mask & seen), num_blocks, block_size)
 
+    @jax.numpy_rank_promotion("allow")
     def with_columns(self, tokens: Array, rows: Array | None = None) -> Self:
         """Returns a copy with these columns, which every later row sees, instead of its own.
 

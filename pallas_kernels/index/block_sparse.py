@@ -33,6 +33,7 @@ class BlockSparseIndex(TiledIndex):
     causal: bool = jax.tree.static(default=True)  # whether the element mask `k <= q` applies
 
     @classmethod
+    @jax.numpy_rank_promotion("allow")
     def from_block_mask(cls, mask: Array, block_size: int, causal: bool = True) -> Self:
         """Builds the lists from bool [B, Hq, Sq/g, Sk/g]; drops blocks above a causal diagonal."""
         if causal:

@@ -1,14 +1,19 @@
 """The interface of all indices."""
 
 import abc
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index.shards import Segment, ShardTiles
 from pallas_kernels.tiles import Columns, Tiles
+
+_MAX_MASK_BYTES = 2**32
 
 
 class Rows(NamedTuple):
@@ -88,8 +93,28 @@ class Index(abc.ABC):
         return {}
 
     def known_seq_len(self) -> int | None:
-        """Returns S if the index stores it, else None; its arrays must not be traced."""
+        """Returns S if the index stores it, else None, also if it is stored in traced arrays."""
         return None
+
+    @jax.numpy_rank_promotion("allow")
+    def to_mask(self, seq_len: int | None = None) -> Array:
+        """Returns the computed pairs as a mask, for short sequences.
+
+        Args:
+            seq_len: S; needed if the index does not store it (`known_seq_len`).
+
+        Returns:
+            bool [B, Hq, S, S], queries by keys; [1, 1, S, S] if all heads have the same pairs.
+
+        Raises:
+            ValueError: if S is unknown or wrong, or the mask has more than 4 GiB.
+        """
+        seq_len = self.known_seq_len() if seq_len is None else seq_len
+        if seq_len is None:
+            raise ValueError(
+                "this index does not store the length of its sequence; pass to_mask(seq_len=...)"
+            )
+        return _to_mask(self, seq_len)
 
 
 class TiledIndex(Index):
@@ -136,6 +161,24 @@ class TiledIndex(Index):
         `rows` are as in `shards`.
         """
         return None
+
+
+# Jitted as a whole: eager execution would compile dozens of small programs.
+@functools.partial(jax.jit, static_argnames="seq_len")
+def _to_mask(index: Index, seq_len: int) -> Array:
+    index.computed_pairs(seq_len)  # raises if the index has another length
+    position, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
+    listed = index.computes(position, blocks)
+    heads = listed.shape[:2]
+    size = math.prod(heads) * seq_len**2
+    if size > _MAX_MASK_BYTES:
+        raise ValueError(
+            f"a mask of [{heads[0]}, {heads[1]}, {seq_len}, {seq_len}] would have {size} bytes; "
+            f"to_mask is limited to {_MAX_MASK_BYTES}, so select heads or a shorter sequence"
+        )
+    listed = jnp.broadcast_to(listed, (*heads, seq_len, blocks.size, index.block_size))
+    mask = listed.reshape(*heads, seq_len, seq_len)
+    return mask & (position <= position[:, None]) if index.causal else mask
 
 
 def rows_or_all(rows: Rows | None, count: int) -> Rows:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.protocol import Rows, TiledIndex, as_float, check_whole_blocks, tile_pairs
@@ -109,6 +110,8 @@ class VerticalSlashIndex(TiledIndex):
 
     def known_seq_len(self) -> int | None:
         """Reads S from the padding of a selected index: S, or NB in the list of diagonals."""
+        if isinstance(self.slash_count, Tracer):
+            return None
         told = set()
         for entries, count, unit in (
             (self.vertical_tokens, self.vertical_count, 1),

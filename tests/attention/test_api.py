@@ -25,7 +25,7 @@ from mtraining_jax import (
     unstripe,
 )
 from pallas_kernels.index import BlockSparseIndex
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
@@ -49,7 +49,7 @@ def expected():
         sparse_attention, pattern=PATTERN, return_lse=True, return_index=True
     )
     gradients, (out, lse, index) = jax.jit(loss(attend))(q, k, v)
-    mask = mask_from_index(index, TOKENS)
+    mask = index.to_mask(TOKENS)
     oracle = jax.jit(loss(lambda q, k, v: reference_attention(q, k, v, mask)))(q, k, v)
     return (gradients, (out, lse)), oracle, index, np.asarray(mask)
 
@@ -164,7 +164,7 @@ def test_a_block_sparse_index_is_accepted_as_pattern():
     mask |= np.eye(blocks, dtype=bool)
     index = BlockSparseIndex.from_block_mask(jnp.asarray(mask), BLOCK)
     out = jax.jit(sparse_attention)(*inputs(), pattern=index)
-    wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
+    wanted, _ = reference_attention(*inputs(), index.to_mask(TOKENS))
     np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
@@ -182,7 +182,7 @@ def test_fixed_budgets_keep_the_given_number_of_columns():
     attend = functools.partial(sparse_attention, return_index=True)
     out, index = jax.jit(attend)(*inputs(), pattern=budget)
     assert (index.vertical_count == budget.verticals).all()
-    wanted, _ = reference_attention(*inputs(), mask_from_index(index, TOKENS))
+    wanted, _ = reference_attention(*inputs(), index.to_mask(TOKENS))
     np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
@@ -194,7 +194,7 @@ def test_non_causal_dense_attention_allows_another_key_length():
     wanted, _ = reference_attention(q[:, :BLOCK], k, v, jnp.ones((2, HEADS, BLOCK, TOKENS), bool))
     np.testing.assert_allclose(out, wanted, **CLOSE)
     _, index = jax.jit(functools.partial(attend, return_index=True))(q, k, v)
-    assert (mask_from_index(index, TOKENS) == np.tri(TOKENS, dtype=bool)).all()
+    assert (index.to_mask(TOKENS) == np.tri(TOKENS, dtype=bool)).all()
 
 
 def test_permuted_tokens_attend_to_the_same_tokens():

@@ -21,7 +21,6 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.row_attention import Keys
 from pallas_kernels.index import BlockMaskIndex
-from pallas_kernels.reference import mask_from_index
 from tests.attention import audit_oracle as oracle
 from tests.patterns import inputs
 
@@ -82,7 +81,7 @@ def close(found, expected, **tolerance):
 
 def test_metrics_match_their_definitions():
     found, index = on_one_device()
-    mask = np.asarray(mask_from_index(index, SEQ_LEN))
+    mask = np.asarray(index.to_mask(SEQ_LEN))
     expected = oracle.figures(*arrays(), mask, *ROWS, BLOCK, SCALE)
     close(found, expected, rtol=2e-5, atol=2e-6)
     assert (0.3 < expected["recall"]).all() and (expected["recall"] < 0.99).all()

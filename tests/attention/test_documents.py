@@ -26,7 +26,7 @@ from mtraining_jax import (
 )
 from mtraining_jax.parallel.mesh import make_mesh
 from pallas_kernels.index import BlockMaskIndex, DenseIndex
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.pallas_kernels.helpers.properties import repeatable
 from tests.parallel import indices
 
@@ -209,7 +209,7 @@ def oracle(q, k, v, mask, dout, dlse):
 def test_results_match_the_oracle_over_pairs_within_documents(pattern):
     q, k, v, dout, dlse = inputs()
     out, lse, index, grads = packs(pattern)
-    mask = mask_from_index(jax.tree.map(jnp.asarray, index), SEQ_LEN)
+    mask = jax.tree.map(jnp.asarray, index).to_mask(SEQ_LEN)
     assert not (np.asarray(mask) & ~same_document()[:, None]).any()
     dlse = jnp.where(np.asarray(mask).any(-1), dlse, 0)
     (wanted_out, wanted_lse), wanted = oracle(q, k, v, mask, dout, dlse)
@@ -224,16 +224,16 @@ def test_dense_attention_and_a_given_index_stay_within_documents():
     )
     own = np.broadcast_to(same_document()[:, None], (*q.shape[:3:2], SEQ_LEN, SEQ_LEN))
     out, dense = call(pattern=Dense(block_size=BLOCK))
-    np.testing.assert_array_equal(mask_from_index(dense, SEQ_LEN), own)
+    np.testing.assert_array_equal(dense.to_mask(SEQ_LEN), own)
     wanted = reference_attention(q, k, v, own)[0]
     np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
     given_index = indices.bits_and_columns()
     _, again = call(pattern=dense, documents=table([[40, 60], [250]], 2))
     both = own & same_document([[40, 60], [250]])[:, None]
-    np.testing.assert_array_equal(mask_from_index(again, SEQ_LEN), both)
+    np.testing.assert_array_equal(again.to_mask(SEQ_LEN), both)
     out, cut = call(pattern=given_index)
-    whole = np.asarray(mask_from_index(given_index, SEQ_LEN))
-    np.testing.assert_array_equal(mask_from_index(cut, SEQ_LEN), whole & own)
+    whole = np.asarray(given_index.to_mask(SEQ_LEN))
+    np.testing.assert_array_equal(cut.to_mask(SEQ_LEN), whole & own)
     wanted = reference_attention(q, k, v, whole & own)[0]
     np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
 
@@ -243,7 +243,7 @@ def test_an_index_is_inspected_within_documents(tmp_path):
     index = packs()[2]
     found = inspect(index, documents=table(LENGTHS, 2))
     causal = same_document().sum((1, 2))[:, None]
-    pairs = np.asarray(mask_from_index(index, SEQ_LEN)).sum((-1, -2))
+    pairs = np.asarray(index.to_mask(SEQ_LEN)).sum((-1, -2))
     np.testing.assert_allclose(found.density, pairs / causal, rtol=1e-6)
     whole = BlockMaskIndex.from_block_mask(jnp.ones((2, 4, NUM_BLOCKS, NUM_BLOCKS), bool), BLOCK)
     everything = inspect(whole, q, k, documents=table(LENGTHS, 2), rows=[3, 100, 250])

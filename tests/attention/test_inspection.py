@@ -12,7 +12,6 @@ import pytest
 from mtraining_jax import Dense, Layout, MoBA, VerticalSlash, inspect, sparse_attention, stripe
 from mtraining_jax.attention.picture import block_shares
 from pallas_kernels.index import BlockSparseIndex, DenseIndex, VerticalSlashIndex
-from pallas_kernels.reference import mask_from_index
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
 CAUSAL = np.tri(TOKENS, dtype=bool)
@@ -23,7 +22,7 @@ def chosen():
     """An index, and its mask [B, Hq, S, S]."""
     attend = functools.partial(sparse_attention, pattern=PATTERN, return_index=True)
     _, index = jax.jit(attend)(*inputs())
-    return index, np.asarray(mask_from_index(index, TOKENS))
+    return index, np.asarray(index.to_mask(TOKENS))
 
 
 def listed():
@@ -33,7 +32,7 @@ def listed():
 
 
 def test_block_lists_and_dense_indices_can_be_inspected(tmp_path):
-    mask = np.asarray(mask_from_index(listed(), TOKENS))
+    mask = np.asarray(listed().to_mask(TOKENS))
     q, k, _ = (x[:1] for x in inputs())
     found = inspect(listed(), q, k, rows=8)
     np.testing.assert_array_equal(found.pairs, mask.sum((-1, -2)))
@@ -111,7 +110,7 @@ def token_chunks():
 @pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand, listed, token_chunks])
 def test_masks_of_tokens_and_blocks(index):
     index = index()
-    wanted = np.asarray(mask_from_index(index, TOKENS))
+    wanted = np.asarray(index.to_mask(TOKENS))
     found = inspect(index, seq_len=TOKENS)
     batch, head = (size - 1 for size in wanted.shape[:2])
     mask = found.token_mask(batch, head)
@@ -126,7 +125,7 @@ def test_masks_of_tokens_and_blocks(index):
 @pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand, token_chunks])
 def test_a_pixel_is_the_density_of_its_block(index):
     index = index()
-    mask = np.asarray(mask_from_index(index, TOKENS))[0, 0]
+    mask = np.asarray(index.to_mask(TOKENS))[0, 0]
     blocks = TOKENS // BLOCK
     counts, possible = (x.reshape(blocks, BLOCK, blocks, BLOCK).sum((1, 3)) for x in (mask, CAUSAL))
     shares = block_shares(index, TOKENS, 0, 0)

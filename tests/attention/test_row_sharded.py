@@ -15,7 +15,6 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.names import SAVED_NAMES
-from pallas_kernels.reference import mask_from_index
 from tests.attention import audit_oracle
 from tests.parallel import indices
 
@@ -73,7 +72,7 @@ def test_statistics_and_an_audit_cover_the_rows_of_all_ranks():
     for name in ("density", "executed"):
         assert stats[name] == pytest.approx(getattr(found, name).mean(), rel=1e-6), name
     figures = stats["audit"] | dict(zip(GRADIENT_FIGURES, of_gradient.T, strict=True))
-    mask = np.asarray(mask_from_index(index, indices.SEQ_LEN))
+    mask = np.asarray(index.to_mask(indices.SEQ_LEN))
     expected = audit_oracle.figures(
         q, k, v, d_out, mask, *rows, indices.BLOCK_SIZE, indices.DIM**-0.5
     )

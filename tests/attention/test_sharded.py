@@ -18,7 +18,7 @@ from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.documents import Documents
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.parallel import indices
 
 NODES, DEVICES, DATA = 2, 2, 2
@@ -63,7 +63,7 @@ def chosen(pattern_name):
     index = jax.jit(
         lambda q, k: select_index(q, k, pattern, block_ids=blocks, num_blocks=indices.NUM_BLOCKS)
     )(q, k)
-    return np.asarray(mask_from_index(index, indices.SEQ_LEN))
+    return np.asarray(index.to_mask(indices.SEQ_LEN))
 
 
 def check(out, stats, mask):
@@ -101,12 +101,12 @@ def test_per_layer_budgets_can_be_passed_as_an_argument():
 def test_a_given_index_is_used_unchanged():
     index = indices.sparse()
     out, stats = run(Dense(indices.BLOCK_SIZE), AttentionInputs(index), ring="gather")
-    check(out, stats, np.asarray(mask_from_index(index, indices.SEQ_LEN)))
+    check(out, stats, np.asarray(index.to_mask(indices.SEQ_LEN)))
 
 
 def test_dense_executes_whole_tiles():
     out, stats = run(Dense(indices.BLOCK_SIZE))
-    check(out, stats, np.asarray(mask_from_index(indices.dense(), indices.SEQ_LEN)))
+    check(out, stats, np.asarray(indices.dense().to_mask(indices.SEQ_LEN)))
     assert stats["density"] == 1
     blocks, size = indices.NUM_BLOCKS, indices.BLOCK_SIZE
     ratio = blocks * (blocks + 1) * size**2 / (indices.SEQ_LEN * (indices.SEQ_LEN + 1))

@@ -9,7 +9,6 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import VerticalSlashIndex
-from pallas_kernels.reference import mask_from_index
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 from tests.pallas_kernels.helpers.contract import (
@@ -98,7 +97,7 @@ def test_matches_the_oracle_at_8k_tokens(dim, heads, dtype):
     size = Size(1, heads, 1, query_blocks=64, key_blocks=64, block_size=128, dim=dim)
     index = cases.vertical_slash(rng, size, max_slashes=8, max_verticals=500, garbage=rng)
     inputs = cases.qkv_dout(rng, size, dtype)
-    expected = oracle(*inputs, jax.jit(mask_from_index, static_argnums=1)(index, size.seq_len))
+    expected = oracle(*inputs, index.to_mask(size.seq_len))
     actual = _value_and_gradients(*inputs, index, backend="mosaic_gpu")
     for name, x in actual.items():
         compare(name, x, expected[name], x.dtype)
@@ -124,7 +123,6 @@ def test_a_hundred_random_masks(dim):
     """Compared with the oracle, in memory full of NaN, and bit-identical twice."""
     rng = np.random.default_rng(1000 + dim)
     size = Size(1, 8, 2, query_blocks=16, key_blocks=16, block_size=128, dim=dim)
-    mask_of = jax.jit(mask_from_index, static_argnums=1)
     for _ in range(100):
         index = cases.vertical_slash(rng, size, max_slashes=5, max_verticals=150, garbage=rng)
         inputs = cases.qkv_dout(rng, size, "bfloat16")
@@ -134,7 +132,7 @@ def test_a_hundred_random_masks(dim):
         _fill_free_memory_with_nan(like)
         actual = _value_and_gradients(*inputs, index, backend="mosaic_gpu")
         assert_same_bits(first, actual)
-        expected = oracle(*inputs, mask_of(index, size.seq_len))
+        expected = oracle(*inputs, index.to_mask(size.seq_len))
         for name, x in actual.items():
             compare(name, x, expected[name], x.dtype)
 

@@ -18,7 +18,6 @@ from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.index import BlockMaskIndex
-from pallas_kernels.reference import mask_from_index
 from tests.gpu_tools.ring_errors import own_device
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
@@ -114,7 +113,7 @@ def test_a_pack_is_correct_and_selects_the_same_as_each_document_alone(number):
         q, k, v, dout = inputs()
         documents = Documents.from_lengths([LENGTHS], SIZE.seq_len, BLOCK)
         found, lse, index = run(number, q, k, v, dout, documents)
-        mask = np.asarray(mask_from_index(index, SIZE.seq_len))
+        mask = np.asarray(index.to_mask(SIZE.seq_len))
         expected = oracle(q, k, v, dout, mask)
         for name, x in found.items():
             compare(name, x, expected[name], jnp.bfloat16)
@@ -125,7 +124,7 @@ def test_a_pack_is_correct_and_selects_the_same_as_each_document_alone(number):
             own = [jnp.roll(x, -start * BLOCK, 1) for x in (q, k)]
             alone = Documents.from_lengths([[length]], SIZE.seq_len, BLOCK)
             alone = select(number, *own, alone)
-            computed = np.asarray(mask_from_index(alone, SIZE.seq_len))
+            computed = np.asarray(alone.to_mask(SIZE.seq_len))
             alone = blocks_of(alone)
             assert not alone[:, size:].any()
             at = slice(start, start + size)

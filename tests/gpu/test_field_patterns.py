@@ -14,7 +14,7 @@ from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.gpu_tools.ring_errors import own_device
 from tests.patterns import inputs
 
@@ -51,7 +51,7 @@ def test_output_and_gradients_match_the_selected_pairs(pattern):
 
     @jax.jit
     def oracle(q, k, v, dout, index):
-        mask = mask_from_index(index, SEQ_LEN)
+        mask = index.to_mask(SEQ_LEN)
         wide = [x.astype(jnp.float32) for x in (q, k, v)]
         out, vjp = jax.vjp(lambda *qkv: reference_attention(*qkv, mask)[0], *wide)
         return out, *vjp(dout.astype(jnp.float32))
@@ -75,7 +75,7 @@ def test_kernels_select_the_same_as_xla(pattern):
     @functools.partial(jax.jit, static_argnums=2)
     def mask(q, k, backend):
         context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=backend)
-        return mask_from_index(pattern.select(q, k, context).index, SEQ_LEN)
+        return pattern.select(q, k, context).index.to_mask(SEQ_LEN)
 
     with jax.default_device(own_device()):
         ours, xla = (np.asarray(mask(q, k, backend)) for backend in ("mosaic_gpu", "xla"))

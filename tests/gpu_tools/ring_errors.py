@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.index import Index
-from pallas_kernels.reference import mask_from_index
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_problem import SIZE, Ring
 from tests.pallas_kernels.helpers.expected import Expected, compare, oracle
@@ -102,5 +101,5 @@ def _expected_of_head(name: str, head: int) -> dict[str, Expected]:
 # XLA would otherwise try many kernels for each product, for two minutes.
 @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 def _oracle(q, k, v, dout, index) -> dict[str, Expected]:
-    result = oracle(q, k, v, dout, mask_from_index(index, SIZE.seq_len))
+    result = oracle(q, k, v, dout, index.to_mask(SIZE.seq_len))
     return {what: result[what] for what in NAMES}

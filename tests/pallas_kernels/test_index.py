@@ -65,16 +65,14 @@ def vertical_slash_of(diagonals, verticals, garbage):
 
 @functools.partial(jax.jit, static_argnames="seq_len")
 def answers(index, seq_len):
-    positions, blocks = jnp.arange(seq_len), jnp.arange(seq_len // index.block_size)
-    listed = index.computes(positions, blocks)
     pairs = index.computed_pairs(seq_len), index.executed_pairs(seq_len)
-    return *pairs, listed, index.pairs_of_rows()
+    return *pairs, index.to_mask(seq_len), index.pairs_of_rows()
 
 
 def assert_answers_follow_the_mask(index):
     mask = brute_force.index_mask(index, SEQ_LEN)
     heads = mask.shape[:2]
-    computed, executed, listed, of_rows = jax.device_get(answers(index, SEQ_LEN))
+    computed, executed, found, of_rows = jax.device_get(answers(index, SEQ_LEN))
     np.testing.assert_array_equal(computed, mask.sum((2, 3)))
     if of_rows is not None:
         by_row = mask.reshape(*heads, NUM_BLOCKS, -1).sum(-1)
@@ -93,8 +91,7 @@ def assert_answers_follow_the_mask(index):
     tiles = blocks_only.reshape(*heads, *by_row[:2], *by_row[:2]).any((3, 5)).sum((2, 3))
     columns = (mask & ~blocks_only).reshape(*heads, *by_row).any(3).sum((2, 3))
     np.testing.assert_array_equal(executed, tiles * SIZE**2 + columns * SIZE)
-    listed = np.broadcast_to(listed, (*heads, SEQ_LEN, NUM_BLOCKS, SIZE)).reshape(mask.shape)
-    np.testing.assert_array_equal(np.tril(listed) if index.causal else listed, mask)
+    np.testing.assert_array_equal(found, mask)
 
 
 @repeatable
@@ -114,6 +111,26 @@ def test_block_lists_match_the_mask(mask, causal, padding):
     dead = slots >= index.key_count[..., None]
     index = dataclasses.replace(index, key_blocks=jnp.where(dead, padding, index.key_blocks))
     assert_answers_follow_the_mask(index)
+
+
+def test_masks_need_a_fitting_length():
+    listed = vertical_slash_of({0, 2}, {5}, [])
+    assert (DenseIndex(SIZE).to_mask(SEQ_LEN) == np.tri(SEQ_LEN, dtype=bool)).all()
+    np.testing.assert_array_equal(listed.to_mask(), listed.to_mask(SEQ_LEN))
+    with jax.numpy_rank_promotion("raise"):
+        every, column = jnp.ones((1, 1, 3, 3), bool), jnp.zeros((1, 1, 1), jnp.int32)
+        assert BlockSparseIndex.from_block_mask(every, SIZE).to_mask().sum() == 78
+        dense = BlockMaskIndex.from_block_mask(every, SIZE).with_columns(column)
+        assert dense.to_mask().sum() == 78
+    for call, sentence in (
+        (DenseIndex(SIZE).to_mask, r"pass to_mask\(seq_len=\.\.\.\)"),
+        (lambda: jax.eval_shape(lambda x: x.to_mask(), listed), "does not store"),
+        (lambda: listed.to_mask(SEQ_LEN + 1), "seq_len=33 is not a multiple of block_size=4"),
+        (lambda: dense.to_mask(SEQ_LEN), "seq_len=32, but the index has 12 tokens"),
+        (lambda: DenseIndex(SIZE).to_mask(2**17), r"\[1, 1, 131072, 131072\] would have"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
 
 
 @jax.jit

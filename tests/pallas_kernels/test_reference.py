@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.pallas_kernels.helpers import brute_force, cases
 from tests.pallas_kernels.helpers.cases import Size
 
@@ -110,20 +110,6 @@ def test_scale_defaults_to_the_root_of_the_head_dim(results):
     c, _ = reference_attention(q, k, v, mask, scale=1.0)
     np.testing.assert_array_equal(a, b)
     assert np.abs(np.asarray(a) - np.asarray(c)).max() > 0.1
-
-
-def test_mask_of_vertical_slash_index(index):
-    expected = brute_force.index_mask(index, SIZE.seq_len)
-    np.testing.assert_array_equal(mask_from_index(index, SIZE.seq_len), expected)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_mask_of_block_sparse_index(causal):
-    index = cases.block_sparse(
-        np.random.default_rng(4), SIZE, causal=causal, garbage=np.random.default_rng(5)
-    )
-    expected = brute_force.block_sparse_mask(index)
-    np.testing.assert_array_equal(mask_from_index(index, SIZE.seq_len), expected)
 
 
 def test_generated_indices_are_sparse_and_have_edge_cases():

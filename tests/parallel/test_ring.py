@@ -12,7 +12,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
 from pallas_kernels.index import DenseIndex, TokenChunksIndex
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.parallel import indices
 
 NAMES = "out", "dq", "dk", "dv"
@@ -29,7 +29,7 @@ def oracle(q, k, v, dout, mask):
 
 @functools.cache
 def expected(name):
-    return oracle(*indices.inputs(), mask_from_index(INDICES[name](), indices.SEQ_LEN))
+    return oracle(*indices.inputs(), INDICES[name]().to_mask(indices.SEQ_LEN))
 
 
 def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index=None):
@@ -62,7 +62,7 @@ def check(results, name):
 
 
 def test_the_sparse_index_has_the_intended_sparsity():
-    mask = np.asarray(mask_from_index(indices.sparse(), indices.SEQ_LEN))
+    mask = np.asarray(indices.sparse().to_mask(indices.SEQ_LEN))
     causal_pairs = indices.SEQ_LEN * (indices.SEQ_LEN + 1) / 2
     density = mask.sum((-1, -2)) / causal_pairs
     assert 0.02 < density.mean() < 0.2
@@ -140,7 +140,7 @@ def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind, ring)
 def errors_of_bf16(nodes, devices, ring):
     """Root mean square errors of each result of a dense index."""
     rounded = (x.astype(jnp.float32) for x in indices.inputs(dtype=jnp.bfloat16))
-    wanted = oracle(*rounded, mask_from_index(indices.dense(), indices.SEQ_LEN))
+    wanted = oracle(*rounded, indices.dense().to_mask(indices.SEQ_LEN))
     run = compile_ring(nodes, devices, "striped", ring, dtype=jnp.bfloat16)
     results = run(DenseIndex(indices.BLOCK_SIZE))
     assert {x.dtype for x in results} == {jnp.dtype(jnp.bfloat16)}

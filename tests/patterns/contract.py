@@ -16,7 +16,7 @@ from mtraining_jax.patterns.base import Pattern, select_index
 from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 from mtraining_jax.utils.fields import attribute_docs
 from pallas_kernels.index import Index
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.patterns import inputs
 
 SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM, LAYERS = 256, 8, 4, 2, 16, 1
@@ -134,7 +134,7 @@ class ChoiceContract:
             )
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
-        mask = np.broadcast_to(mask_from_index(expected, SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))
+        mask = np.broadcast_to(expected.to_mask(SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))
         np.testing.assert_array_equal(np.broadcast_to(pairs, (2, HEADS)), mask.sum((-1, -2)))
         assert not np.triu(np.ones((SEQ_LEN, SEQ_LEN), bool), 1)[None, None][mask[:1, :1]].any()
         if not self.rows_may_be_empty:
@@ -157,7 +157,7 @@ class PatternContract(ChoiceContract):
     def test_attention_computes_the_pairs_and_the_selection_has_no_gradient(self):
         q, k = queries_and_keys()
         index, _, found = attended_by(self.settings)
-        mask = jnp.broadcast_to(mask_from_index(index, SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))
+        mask = jnp.broadcast_to(index.to_mask(SEQ_LEN), (2, HEADS, SEQ_LEN, SEQ_LEN))
         wanted = oracle(q, k, jnp.roll(k, 1, axis=1), mask)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted

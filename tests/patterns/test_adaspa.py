@@ -8,7 +8,7 @@ import pytest
 from mtraining_jax import sparse_attention
 from mtraining_jax.patterns.adaspa import AdaSpa, exact_masses, recall
 from mtraining_jax.selection.context import SelectionContext
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.patterns import inputs, oracle
 
 SEQ_LEN, BLOCK, HEADS, DIM = 320, 16, 6, 16
@@ -54,7 +54,7 @@ def test_masses_and_lists_match_the_definition():
     masses, index = jax.jit(
         lambda q, k: (exact_masses(q, k, SHARDS, BLOCK), PATTERN.select(q, k, SHARDS).index)
     )(q, k)
-    masses, found = np.asarray(masses), np.asarray(mask_from_index(index, SEQ_LEN))
+    masses, found = np.asarray(masses), np.asarray(index.to_mask(SEQ_LEN))
     of_keys = np.repeat(np.asarray(k, np.float64), HEADS // 2, axis=2)
     logits = np.einsum("bqhd,bkhd->bhqk", np.asarray(q, np.float64), of_keys) / DIM**0.5
     weights = oracle.softmax(logits).reshape(2, HEADS, NUM_BLOCKS, BLOCK, NUM_BLOCKS, BLOCK)
@@ -69,7 +69,7 @@ def test_attention_with_a_reused_index_covers_its_pairs():
     v = jnp.roll(k, 1, axis=1)
     out, index = sparse_attention(q, k, v, pattern=PATTERN, causal=False, return_index=True)
     again = sparse_attention(q, k, v, pattern=index, causal=False)
-    wanted, _ = reference_attention(q, k, v, mask_from_index(index, SEQ_LEN))
+    wanted, _ = reference_attention(q, k, v, index.to_mask(SEQ_LEN))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     np.testing.assert_array_equal(out, again)
 

@@ -17,7 +17,7 @@ from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import density
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.patterns import inputs
 
 SEQ_LEN, BLOCK, CHUNK, TOP_K, DIM = 176, 8, 32, 3, 16  # the last chunk is half full
@@ -58,7 +58,7 @@ def test_each_token_selects_by_the_definition():
     # Two chunks with equal means: the first is selected.
     k = k.at[:, 64:96].set(k[:, 32:64])
     index = chosen(q, k)
-    mask = np.asarray(mask_from_index(index, SEQ_LEN))
+    mask = np.asarray(index.to_mask(SEQ_LEN))
     causal = np.tri(SEQ_LEN, dtype=bool)
     for b, h in np.ndindex(2, 4):
         seen = wanted(np.asarray(q)[b, :, h], np.asarray(k)[b, :, h // 2])
@@ -78,7 +78,7 @@ def test_documents_select_among_chunks_that_begin_with_each():
             seen = wanted(np.asarray(q)[b, own, h], np.asarray(k)[b, own, h // 2])
             pairs = np.repeat(seen, CHUNK, axis=1)[:, : end - start]
             expected[b, h, own, own] = pairs & causal[own, own]
-    np.testing.assert_array_equal(mask_from_index(index, SEQ_LEN), expected)
+    np.testing.assert_array_equal(index.to_mask(SEQ_LEN), expected)
     np.testing.assert_array_equal(index.chosen[1], chosen(q, k).chosen[1])
     pairs = expected.sum(-1)
     np.testing.assert_array_equal(index.computed_pairs(SEQ_LEN), pairs.sum(-1))
@@ -163,7 +163,7 @@ def test_a_ring_matches_one_device(nodes, lengths):
         return jnp.sin(out).sum() + jnp.cos(jnp.maximum(lse, -9)).sum(), (out, lse)
 
     def oracle(q, k, v):
-        mask = mask_from_index(chosen(q, k, documents), seq_len)
+        mask = chosen(q, k, documents).to_mask(seq_len)
         out, lse = reference_attention(q, k, v, mask)
         return jnp.sin(out).sum() + jnp.cos(jnp.maximum(lse, -9)).sum(), (out, lse)
 

@@ -22,7 +22,7 @@ from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import density
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import VerticalSlashIndex
-from pallas_kernels.reference import mask_from_index, reference_attention
+from pallas_kernels.reference import reference_attention
 from tests.pallas_kernels.helpers.brute_force import index_mask
 
 LIKE = VerticalSlash()
@@ -181,7 +181,7 @@ def test_the_replayed_index_is_computed_and_the_estimate_is_not_removed():
 
     # The replayed index is computed.
     index = VerticalSlashIndex(*(x[None] for x in jax.tree.leaves(layer)), layer.block_size)
-    expected, _ = reference_attention(*inputs(), mask_from_index(index, SMALL_LEN))
+    expected, _ = reference_attention(*inputs(), index.to_mask(SMALL_LEN))
     np.testing.assert_allclose(with_out, expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(with_out, without_out)
     assert with_stats["density"] == without_stats["density"]

@@ -16,7 +16,6 @@ from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.collectives import all_rows
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
-from pallas_kernels.reference import mask_from_index
 from tests.patterns import inputs
 
 BLOCK, NUM_BLOCKS, HEADS, RANKS = 8, 16, 3, 4
@@ -58,7 +57,7 @@ def untuned(name):
         context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
         return select_pairs(pattern, q, k, context).index
 
-    return mask_from_index(run(*arrays(), documents_of(packed)), SEQ_LEN)
+    return run(*arrays(), documents_of(packed)).to_mask(SEQ_LEN)
 
 
 @functools.cache
@@ -90,7 +89,7 @@ def tuned(name):
         unit = 1 << pattern.mass_fraction().bits
         shares = jnp.array([round(x * unit) for x in shares], jnp.int32)
         index = run(q, k, documents_of(packed), shares)
-        return np.asarray(mask_from_index(jax.tree.map(lambda x: x[0], index), SEQ_LEN))
+        return np.asarray(jax.tree.map(lambda x: x[0], index).to_mask(SEQ_LEN))
 
     return keep, run
 
