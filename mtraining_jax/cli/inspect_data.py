@@ -90,7 +90,7 @@ def _run(arguments: list[str]) -> int:
 def _pieces(
     corpus: Corpus, starts: np.ndarray | range, size: int, eos: Any, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the documents of a sequence, as `Packs.pieces`, from end tokens."""
+    """Starts and lengths of the documents of a sequence, found by their end tokens."""
     ids = corpus.stream.take(starts[number] + np.arange(size))
     ends = np.union1d(np.flatnonzero(ids == eos) + 1, [size])
     lengths = np.diff(ends, prepend=0)

@@ -35,7 +35,7 @@ class Corpus:
     starts: np.ndarray | range | None = None
     # Packs the documents, for `data` and the tokens per block; None if they are unknown.
     pack: Callable[[DataSpec, int], Packs] | None = None
-    endless: bool = False  # sequences are generated on demand, so there are no epochs
+    endless: bool = False  # sequences are generated on demand, without epochs
 
 
 def starts_of(corpus: Corpus, data: DataSpec) -> np.ndarray | range:

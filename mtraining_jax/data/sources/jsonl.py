@@ -54,7 +54,7 @@ class JsonLines(FileSource, DocumentSource):
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, of which too long ones are cut."""
+    """The lines of a file; cuts lines that are too long."""
     with errors_as(UserError, f"data.paths: {path} cannot be read", Exception):
         with path.open("rb") as file:
             head = file.read(4)
