@@ -15,7 +15,7 @@ from mtraining_jax.data.corpus import Corpus, packs_of, starts_of
 from mtraining_jax.data.pack_report import report_on
 from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.text import counted
+from mtraining_jax.utils.text import counted, print_text
 
 _USAGE = """\
 usage: python -m mtraining_jax.cli.inspect_data --config NAME [options]
@@ -62,29 +62,29 @@ def _run(arguments: list[str]) -> int:
     eos = data.eos if tokenizer is None else tokenizer.eos
     if data.has_documents:
         packs = packs_of(corpus, data, block_size)
-        print(f"{data.source}: {corpus.summary}; {packs.summary}")
         report = report_on(packs, data.seq_len, block_size)
-        print(report)
+        lines = [f"{data.source}: {corpus.summary}; {packs.summary}", str(report)]
         if options.picture is not None:
             report.draw(str(options.picture))
-            print(f"picture: {options.picture}")
+            lines.append(f"picture: {options.picture}")
         count, pieces = len(packs), packs.pieces
     else:
         starts, block_size = starts_of(corpus, data), 1
         count, pieces = len(starts), functools.partial(_pieces, corpus, starts, data.seq_len, eos)
-        found = counted(count, "sequence")
-        print(f"{data.source}: {corpus.summary}; {found} of {data.seq_len:,} tokens ({data.mode})")
+        found = f"{counted(count, 'sequence')} of {data.seq_len:,} tokens ({data.mode})"
+        lines = [f"{data.source}: {corpus.summary}; {found}"]
     for number in range(min(options.samples, count)):
         begins, lengths = pieces(number)
-        print(f"sequence {number}: {counted(lengths.size, 'document')}")
+        lines.append(f"sequence {number}: {counted(lengths.size, 'document')}")
         position = 0
         for begin, length in zip(begins[:_DOCUMENTS], lengths[:_DOCUMENTS], strict=True):
             ids = corpus.stream.take(begin + np.arange(length))
-            print(f"  {length:,} tokens from {position:,}: {_shown(ids, tokenizer, eos)}")
+            what = f"{counted(length, 'token')} from {position:,}"
+            lines.append(f"  {what}: {_shown(ids, tokenizer, eos)}")
             position += -(-length // block_size) * block_size
         if lengths.size > _DOCUMENTS:
-            print("  ...")
-    return 0
+            lines.append("  ...")
+    return print_text("\n".join(lines) + "\n")
 
 
 def _pieces(

@@ -164,9 +164,16 @@ def test_version_of_other_commands(module, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
-@pytest.mark.parametrize("options", [["--help"], ["--config=tiny", "--print-config"]])
-def test_output_that_cannot_be_written(options):
-    command = [sys.executable, "-m", "mtraining_jax", *options]
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["mtraining_jax", "--help"],
+        ["mtraining_jax", "--config=tiny", "--print-config"],
+        ["mtraining_jax.cli.inspect_data", "--config=tiny", "--data.source=synthetic"],
+    ],
+)
+def test_output_that_cannot_be_written(arguments):
+    command = [sys.executable, "-m", *arguments]
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 2
