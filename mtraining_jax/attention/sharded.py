@@ -117,11 +117,12 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
         with jax.named_scope("selection"):
             selection = select_pairs(pattern, q, k, context)
         row_sharded = _row_sharded(inputs)
-        if selection.index.row_sharded != row_sharded:
+        of_index = selection.index.row_sharded
+        if of_index != row_sharded:
             raise ValueError(
-                f"{type(pattern).__name__}.row_sharded={row_sharded}, but it returned a "
-                f"{type(selection.index).__name__} with row_sharded={selection.index.row_sharded}; "
-                "they must be equal"
+                f"{type(pattern).__name__} selected a {type(selection.index).__name__}, for which "
+                f"its row_sharded() must return {of_index}, not {row_sharded}; add to the class: "
+                f"def row_sharded(self, documents): return {of_index}"
             )
         return selection
     assert pattern is not None

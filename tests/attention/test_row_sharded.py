@@ -1,13 +1,23 @@
 """An index sharded by rows: the same results as on one device."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import SampledRows, inspect, sequence_layout, sparse_attention, stripe, unstripe
+from mtraining_jax import (
+    Pattern,
+    SampledRows,
+    inspect,
+    sequence_layout,
+    sparse_attention,
+    stripe,
+    unstripe,
+)
 from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
@@ -20,6 +30,7 @@ from tests.parallel import indices
 
 PATTERN = SampledRows(tau=0.6, probe_queries_per_block=2, block_size=indices.BLOCK_SIZE)
 
+PAGE = Path(__file__).parents[2] / "docs/attention.md"
 SAVE = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 
 
@@ -80,3 +91,25 @@ def test_statistics_and_an_audit_cover_the_rows_of_all_ranks():
     for name, values in expected.items():
         np.testing.assert_allclose(figures[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
     np.testing.assert_array_equal(stats["masks"].bits, index.bits[:1, [2, 0]])
+
+
+def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys():
+    code = re.search(r"^```python\n([^`]*SinkWindow.*?)^```", PAGE.read_text(), re.M | re.S)
+    names = {"__name__": __name__}
+    exec(code[1], names)
+    window, size = names["SinkWindow"], indices.BLOCK_SIZE
+    pattern = window(blocks=2, sinks=3, block_size=size)
+    mesh = make_mesh(1, 1, 4)
+    attend = functools.partial(sparse_attention, return_index=True)
+    _, index = attend(*indices.inputs()[:3], pattern=pattern, mesh=mesh)
+    query, key = np.ogrid[: indices.SEQ_LEN, : indices.SEQ_LEN]
+    expected = (key <= query) & ((query // size - key // size < 2) | (key < 3))
+    assert (index.to_mask() == expected).all()
+
+    class Unsaid(window):
+        row_sharded = Pattern.row_sharded
+
+    with pytest.raises(
+        ValueError, match=r"add to the class: def row_sharded\(self, documents\): r"
+    ):
+        attend(*indices.inputs()[:3], pattern=Unsaid(block_size=size))
