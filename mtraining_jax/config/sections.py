@@ -296,6 +296,9 @@ class CheckpointConfig:
     resume: bool | Literal["auto"] = "auto"
     """Whether to resume from the newest checkpoint. auto: if there is one; true: fail if there is
     none; false: start from scratch."""
+    skip_damaged: bool = False
+    """If the newest checkpoint is damaged, move it to RUN_FOLDER/damaged and resume from the one
+    before it. Reads the checkpoint twice, also into host memory."""
     async_save: bool = True
     """Continue training while a checkpoint is written."""
     export_hf: bool = False

@@ -2,10 +2,20 @@
 
 from mtraining_jax.training.checkpoint.store import (
     Checkpoints,
+    check_intact,
     newest_step,
     read_parameters,
     read_record,
     read_state,
+    saved_steps,
 )
 
-__all__ = ["Checkpoints", "newest_step", "read_parameters", "read_record", "read_state"]
+__all__ = [
+    "Checkpoints",
+    "check_intact",
+    "newest_step",
+    "read_parameters",
+    "read_record",
+    "read_state",
+    "saved_steps",
+]

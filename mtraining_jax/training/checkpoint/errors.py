@@ -5,6 +5,7 @@ A message says "damaged" only with evidence of damage, and no message asks to de
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +20,16 @@ _CHANGED = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 _PARSERS = (json.JSONDecodeError, UnicodeDecodeError)
 # From TensorStore, and from Orbax for a folder without one of its items.
 _NOT_THERE = ("NOT_FOUND", "was not found in the checkpoint")
-# Move, not delete: a backup, a repaired disk or another reader may still make use of it.
+# The first words of an error of TensorStore, for example "UNAVAILABLE: ".
+_STATUS = re.compile("[A-Z_]+: ")
 _WAY_OUT = (
-    "move it out of this folder to resume from the previous checkpoint, or start from scratch with "
-    "checkpoint.resume=false"
+    "set checkpoint.skip_damaged=true to resume from the previous checkpoint, or start from "
+    "scratch with checkpoint.resume=false"
 )
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that will stay unreadable."""
 
 
 def unreadable(path: Path, error: Exception) -> UserError:
@@ -38,19 +44,24 @@ def unreadable(path: Path, error: Exception) -> UserError:
     if _first(causes, _PARSERS, _CHANGED) is not None:
         return damaged(path, _line(root))
     if _first(causes, (FileNotFoundError, NotADirectoryError), _NOT_THERE) is not None:
-        return UserError(
+        return DamagedCheckpoint(
             f"a file is missing from the checkpoint {path} ({_line(root)}): it is damaged, or "
             f"its file system is only partly available; {_WAY_OUT}"
         )
-    return UserError(
-        f"the checkpoint {path} could not be read ({_line(root)}); its files may be intact, "
-        "so run the same command again to retry"
+    if isinstance(root, OSError) or _STATUS.match(str(root)):
+        return UserError(
+            f"the checkpoint {path} could not be read ({_line(root)}); its files may be intact, "
+            "so run the same command again to retry"
+        )
+    return DamagedCheckpoint(
+        f"the content of the checkpoint {path} is not as expected ({type(root).__name__}: "
+        f"{_line(root)}): it is damaged, or another version of Orbax wrote it; {_WAY_OUT}"
     )
 
 
-def damaged(path: Path, reason: str) -> UserError:
+def damaged(path: Path, reason: str) -> DamagedCheckpoint:
     """Builds the message for a checkpoint with files that have changed."""
-    return UserError(f"the checkpoint {path} is damaged ({reason}); {_WAY_OUT}")
+    return DamagedCheckpoint(f"the checkpoint {path} is damaged ({reason}); {_WAY_OUT}")
 
 
 @contextlib.contextmanager

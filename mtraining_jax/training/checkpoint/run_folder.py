@@ -17,7 +17,8 @@ from pathlib import Path
 import jax
 
 from mtraining_jax.config import Config, config_to_toml
-from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.checkpoint import check_intact, newest_step, saved_steps
+from mtraining_jax.training.checkpoint.errors import DamagedCheckpoint
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.version import VERSION
 
@@ -44,6 +45,26 @@ def check_writable(config: Config) -> None:
             f"{config.run.folder}, but {there} is not writable ({error.strerror}); set "
             "run.output_dir to another folder"
         ) from error
+
+
+def skip_damaged(config: Config, report: Callable[[str], None]) -> None:
+    """Moves checkpoints that are newer than the newest intact one into RUN_FOLDER/damaged.
+
+    Without an intact one they stay, and resuming will report the damage.
+    """
+    folder, found = checkpoint_folder(config), []
+    for step in saved_steps(folder):
+        try:
+            check_intact(folder, step)
+        except DamagedCheckpoint as error:
+            found.append((folder / str(step), error))
+            continue
+        for path, error in found:
+            aside = _free(config.run.folder / "damaged" / path.name)
+            aside.parent.mkdir(exist_ok=True)
+            path.rename(aside)
+            report(f"warning: {str(error).rpartition('; ')[0]}; it is now {aside}")
+        return
 
 
 def resume_step(config: Config) -> int | None:
@@ -79,8 +100,13 @@ def move_aside(config: Config) -> Path | None:
     folder = config.run.folder
     if newest_step(checkpoint_folder(config)) is None:
         return None
-    numbered = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-    return folder.rename(next(aside for aside in numbered if not aside.exists()))
+    return folder.rename(_free(folder))
+
+
+def _free(path: Path) -> Path:
+    """Returns the first of `NAME.1`, `NAME.2` ... that does not exist."""
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(aside for aside in numbered if not aside.exists())
 
 
 def record_start(config: Config, resume_from: int | None) -> None:

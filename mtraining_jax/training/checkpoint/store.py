@@ -6,12 +6,15 @@ of a `TrainState` and one JSON record with the configuration, the position in th
 checksum of every array.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array, lax
 
@@ -26,12 +29,17 @@ _RECORD_PARTS = {"config", "loader", "shapes", "checksums"}
 
 def newest_step(folder: Path) -> int | None:
     """Returns the step of the newest complete checkpoint in `folder`; None without one."""
+    return next(iter(saved_steps(folder)), None)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in `folder`, the newest first."""
     if not folder.is_dir():
-        return None
+        return []
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     # Canonical names only: "007" or digits of another script are not checkpoints.
     steps = [int(name) for name in names if name.isdecimal() and name == str(int(name))]
-    return max(steps, default=None)
+    return sorted(steps, reverse=True)
 
 
 class Checkpoints:
@@ -113,21 +121,45 @@ def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[s
     return _read_arrays(folder, step, restore, record)["parameters"]
 
 
+def check_intact(folder: Path, step: int) -> None:
+    """Reads a checkpoint into host memory, without the other processes, and checks all checksums.
+
+    Raises a UserError if the checkpoint cannot be read; `DamagedCheckpoint` if it never can.
+    """
+    record = read_record(folder, step)
+    path = folder.absolute() / str(step) / "arrays"
+    with _reading(folder / str(step)):
+        saved = ocp.PyTreeCheckpointHandler().metadata(path).tree
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+    arrays = _read(folder, step, arrays=ocp.args.PyTreeRestore(restore_args=on_host)).arrays
+    _compare(folder / str(step), _by_name(jax.tree.map(_checksum_on_host, arrays)), record)
+
+
 def _read_arrays(folder: Path, step: int, restore: Any, record: dict[str, Any]) -> dict[str, Any]:
     arrays = _read(folder, step, arrays=restore).arrays
-    for name, number in _checksums(arrays).items():
-        if record["checksums"].get(name) != number:
-            raise damaged(folder / str(step), f"the checksum of {name} does not match")
+    _compare(folder / str(step), _checksums(arrays), record)
     return arrays
 
 
+def _compare(path: Path, checksums: dict[str, int], record: dict[str, Any]) -> None:
+    for name, number in checksums.items():
+        if record["checksums"].get(name) != number:
+            raise damaged(path, f"the checksum of {name} does not match")
+
+
 def _read(folder: Path, step: int, **items: Any) -> Any:
-    # Not with `ocp.CheckpointManager`, which deletes what a run that is still active is writing.
+    # Not with `ocp.CheckpointManager`, which deletes what a run that is still active is writing,
+    # nor with `ocp.Checkpointer`, which waits for all processes.
     path = folder / str(step)
+    with _reading(path), contextlib.closing(ocp.CompositeCheckpointHandler()) as reader:
+        return reader.restore(path.absolute(), args=ocp.args.Composite(**items))
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
     print_errors_once()
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            return reader.restore(path.absolute(), args=ocp.args.Composite(**items))
+        yield
     except Exception as error:  # Orbax raises many types, for parsing and I/O
         raise unreadable(path, error) from error
 
@@ -141,7 +173,11 @@ def _checksums(arrays: dict[str, Any]) -> dict[str, int]:
 
     Compressed arrays with a changed byte may still decode to numbers.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(_all_checksums(arrays)))
+    return _by_name(jax.device_get(_all_checksums(arrays)))
+
+
+def _by_name(tree: Any) -> dict[str, int]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): int(number)
         for path, number in leaves
@@ -160,3 +196,8 @@ def _checksum(x: Array) -> Array:
     for axis, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _checksum_on_host(x: np.ndarray) -> np.uint32:
+    bits = x.reshape(-1).view(np.uint32)
+    return np.sum(bits * (2 * np.arange(bits.size, dtype=np.uint32) + 1), dtype=np.uint32)

@@ -1,6 +1,7 @@
 """A complete run: checks, connection to other processes, training, and final summary."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 from mtraining_jax.config import Config
@@ -81,6 +82,9 @@ def _run(
         display.say(note)
     _seen_by_all(f"lock file of {config.run.folder}", lambda: holder(config.run.folder), config)
     config = with_steps(config)
+    if config.checkpoint.skip_damaged and config.checkpoint.resume is not False:
+        skip = functools.partial(run_folder.skip_damaged, config, display.say)
+        run_on_process_0(skip, config.run.step_timeout_seconds)
     resume_from = agreed_resume_step(config)
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from, _changed_fields(config, resume_from)))

@@ -1,6 +1,7 @@
 """Reading checkpoints: messages for failed reads, and cleanup after them."""
 
 import asyncio
+import functools
 import gc
 import json
 import logging
@@ -17,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint._src import asyncio_utils
 
 from mtraining_jax.config import config_from_dict, config_to_dict
-from mtraining_jax.training.checkpoint import Checkpoints, newest_step, read_state
+from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
 from mtraining_jax.training.checkpoint.errors import unreadable
 from mtraining_jax.training.checkpoint.orbax_errors import WaitingEventLoop, print_errors_once
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
@@ -39,6 +40,10 @@ def state_of(count, make=jnp.ones):
     )
 
 
+def on_one():
+    return SingleDeviceSharding(jax.devices()[0])
+
+
 def random(shape, dtype):
     """Bytes that do not compress."""
     bits = np.random.default_rng(0).integers(2**30, size=shape)
@@ -54,11 +59,7 @@ def test_damage_is_one_message_with_the_first_cause(config, tmp_path, monkeypatc
     for path in (tmp_path / "1" / "arrays").rglob("*"):
         if path.is_file() and path.parent.name == "d":  # the data, not the metadata
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    sharding = SingleDeviceSharding(jax.devices()[0])
-
-    def abstract(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
+    abstract = functools.partial(jax.ShapeDtypeStruct, sharding=on_one())
     make_loop, hook = asyncio.new_event_loop, sys.unraisablehook
     with pytest.raises(UserError) as error:
         read_state(tmp_path, 1, state_of(20, abstract), config)
@@ -68,6 +69,24 @@ def test_damage_is_one_message_with_the_first_cause(config, tmp_path, monkeypatc
     del error
     gc.collect()
     assert reported == []
+
+
+def test_an_array_without_a_checksum_is_damage(config, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
+    checkpoints.save(1, state_of(2), None, config)
+    checkpoints.close()
+    check_intact(tmp_path, 1)
+    record = tmp_path / "1" / "record" / "metadata"
+    content = json.loads(record.read_text())
+    del content["checksums"]["parameters.p1"]
+    record.write_text(json.dumps(content))
+    abstract = functools.partial(jax.ShapeDtypeStruct, sharding=on_one())
+    for read in (
+        lambda: check_intact(tmp_path, 1),
+        lambda: read_state(tmp_path, 1, state_of(2, abstract), config),
+    ):
+        with pytest.raises(UserError, match=r"the checksum of parameters\.p1 does not match"):
+            read()
 
 
 def test_reads_that_continue_after_a_failure_have_an_open_loop():
@@ -114,7 +133,6 @@ def test_reads_that_continue_after_a_failure_have_an_open_loop():
         (ValueError("UNAVAILABLE: no answer\nof the server"), "could not be read (UNAVAILABLE: no"),
         (TimeoutError("too slow"), "could not be read (too slow"),
         (RuntimeError("INTERNAL: of the library"), "could not be read (INTERNAL: of the library"),
-        (TypeError("a programming error"), "could not be read (a programming error"),
         (MemoryError(), "not enough memory to read the checkpoint runs/7 (MemoryError)"),
         (RuntimeError("RESOURCE_EXHAUSTED: out"), "not enough memory to read the checkpoint"),
         (OSError(12, "Cannot allocate memory"), "not enough memory to read the checkpoint"),
@@ -125,6 +143,7 @@ def test_reads_that_continue_after_a_failure_have_an_open_loop():
             ValueError("FAILED_PRECONDITION: ZSTD_decompressStream() failed: Data corruption"),
             "the checkpoint runs/7 is damaged (FAILED_PRECONDITION",
         ),
+        (TypeError("-1 is not valid"), "checkpoint runs/7 is not as expected (TypeError: -1 is n"),
         (json.JSONDecodeError("Expecting value", "{", 1), "runs/7 is damaged (Expecting value"),
     ],
 )
@@ -135,7 +154,7 @@ def test_only_evidence_of_damage_is_called_damage(error, sentence):
         message = str(unreadable(Path("runs/7"), raised))
         assert sentence in message and "\n" not in message
         assert "delete" not in message
-        assert ("move it" in message) == ("damaged" in message)
+        assert ("checkpoint.skip_damaged=true" in message) == ("damaged" in message)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_message(

@@ -163,7 +163,7 @@ def test_unusable_checkpoints_are_refused(plain_config, capsys):
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 0x10
     largest.write_bytes(content)
-    with pytest.raises(UserError, match="checkpoints/1 is damaged.*move it out of"):
+    with pytest.raises(UserError, match="1 is damaged.*checkpoint.skip_damaged=true"):
         run(longer)
     largest.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="checkpoints/1 is damaged"):
@@ -171,7 +171,22 @@ def test_unusable_checkpoints_are_refused(plain_config, capsys):
     next((folder_of(config, 1) / "record").glob("*meta*")).write_text("{")
     with pytest.raises(UserError, match="checkpoints/1 is damaged"):
         run(longer)
+    with pytest.raises(UserError, match="checkpoints/1 is damaged"):  # none is intact
+        run(changed(longer, checkpoint={"skip_damaged": True}))
     assert dumps(written(config)) == before  # no step was taken
+
+
+def test_a_damaged_checkpoint_is_skipped_on_request(whole, capsys):
+    config = changed(whole.copy("skipped"), checkpoint={"skip_damaged": True})
+    damaged = config.run.folder / "damaged" / "4.1"
+    (folder_of(config, 4) / "arrays" / "_METADATA").write_text("{}")
+    rest = run(config)
+    assert [record["step"] for record in rest] == [3, 4]
+    np.testing.assert_array_equal(losses(rest), losses(whole.records[2:]))
+    printed = capsys.readouterr().out
+    assert "checkpoints/4 is not as expected" in printed and f"it is now {damaged}\n" in printed
+    assert damaged.is_dir() and newest_step(checkpoint_folder(config)) == 4
+    assert run(config) == []  # the new one is intact
 
 
 def test_loss_that_stays_nan_ends_the_run(config, capsys):
