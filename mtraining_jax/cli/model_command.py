@@ -10,6 +10,7 @@ from rich.console import Console
 from mtraining_jax.cli.argument_parser import ArgumentParser
 from mtraining_jax.config import help_text as fields_text
 from mtraining_jax.config.load import fields_with
+from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
@@ -57,7 +58,7 @@ def model_parser(prog: str) -> ArgumentParser:
 
 def results_console() -> Console:
     """Creates a console, wide enough for tables in a file."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Output()
     if not console.is_terminal:
         console.width = 160
     return console

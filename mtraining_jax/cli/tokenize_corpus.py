@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.cli.model_command import at_least, run_command
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
+from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError
 
 _USAGE = """\
@@ -44,7 +43,7 @@ def _run(arguments: list[str]) -> int:
     if options.out is None:
         raise UserError("--out FOLDER, the folder for the token files, is missing; see --help")
     config, out = selected_config(options), options.out.expanduser()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Output()
     begin = reported = time.monotonic()
 
     def report(totals: Totals, read: int) -> None:

@@ -18,6 +18,7 @@ from mtraining_jax.reporting.record import (
     rate,
     validation_text,
 )
+from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import redirect_to_devnull
 
@@ -26,7 +27,7 @@ class Display:
     """Prints lines, and on a terminal a progress bar with loss, speed and ETA."""
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True, quiet=not enabled)
+        self._console = console or Output(quiet=not enabled)
         self._bar: Progress | None = None
         # For the ETA, which excludes the slow first step.
         self._first: tuple[int, float] | None = None

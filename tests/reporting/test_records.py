@@ -2,6 +2,7 @@ import io
 import json
 import os
 import pty
+import subprocess
 import sys
 import types
 
@@ -264,6 +265,22 @@ def test_error_if_output_cannot_be_written():
     with pytest.raises(UserError, match="output cannot be written .No space left on device.; the"):
         display.say("a line")
     display.say("discarded")
+
+
+def test_a_closed_pipe_does_not_end_a_run():
+    code = """if True:
+        import os
+        from mtraining_jax.reporting.progress import Display
+        reader, writer = os.pipe()
+        os.dup2(writer, 1), os.close(writer), os.close(reader)
+        display = Display()
+        display.say("a line")
+        display.say("another")
+        os._exit(3)  # still runs
+    """
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 3
+    assert done.stderr == b"note: the output is closed; the command continues\n"
 
 
 def test_a_closed_terminal_does_not_end_a_run_before_its_signal():
