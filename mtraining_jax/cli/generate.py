@@ -1,5 +1,7 @@
-"""The command `generate.py`: continues a prompt and streams the new text."""
+"""The command `generate.py`: continues prompts, and streams the new text of a single one."""
 
+import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +14,23 @@ from mtraining_jax.cli.model_command import (
     model_parser,
     run_command,
 )
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.model import Generated
+from mtraining_jax.evaluation.tasks.records import iterate_records, read_text
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
+from mtraining_jax.utils.text import counted
 
 _USAGE = """\
-usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE) [options]
+usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompts FILE) [options]
 
   --model FOLDER        run folder (its newest checkpoint) or Hugging Face checkpoint
   --prompt TEXT         text to continue; no chat template is applied
   --prompt-file FILE    read the prompt from a UTF-8 text file; - reads standard input
+  --prompts FILE        continue many prompts, one after another: the lines of a text file, or the
+                        field "prompt" of JSON lines (.jsonl); prints one JSON object per prompt,
+                        with prompt, text, tokens and stopped
   --max-new-tokens N    maximum number of new tokens (default 256)
   --temperature T       sampling temperature; 0 (default) is greedy decoding
   --top-p P             nucleus sampling: sample from the most likely tokens with total
@@ -53,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = model_parser("generate.py")
-    for name in ("prompt", "prompt-file"):
+    for name in ("prompt", "prompt-file", "prompts"):
         parser.add_argument(f"--{name}")
     for name in _NUMBERS:
         default = getattr(GenerateOptions, name)
@@ -77,7 +86,7 @@ def _run(arguments: list[str]) -> int:
         )
     numbers = {name: getattr(found, name) for name in _NUMBERS}
     options = GenerateOptions(**numbers, stop=tuple(found.stop))
-    prompt = _prompt(found.prompt, found.prompt_file)
+    prompts, several = _prompts(found), found.prompts is not None
     set_platform(found.cpu_devices)
     # Imported here, because it imports JAX, which reads the number of devices when it starts.
     from mtraining_jax.evaluation.engine.engine import Engine
@@ -87,42 +96,73 @@ def _run(arguments: list[str]) -> int:
         with console.status(f"loading {found.model} ...") as status:
             how = {name: getattr(found, name) for name in ("attention", "dtype", "tokenizer")}
             engine = Engine.load(found.model, overrides=list(overrides.items()), **how)
-            ids = engine.loaded.needed_tokenizer().encode_prompt(prompt)
+            ids = engine.encode(prompts, options.max_new_tokens)
             note = engine.loaded.note_on_dense_use()
             if found.attention == "dense" and note is not None:
                 console.print(note, markup=False)
-            status.update("compiling and reading the prompt ...")
 
             def write(text: str) -> None:
                 status.stop()
                 print(text, end="", flush=True)
 
-            result = engine.generate(ids, options, on_text=write)
+            results: list[Generated] = []
+            for number, prompt in enumerate(prompts):
+                status.update(f"compiling and reading prompt {number + 1} of {len(prompts)} ...")
+                status.start()
+                on_text = None if several else write
+                results.append(result := engine.generate(ids[number], options, on_text))
+                if several:
+                    line = {"prompt": prompt, "text": result.text, "tokens": len(result.tokens)}
+                    line["stopped"] = result.stopped
+                    write(json.dumps(line, ensure_ascii=False) + "\n")
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
-    print(flush=True)
-    new = len(result.tokens)
-    rate = f" ({new / result.decode_seconds:.1f} tokens/s)" if new > 1 else ""
+    if not several:
+        print(flush=True)
+    read, decode = sum(x.prefill_seconds for x in results), sum(x.decode_seconds for x in results)
+    new = sum(len(x.tokens) for x in results)
+    rate = f" ({new / decode:.1f} tokens/s)" if new > 1 else ""
+    density = sum(x.density or 0 for x in results) / len(results)
+    end = "" if several else f"; stopped by {_ENDS[results[0].stopped]}"
     console.print(
-        f"prompt read in {result.prefill_seconds:.2f} s at density {result.density:.3f}; {new} new"
-        f" tokens in {result.decode_seconds:.2f} s{rate}; stopped by {_ENDS[result.stopped]}"
+        f"{counted(len(prompts), 'prompt')} read in {read:.2f} s at density {density:.3f}; {new} "
+        f"new tokens in {decode:.2f} s{rate}{end}"
     )
     return 0
 
 
-def _prompt(text: str | None, file: str | None) -> str:
-    if (text is None) == (file is None):
-        raise UserError("give either --prompt or --prompt-file; see --help")
-    if file is not None:
-        try:
-            raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-            text = raw.decode("utf-8")
-        except OSError as error:
-            raise UserError(f"--prompt-file={file} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            what = f"is not UTF-8 text (invalid byte at offset {error.start})"
-            raise UserError(f"--prompt-file={file} {what}") from error
+def _prompts(options: argparse.Namespace) -> list[str]:
+    """Reads the prompts, at least one."""
+    given = {name: getattr(options, name) for name in ("prompt", "prompt_file", "prompts")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1:
+        raise UserError("give one of --prompt, --prompt-file and --prompts; see --help")
+    ((name, value),) = given.items()
+    if name == "prompts":
+        prompts = _lines(value)
+        if not prompts:
+            raise UserError(f"--prompts={value} has no prompt")
+        return prompts
+    text = value if name == "prompt" else _text("--prompt-file", value)
     if not text:
         raise UserError("the prompt is empty; it must have at least one token")
-    return text
+    return [text]
+
+
+def _lines(file: str) -> list[str]:
+    if not file.endswith((".jsonl", ".json")):
+        return [line for line in _text("--prompts", file).split("\n") if line.strip()]
+    prompts = []
+    for where, record in iterate_records(Path(file).expanduser(), "--prompts", ("prompt",)):
+        if not isinstance(record["prompt"], str) or not record["prompt"]:
+            raise UserError(f'--prompts: {where}: "prompt" must be a text that is not empty')
+        prompts.append(record["prompt"])
+    return prompts
+
+
+def _text(option: str, file: str) -> str:
+    if file != "-":
+        return read_text(Path(file), option)
+    with errors_as(UserError, f"{option}: standard input is not UTF-8 text", UnicodeDecodeError):
+        return sys.stdin.buffer.read().decode("utf-8")

@@ -1,13 +1,17 @@
 """The command `generate.py`, and the function behind it."""
 
 import io
+import json
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import mtraining_jax
 from mtraining_jax.cli import generate
 from mtraining_jax.evaluation.load import Loaded
+from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS
 
 FOLDER = str(CHECKPOINTS / "llama3_tiny")
@@ -28,7 +32,7 @@ def command(monkeypatch, capsys):
 ON_ONE = ("--parallel.devices_per_node=1", "--sparsity.block_size=16")
 
 
-def test_a_text_is_continued(command, monkeypatch):
+def test_texts_are_continued(command, monkeypatch, tmp_path):
     model = ("--model", FOLDER, "--tokenizer", "bytes", "--max-new-tokens=5", *ON_ONE)
     status, text, messages = command(*model, "--prompt", "Here we go. ")
     assert status == 0 and "5 new tokens" in messages and "density 1.000" in messages
@@ -37,6 +41,16 @@ def test_a_text_is_continued(command, monkeypatch):
     monkeypatch.setattr(Loaded, "note_on_dense_use", lambda self: "note: trained sparse")
     status, again, messages = command(*model, "--prompt-file", "-")
     assert (status, again) == (0, text) and "note: trained sparse" in messages
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Here we go. "}\n\n{"prompt": "a"}\n')
+    status, lines, messages = command(*model, "--prompts", str(file))
+    first, second = map(json.loads, lines.splitlines())
+    expected = {"prompt": "Here we go. ", "text": text[:-1], "tokens": 5, "stopped": "length"}
+    assert status == 0 and first == expected and second["prompt"] == "a"
+    assert "2 prompts read in" in messages and "10 new tokens" in messages
+    file.write_text('{"prompt": 3}')
+    status, _, messages = command(*model, "--prompts", str(file))
+    assert status == 2 and 'prompts.jsonl, line 1: "prompt" must be a text' in messages
 
     engine = mtraining_jax.Engine.load(
         FOLDER, tokenizer="bytes", overrides=[x[2:].split("=") for x in ON_ONE]
@@ -44,6 +58,16 @@ def test_a_text_is_continued(command, monkeypatch):
     options = mtraining_jax.GenerateOptions(max_new_tokens=5)
     found = mtraining_jax.generate(engine, "Here we go. ", options)
     assert found.text + "\n" == text and len(found.tokens) == 5
+    again, other = mtraining_jax.generate(engine, ["Here we go. ", "a"], options)
+    assert (again.text, other.text) == (first["text"], second["text"])
+    # So hot that only the random numbers decide: each token has its own.
+    options = mtraining_jax.GenerateOptions(max_new_tokens=4, temperature=1e9, seed=1)
+    for hot in mtraining_jax.generate(engine, ["a", "Here we go. "], options):
+        noise = [jax.random.fold_in(jax.random.key(1), number) for number in range(4)]
+        vocab = jnp.zeros(engine.vocab_size)
+        assert list(hot.tokens) == [jax.random.categorical(key, vocab) for key in noise]
+    with pytest.raises(UserError, match="prompt 2: 400 tokens and 200 new ones are more than"):
+        engine.encode(["a", "b" * 400], 200)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +89,10 @@ def test_numbers_are_checked_before_jax_starts(command, monkeypatch, argument, m
     ("arguments", "message"),
     [
         ((), "--model is missing"),
-        (("--model", FOLDER), "give either --prompt or --prompt-file"),
+        (("--model", FOLDER), "give one of --prompt, --prompt-file and --prompts"),
+        (("--model", FOLDER, "--prompts=/dev/null"), "--prompts=/dev/null has no prompt"),
         (("--model", FOLDER, "--prompt="), "the prompt is empty"),
-        (("--model", FOLDER, "--prompt-file=no.txt"), "--prompt-file=no.txt cannot be read: No su"),
+        (("--model", FOLDER, "--prompt-file=no.txt"), "--prompt-file: no.txt cannot be read"),
         (("--model", "/no/folder", "--prompt=a"), "/no/folder contains no model"),
         (("--model", FOLDER, "--prompt=a"), "has no tokenizer; set one with --tokenizer=PATH"),
         (("--model", FOLDER, "--prompt=a", "--top-p=0.9"), "--top-p=0.9 has no effect with --temp"),

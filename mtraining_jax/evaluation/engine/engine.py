@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
@@ -119,6 +119,22 @@ class Engine:
         log_probs, is_argmax = map(np.concatenate, zip(*jax.device_get(judged), strict=True))
         return Forced(log_probs, is_argmax, float(read.density))
 
+    def encode(self, prompts: Sequence[str], max_new_tokens: int) -> list[np.ndarray]:
+        """Encodes prompts, ids [n] each, and checks that each has room for new tokens.
+
+        The tokenizer may prepend a start token. Raises UserError as `generate` does.
+        """
+        encode, found = self.loaded.needed_tokenizer().encode_prompt, []
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                found.append(self._checked(encode(prompt), least=1))
+                self._check_length(len(found[-1]), max_new_tokens)
+            except UserError as error:
+                if len(prompts) == 1:
+                    raise
+                raise UserError(f"prompt {number}: {error}") from None
+        return found
+
     def generate(
         self,
         prompt_ids: Sequence[int] | np.ndarray,
@@ -190,21 +206,40 @@ class Engine:
             )
 
 
+@overload
+def generate(
+    model: Engine | str | Path, prompt: str, options: GenerateOptions | None = None, **how: Any
+) -> Generated: ...
+
+
+@overload
 def generate(
     model: Engine | str | Path,
-    prompt: str,
+    prompt: Sequence[str],
+    options: GenerateOptions | None = None,
+    **how: Any,
+) -> list[Generated]: ...
+
+
+def generate(
+    model: Engine | str | Path,
+    prompt: str | Sequence[str],
     options: GenerateOptions | None = None,
     *,
     on_text: Callable[[str], None] | None = None,
     **how: Any,
-) -> Generated:
-    """Continues a text.
+) -> Generated | list[Generated]:
+    """Continues a text, or several texts, one after another.
 
     Args:
         model: an `Engine`, which keeps its programs for the next call, or the folder of a model.
-        prompt: text. The tokenizer may prepend a start token; no chat template is applied.
+        prompt: text, or a list of texts. The tokenizer may prepend a start token; no chat template
+            is applied.
         options, on_text: see `Engine.generate`.
         **how: arguments of `Engine.load`, if `model` is a folder.
+
+    Returns:
+        The result, or for a list of prompts the list of their results.
 
     Raises UserError if the model has no tokenizer; see also `Engine.load` and `Engine.generate`.
     """
@@ -212,5 +247,8 @@ def generate(
         model = Engine.load(model, **how)
     elif how:
         raise UserError(f"{', '.join(how)}: not allowed with a loaded engine; give its folder")
-    prompt_ids = model.loaded.needed_tokenizer().encode_prompt(prompt)
-    return model.generate(prompt_ids, options, on_text)
+    options = GenerateOptions() if options is None else options
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    ids = model.encode(prompts, options.max_new_tokens)
+    results = [model.generate(each, options, on_text) for each in ids]
+    return results[0] if isinstance(prompt, str) else results
