@@ -148,6 +148,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     own, rest = parser.parse_known_args(arguments)
     overrides = forwarded_options(rest, ("parallel",))
     check_required(own, "model", "text", "length")
+    if own.output is not None and (own.output.is_dir() or not own.output.parent.is_dir()):
+        raise UserError(f"--output {own.output} must be a file in an existing folder")
     return own, overrides
 
 

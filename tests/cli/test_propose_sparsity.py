@@ -94,6 +94,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(text, tmp_path, capsys
         (("--sequences", "0"), 2, "argument --sequences: 0 must be an integer of at least 1"),
         (("--sparsity.tau=1",), 2, "unknown option --sparsity.tau=1"),
         (("--text", str(tmp_path / "none")), 2, "none"),
+        (("--output", str(tmp_path)), 2, "must be a file in an existing folder"),
     ):
         settings = () if "--settings" in options else ("--settings", ALL)
         assert propose(text, *settings, *options) == status
