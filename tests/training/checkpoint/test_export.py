@@ -69,8 +69,10 @@ def test_a_run_exports_its_last_state_and_another_starts_from_it(plain_config, c
     assert_rounded(exported_parameters(config), saved_parameters(config, 2))
     assert sorted(path.name for path in config.run.folder.iterdir()) == [
         "checkpoints",
+        "config.toml",
         "hf",
         "metrics.jsonl",
+        "starts.jsonl",
     ]
 
     # Frozen parameters and the tokenizer come out unchanged.
