@@ -1,7 +1,11 @@
 """The length of a run in epochs instead of steps."""
 
+import sys
+import types
+
 import pytest
 
+from mtraining_jax.cli.train import main
 from mtraining_jax.config import config_to_toml, load_config
 from mtraining_jax.config.load import with_steps
 from mtraining_jax.data.loader import Loader
@@ -56,6 +60,14 @@ def test_epochs_that_are_not_possible(load):
     late = load(("profile.start", "12"), ("run.log_interval", "1"))
     with pytest.raises(UserError, match="^run.epochs = 3 is 11 steps of 7 sequences: profile.sta"):
         with_steps(late)
+
+
+def test_a_dry_run_counts_them(load, tmp_path, monkeypatch):
+    load()  # writes the files
+    steps = []
+    fake = types.SimpleNamespace(dry_run=lambda config, *how: steps.append(config.run.steps) or 0)
+    monkeypatch.setitem(sys.modules, "mtraining_jax.planning.dry_run", fake)
+    assert main([f"--config={tmp_path}/mine.toml", "--dry-run"]) == 0 and steps == [11]
 
 
 def test_a_run_prints_its_epochs(load):
