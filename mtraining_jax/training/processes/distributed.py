@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
+from jax._src import distributed as jax_distributed  # its service has no public name
 
 from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes.peers import PeerWatch
@@ -70,14 +71,20 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
     thread = threading.Thread(target=join, daemon=True)
     message.start()
     thread.start()
-    thread.join(timeout)
-    message.cancel()
-    if thread.is_alive():
-        reason = f"no answer within {timeout} s (distributed.timeout_seconds)"
-    elif failed:
-        reason = _first_line(failed[0])
-    else:
-        return True
+    reason = None
+    try:
+        thread.join(timeout)
+        if thread.is_alive():
+            reason = f"no answer within {timeout} s (distributed.timeout_seconds)"
+        elif failed:
+            reason = _first_line(failed[0])
+        else:
+            return True
+    finally:
+        message.cancel()
+        service = jax_distributed.global_state.service
+        if service is not None and (reason is not None or thread.is_alive()):
+            service.shutdown()  # at the end of the process it would log after our message
     raise UserError(
         f"the processes of the run ({how}) could not connect: {reason}; check that all of them "
         "are running and that every host can reach process 0"
@@ -85,23 +92,21 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
 
 
 def shutdown(peers: PeerWatch, reason: UserError | Stopped | None = None) -> None:
-    """Disconnects from the other processes; all of them wait for one another.
+    """Disconnects from the other processes; all of them wait for one another, and `peers` watches.
 
     If a run ends early, most reasons reach all processes: they meet here, and process 0 prints it.
     Otherwise this process prints its reason and ends the others.
     """
-    peers.close()
-    if reason is None:
-        jax.distributed.shutdown()
-        return
     leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
     leaving.start()
-    leaving.join(_PATIENCE)
+    leaving.join(_PATIENCE if isinstance(reason, UserError) else None)
     if leaving.is_alive():
         status = print_error(UserError(str(reason)))
         peers.announce(str(reason))
         _exit(status)
-    reason.printed = peers.number > 0
+    peers.close()
+    if reason is not None:
+        reason.printed = peers.number > 0
 
 
 def abort(peers: PeerWatch, error: Exception) -> NoReturn:

@@ -20,7 +20,6 @@ from mtraining_jax.utils.signals import EXIT_FAILED, EXIT_STOPPED, exit_immediat
 
 _COUNTERS, _LOST, _FAILED = "mtraining/counters", "mtraining/lost", "mtraining/failed"
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_LEFT = "left"  # replaces the counter of a process that ends as planned
 
 
 class PeerWatch:
@@ -51,13 +50,13 @@ class PeerWatch:
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Ends the watch; the others do not wait for this process any more."""
-        self._stop_watching()
-        self._set(f"{_COUNTERS}/{self.number}", _LEFT)
+        """Ends the watch, when all processes have disconnected."""
+        self._closed.set()
+        _handle_abort(None)
 
     def announce(self, reason: str) -> None:
         """Ends the watch and, within seconds, the other processes, because this one fails."""
-        self._stop_watching()
+        self.close()
         self._set(_FAILED, f"process {self.number} failed ({reason})")
         self._let_others_read()
 
@@ -93,8 +92,7 @@ class PeerWatch:
             # A longer pause means that this process was suspended, perhaps with all others.
             elapsed, last = min(time.monotonic() - last, 2 * self._interval), time.monotonic()
             for name, counter in self._counters.items():
-                moved = counter != seen[name] or counter == _LEFT
-                silent[name] = 0.0 if moved else silent[name] + elapsed
+                silent[name] = 0.0 if counter != seen[name] else silent[name] + elapsed
                 seen[name] = counter
                 if silent[name] >= self._timeout:
                     lost = (
@@ -119,10 +117,6 @@ class PeerWatch:
         del number
         what = "aborted by XLA, most likely because process 0 of the run ended or cannot be reached"
         exit_immediately(EXIT_STOPPED, f"{what}; see its output for the reason; {self.advice()}")
-
-    def _stop_watching(self) -> None:
-        self._closed.set()
-        _handle_abort(None)
 
     def _set(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # without process 0 there is no store

@@ -17,7 +17,8 @@ from mtraining_jax.utils.signals import EXIT_FAILED, EXIT_STOPPED
 ROOT = Path(__file__).resolve().parents[3]
 HEARTBEAT_TIMEOUT = 4
 
-# Works with the other process until that one dies; or waits forever, as in a collective of GPUs.
+# Works with the other process until that one dies; or waits forever, as in a collective of GPUs; or
+# leaves, which waits for the other process too.
 PROCESS = """
 import sys, time
 import jax
@@ -45,14 +46,16 @@ try:
         everyone(x).block_until_ready()
         if step == 3:
             print("works", flush=True)
-            if wait == "wait":
+            if wait == "leave":
+                distributed.shutdown(peers)
+            if wait:
                 time.sleep(300)
 except Exception as error:
     distributed.abort(peers, error)
 """
 
 
-@pytest.mark.parametrize("wait", ["", "wait"])
+@pytest.mark.parametrize("then", ["", "leave"])
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
@@ -60,13 +63,15 @@ except Exception as error:
         (0, "stopped: aborted by XLA, most likely because process 0"),
     ],
 )
-def test_the_others_stop_with_a_message(wait, lost, message):
+def test_the_others_stop_with_a_message(then, lost, message):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    waits = "wait" if then else ""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(port), str(n), str(HEARTBEAT_TIMEOUT), wait],
+            [sys.executable, "-c", PROCESS, str(port), str(n), str(HEARTBEAT_TIMEOUT)]
+            + [waits if n == lost else then],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -127,7 +127,30 @@ def test_a_signal_before_the_first_step_stops_resumed_processes(whole, tmp_path)
     assert newest_step(checkpoint_folder(config)) == 3
 
 
-def started_together(config, folder, arguments=((), ())):
+def test_folders_that_are_not_shared_are_refused(plain_config, tmp_path):
+    """A relative path is another folder in each process, as one on a local disk of each host."""
+    config = changed(
+        plain_config, run={"output_dir": "runs"}, parallel={"devices_per_node": 2, "cpu_devices": 1}
+    )
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import sys\n"
+        "from mtraining_jax.cli.train import main\n"
+        "from mtraining_jax.training.checkpoint import run_folder\n"
+        "run_folder._FILE_SYSTEM_DELAY = 0\n"
+        "sys.exit(main())\n"
+    )
+    processes = started_together(config, tmp_path, program=program)
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    (error,) = outputs[0].splitlines()  # once for both
+    assert "error: lock file of runs/test (run.output_dir must be on a file system that" in error
+    assert " in process 0 but null in process 1; it must be the same in all" in error
+    assert not outputs[1]
+    assert not any(path.is_dir() for path in tmp_path.glob("*/runs/*"))
+
+
+def started_together(config, folder, arguments=((), ()), **program):
     """Processes of one run, with extra arguments for each; each has its own folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -144,12 +167,14 @@ def started_together(config, folder, arguments=((), ())):
                 f"--distributed.num_processes={len(arguments)}",
                 f"--distributed.process_id={number}",
                 *further,
+                **program,
             )
         )
     return processes
 
 
-def test_a_process_without_the_others_says_so(config, tmp_path):
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_without_the_others_says_so_at_the_end(config, tmp_path, number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -158,11 +183,12 @@ def test_a_process_without_the_others_says_so(config, tmp_path):
         tmp_path,
         f"--distributed.coordinator=127.0.0.1:{port}",
         "--distributed.num_processes=2",
-        "--distributed.process_id=1",
+        f"--distributed.process_id={number}",
         "--distributed.timeout_seconds=1",
     )
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "error: the processes of the run" in output
-    assert f"distributed.coordinator = 127.0.0.1:{port}" in output
+    last = output.splitlines()[-1]
+    assert last.startswith("error: the processes of the run"), output
+    assert f"distributed.coordinator = 127.0.0.1:{port}" in last
     assert not config.run.folder.exists()
