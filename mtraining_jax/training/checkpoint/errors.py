@@ -5,6 +5,7 @@ A message says "damaged" only with evidence of damage, and no message asks to de
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,11 +66,18 @@ def damaged(path: Path, reason: str) -> DamagedCheckpoint:
 
 
 @contextlib.contextmanager
-def writing_into(folder: Path) -> Iterator[None]:
-    """Turns any exception while writing into `folder` into a `UserError`."""
+def writing_into(folder: Path, before: os.stat_result) -> Iterator[None]:
+    """Turns any exception while writing into `folder`, the one of `before`, into a `UserError`."""
     try:
         yield
     except Exception as error:  # Orbax raises many types
+        # Orbax may have made a new one.
+        if not folder.exists() or not os.path.samestat(folder.stat(), before):
+            raise UserError(
+                f"{folder} was moved or deleted during the run, so a checkpoint could not be "
+                "written; move it back and run the same command again to resume from its newest "
+                "checkpoint"
+            ) from error
         causes = _causes(error)
         reason, when = _line(causes[-1]), "after fixing this"
         if (full := _first(causes, (), _NO_ROOM)) is not None:

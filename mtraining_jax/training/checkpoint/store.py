@@ -8,6 +8,7 @@ checksum of every array.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Checkpoints:
             max_to_keep=keep, enable_async_checkpointing=async_save, cleanup_tmp_directories=True
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._writing = functools.partial(writing_into, self.folder, self.folder.stat())
         self.newest = self._manager.latest_step
 
     def save(self, step: int, state: TrainState, loader_state: Any, config: Config) -> None:
@@ -72,13 +74,13 @@ class Checkpoints:
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
         )
-        with writing_into(self.folder):
+        with self._writing():
             self._manager.save(step, args=items)
 
     def close(self) -> None:
         """Waits until all checkpoints are on disk; raises a UserError if a write failed."""
         try:
-            with writing_into(self.folder):
+            with self._writing():
                 self._manager.wait_until_finished()
         finally:
             self._manager.close()

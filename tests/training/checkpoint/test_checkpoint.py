@@ -180,6 +180,16 @@ def test_a_checkpoint_that_cannot_be_written_is_one_message(
     assert newest_step(tmp_path) == 1
 
 
+def test_a_folder_that_moves_during_a_run_is_named(config, tmp_path):
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=2, async_save=False)
+    folder.rename(tmp_path / "moved")
+    folder.write_text("in the way, as Orbax would make a new folder")
+    with pytest.raises(UserError, match=r"checkpoints was moved or deleted during the run, so a"):
+        checkpoints.save(1, state_of(1), None, config)
+    checkpoints.close()
+
+
 def test_other_users_of_the_same_libraries_are_not_affected(caplog):
     make_loop, hook = asyncio.new_event_loop, sys.unraisablehook
     print_errors_once()
