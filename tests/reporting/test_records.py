@@ -181,7 +181,7 @@ def test_non_finite_numbers_are_null(config):
     assert "loss not finite" in step_line(found, 10)
 
 
-def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config):
+def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config, capsys):
     path = config.run.folder / "metrics.jsonl"
     config = changed(config, metrics={"tensorboard": False})
     for last_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
@@ -192,6 +192,10 @@ def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config):
         with path.open("a") as file:
             file.write('{"step": 5, "lo')  # truncated line
     assert [(r["step"], r["loss"]) for r in written(config)] == [(1, 1), (2, 2), (3, 23), (4, 24)]
+    assert capsys.readouterr().err == ""
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    open_writers(config, 4)[0].close()
+    assert "jsonl has no line for 1 of the 4 steps so far" in capsys.readouterr().err
 
 
 def test_tensorboard_gets_every_number(config):

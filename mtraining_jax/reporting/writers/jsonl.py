@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.record import Record
+from mtraining_jax.utils.text import counted
 
 
 class JsonlWriter:
@@ -16,7 +18,11 @@ class JsonlWriter:
         self.where = str(path)
         # Renamed into place, so that an interruption loses no line.
         new = path.with_suffix(".new")
-        new.write_text("".join(_lines_until(path, last_step)), encoding="utf-8")
+        lines = _lines_until(path, last_step)
+        if (missing := last_step - len(lines)) > 0:
+            what = f"has no line for {missing:,} of the {counted(last_step, 'step')} so far"
+            print(f"note: {path} {what}; training is not affected", file=sys.stderr)
+        new.write_text("".join(lines), encoding="utf-8")
         new.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
