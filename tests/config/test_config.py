@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtraining_jax.config import (
@@ -807,6 +807,7 @@ def test_none_is_the_default_wherever_it_is_allowed():
         assert type(None) not in field.kinds or (not field.required and field.default is None)
 
 
+@settings(deadline=None)  # a busy machine
 @given(
     folder=st.text(min_size=1).filter(lambda text: text[0] != "~"),
     trainable=st.lists(st.text(min_size=1), max_size=3),
