@@ -20,7 +20,7 @@ from mtraining_jax.evaluation.model import Generated
 from mtraining_jax.evaluation.tasks.records import iterate_records, read_text
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
-from mtraining_jax.utils.text import counted
+from mtraining_jax.utils.text import counted, print_text
 
 _USAGE = """\
 usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompts FILE) [options]
@@ -103,7 +103,10 @@ def _run(arguments: list[str]) -> int:
 
             def write(text: str) -> None:
                 status.stop()
-                print(text, end="", flush=True)
+                try:
+                    print(text, end="", flush=True)
+                except OSError:
+                    sys.exit(print_text(""))  # an error unless the pipe is closed
 
             results: list[Generated] = []
             for number, prompt in enumerate(prompts):

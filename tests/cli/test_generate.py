@@ -11,6 +11,7 @@ import pytest
 import mtraining_jax
 from mtraining_jax.cli import generate
 from mtraining_jax.evaluation.load import Loaded
+from mtraining_jax.utils import text as text_output
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS
 
@@ -68,6 +69,20 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
         assert list(hot.tokens) == [jax.random.categorical(key, vocab) for key in noise]
     with pytest.raises(UserError, match="prompt 2: 400 tokens and 200 new ones are more than"):
         engine.encode(["a", "b" * 400], 200)
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, _):
+        raise BrokenPipeError
+
+
+def test_a_closed_pipe_ends_the_command(command, monkeypatch):
+    redirected = []
+    monkeypatch.setattr(text_output, "redirect_to_devnull", redirected.append)
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    with pytest.raises(SystemExit, match="^0$"):
+        command("--model", FOLDER, "--tokenizer=bytes", "--prompt=a", *ON_ONE)
+    assert redirected == [1]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ class Engine:
     def encode(self, prompts: Sequence[str], max_new_tokens: int) -> list[np.ndarray]:
         """Encodes prompts, ids [n] each, and checks that each has room for new tokens.
 
-        The tokenizer may prepend a start token. Raises UserError as `generate` does.
+        Raises UserError without a tokenizer, and for prompts that are empty or too long.
         """
         encode, found = self.loaded.needed_tokenizer().encode_prompt, []
         for number, prompt in enumerate(prompts, 1):
