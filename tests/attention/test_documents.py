@@ -377,7 +377,7 @@ def test_invalid_combinations_with_documents_raise():
     for options, message in [
         (
             dict(pattern=Strided(block_size=BLOCK)),
-            "Strided does not support packed documents; use sampled_rows",
+            "Strided does not support .*; use sampled_rows.* or set supports_documents = True",
         ),
         (
             dict(pattern=DenseIndex(BLOCK)),

@@ -96,7 +96,8 @@ class PatternOptions:
         if not self.supports_documents:
             raise UserError(
                 f"{type(self).__name__} does not support packed documents; use sampled_rows, "
-                "vertical_slash or dense"
+                "vertical_slash or dense, or set supports_documents = True in a class of your own "
+                "that selects within documents"
             )
 
     def row_sharded(self, documents: bool) -> bool:
