@@ -1,11 +1,13 @@
 """Random indices of a given density, drawn on the host, the same on every machine."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from mtraining_jax.utils.errors import UserError
 
+MAX_DENSITY = 0.3  # of sparsity.replay_density
 # Sparsity per layer as measured by arXiv 2510.18830 at 512K tokens: mean 93.7 %, lowest 87.3 %,
 # highest 99.6 %. The assignment to layers is not reported.
 _MEAN, _LOWEST_LAYER, _HIGHEST_LAYER = 0.063, 0.004, 0.127
@@ -77,11 +79,11 @@ def draw_vertical_slash(
     targets = draw_densities(rng, density, *heads)
     least = 2 / num_blocks  # two block diagonals: the main one and another
     if targets.min() < least:
-        raise UserError(
-            f"sparsity.replay_density = {density:g} gives {targets.min():.3%} of the causal pairs "
-            f"to its sparsest head, fewer than two of the {num_blocks} block diagonals of "
-            f"data.seq_len = {seq_len} ({least:.3%}); use a longer sequence, smaller blocks "
-            "(sparsity.block_size) or a higher density"
+        raise _too_low(
+            density,
+            density * least / targets.min(),
+            f"gives {targets.min():.3%} of the causal pairs to its sparsest head, fewer than two "
+            f"of the {num_blocks} block diagonals of data.seq_len = {seq_len} ({least:.3%})",
         )
     most = min(max_verticals, most_verticals)
     drawn = [_draw_head(rng, target, num_blocks, block_size, most) for target in targets.flat]
@@ -140,6 +142,16 @@ def _draw_head(
     return np.flatnonzero(active), columns
 
 
+def _too_low(density: float, least: float, why: str) -> UserError:
+    """The error for a density below the least one that is possible."""
+    least = math.ceil(least * 1e4) / 1e4
+    way = f"set sparsity.replay_density={least:g}, or " if least <= MAX_DENSITY else ""
+    return UserError(
+        f"sparsity.replay_density = {density:g} {why}; {way}use a longer sequence or smaller "
+        "blocks (sparsity.block_size)"
+    )
+
+
 def list_probabilities(
     targets: np.ndarray, num_blocks: int, block_size: int, sink_blocks: int, local_blocks: int
 ) -> np.ndarray:
@@ -160,11 +172,12 @@ def list_probabilities(
     # A row's own block has no pairs above the diagonal.
     least = (num_blocks * block_size * (block_size + 1) / 2 + forced.sum() * block_size**2) / causal
     if targets.mean() < least:
-        raise UserError(
-            f"sparsity.replay_density = {targets.mean():g} is below the density of the blocks that "
-            f"are always listed, {least:.3%} (sparsity.sink_blocks = {sink_blocks}, "
-            f"sparsity.local_blocks = {local_blocks}, data.seq_len = {seq_len}); use a longer "
-            "sequence, smaller blocks (sparsity.block_size) or a higher density"
+        raise _too_low(
+            targets.mean(),
+            least,
+            f"is below the density of the blocks that are always listed, {least:.3%} "
+            f"(sparsity.sink_blocks = {sink_blocks}, sparsity.local_blocks = {local_blocks}, "
+            f"data.seq_len = {seq_len})",
         )
     low, high = 0.0, 1.0
     for _ in range(60):

@@ -113,8 +113,17 @@ def test_an_impossible_density_raises():
         drawn(65536)
     assert str(error.value).startswith(
         "sparsity.replay_density = 0.063 gives 0.200% of the causal pairs to its sparsest head, "
-        "fewer than two of the 512 block diagonals of data.seq_len = 65536 (0.391%); "
+        "fewer than two of the 512 block diagonals of data.seq_len = 65536 (0.391%); set "
+        "sparsity.replay_density=0.1231, or use a longer sequence or smaller blocks"
     )
+    drawn(65536, replay_density=0.1231)
+    with pytest.raises(UserError, match=r"\(1\.562%\); use a longer"):
+        drawn(16384)
+    like = dataclasses.replace(LIKE, local_blocks=8)
+    lists = {"replay_of": "sampled_rows", "like": like, "num_layers": 2}
+    with pytest.raises(UserError, match=r"set sparsity\.replay_density=0\.1285, or use"):
+        drawn(16384, **lists)
+    drawn(16384, replay_density=0.1285, **lists)
     few = dataclasses.replace(LIKE, max_slashes=200)
     with pytest.raises(UserError, match="sparsity.max_slashes = 200 has room for 402"):
         drawn(like=few)

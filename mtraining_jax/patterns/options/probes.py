@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from mtraining_jax.patterns.options.base import MassFraction, PatternOptions
 from mtraining_jax.patterns.options.rows import SampledRowsOptions, XAttentionOptions
+from mtraining_jax.selection.random_index import MAX_DENSITY
 from mtraining_jax.utils.limits import (
     Ge,
     Gt,
@@ -239,7 +240,7 @@ class ReplayOptions(VerticalSlashOptions):
     density_name = "replayed density, not chosen"
 
     replay_of: Literal["vertical_slash", "xattention", "sampled_rows"] = "vertical_slash"
-    replay_density: Annotated[float, Gt(0), Le(0.3)] = 0.063
+    replay_density: Annotated[float, Gt(0), Le(MAX_DENSITY)] = 0.063
     replay_estimate: bool = True
     tau: PositiveFraction = 0.9
     sink_blocks: NonNegativeInt = 1
