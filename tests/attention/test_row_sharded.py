@@ -1,6 +1,7 @@
 """An index sharded by rows: the same results as on one device."""
 
 import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -93,11 +94,12 @@ def test_statistics_and_an_audit_cover_the_rows_of_all_ranks():
     np.testing.assert_array_equal(stats["masks"].bits, index.bits[:1, [2, 0]])
 
 
-def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys():
+def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys(tmp_path, monkeypatch):
     code = re.search(r"^```python\n([^`]*SinkWindow.*?)^```", PAGE.read_text(), re.M | re.S)
-    names = {"__name__": __name__}
-    exec(code[1], names)
-    window, size = names["SinkWindow"], indices.BLOCK_SIZE
+    (tmp_path / "documented_pattern.py").write_text(code[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    window = importlib.import_module("documented_pattern").SinkWindow
+    size = indices.BLOCK_SIZE
     pattern = window(blocks=2, sinks=3, block_size=size)
     mesh = make_mesh(1, 1, 4)
     attend = functools.partial(sparse_attention, return_index=True)
