@@ -1,4 +1,4 @@
-"""Hopper forward kernel of all calls: list-driven flash attention with gathered columns."""
+"""The only Hopper forward kernel: list-driven flash attention with gathered columns."""
 
 import dataclasses
 import functools
