@@ -36,7 +36,7 @@ class Transfers:
         return kv, jax.tree.map(lambda x: lax.all_gather(x, names, axis=1, tiled=True), kv)
 
     def advance(self, axis: RingAxis, held: Held) -> Held:
-        """Sends shards to the next rank of a rotating axis, and returns those of the previous one."""
+        """Sends shards to the next rank of a rotating axis; returns those of the previous one."""
         return self.hold(axis.shift(held[0]))
 
     def defer(self, collected: Pair | None, shares: Pair) -> Pending:
