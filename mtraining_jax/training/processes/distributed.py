@@ -97,6 +97,8 @@ def shutdown(peers: PeerWatch, reason: UserError | Stopped | None = None) -> Non
     If a run ends early, most reasons reach all processes: they meet here, and process 0 prints it.
     Otherwise this process prints its reason and ends the others.
     """
+    if reason is not None:
+        _wait_if_collective_failed(peers, reason.__cause__)
     leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
     leaving.start()
     leaving.join(_PATIENCE if isinstance(reason, UserError) else None)
@@ -113,19 +115,24 @@ def abort(peers: PeerWatch, error: Exception) -> NoReturn:
     """Ends this process, and the others too, after an error that they do not share.
 
     The others wait for this process in a collective, so it must not wait for them like `shutdown`.
-    If a collective failed because another process ended, `peers` finds out which one.
     """
-    reason = _first_line(error)
-    if any(name in reason for name in _TRANSPORTS):
-        peers.wait_for_verdict()
-        failed = f"a collective between the processes of the run failed ({reason})"
-        exit_immediately(EXIT_FAILED, f"{failed}; {peers.advice()}")
+    _wait_if_collective_failed(peers, error)
     traceback.print_exception(error)
-    peers.announce(reason)
+    peers.announce(_first_line(error))
     _exit(EXIT_FAILED)
 
 
-def _first_line(error: Exception) -> str:
+def _wait_if_collective_failed(peers: PeerWatch, error: BaseException | None) -> None:
+    """Lets `peers` find out which process ended, if a collective failed because of that."""
+    while error is not None and not any(name in str(error) for name in _TRANSPORTS):
+        error = error.__cause__ or error.__context__
+    if error is not None:
+        peers.wait_for_verdict()
+        failed = f"a collective between the processes of the run failed ({_first_line(error)})"
+        exit_immediately(EXIT_FAILED, f"{failed}; {peers.advice()}")
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 

@@ -38,7 +38,7 @@ class PeerWatch:
 
     def __init__(self, timeout: float) -> None:
         self.advice: Callable[[], str] = lambda: "run the same command again"
-        self._timeout, self._interval = timeout, min(2.0, timeout / 8)
+        self._timeout, self._interval = timeout, min(1.0, timeout / 8)
         self._store: Any = jax_distributed.global_state.client
         self.number = jax.process_index()
         peers = range(1, jax.process_count()) if self.number == 0 else (0,)
@@ -115,8 +115,11 @@ class PeerWatch:
 
     def _explain_abort(self, number: int) -> None:
         del number
-        what = "aborted by XLA, most likely because process 0 of the run ended or cannot be reached"
-        exit_immediately(EXIT_STOPPED, f"{what}; see its output for the reason; {self.advice()}")
+        what, status = "aborted by XLA; see its log above for the reason", EXIT_FAILED
+        if self.number > 0:
+            lost = "most likely because process 0 of the run ended or cannot be reached"
+            what, status = f"aborted by XLA, {lost}; see its output for the reason", EXIT_STOPPED
+        exit_immediately(status, f"{what}; {self.advice()}")
 
     def _set(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # without process 0 there is no store

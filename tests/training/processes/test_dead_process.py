@@ -12,6 +12,7 @@ import pytest
 
 from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes import distributed
+from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import EXIT_FAILED, EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,6 +110,30 @@ def test_an_error_of_this_process_alone_ends_it_with_its_traceback(monkeypatch, 
         distributed.abort(peers, RuntimeError("out of ideas"))
     assert left.value.code == EXIT_FAILED and announced == ["out of ideas"]
     assert "RuntimeError: out of ideas" in capsys.readouterr().err
+
+
+def test_a_failed_collective_waits_for_the_verdict(monkeypatch, capfd):
+    """Also where the error of a user hides it, as one of a checkpoint does."""
+
+    def leave_python(status):
+        raise SystemExit(status)
+
+    asked = []
+    peers = types.SimpleNamespace(
+        wait_for_verdict=lambda: asked.append(1), advice=lambda: "how to resume"
+    )
+    monkeypatch.setattr(os, "_exit", leave_python)
+    failed = RuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+    hidden = UserError("a checkpoint could not be written")
+    hidden.__cause__ = ValueError("from Orbax")
+    hidden.__cause__.__cause__ = failed
+    for end, error in ((distributed.abort, failed), (distributed.shutdown, hidden)):
+        with pytest.raises(SystemExit) as left:
+            end(peers, error)
+        assert left.value.code == EXIT_FAILED and asked.pop()
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith("stopped: a collective between the processes of the run failed (")
+        assert line.endswith("; how to resume")
 
 
 def test_jax_waits_longer_for_a_heartbeat(monkeypatch):
