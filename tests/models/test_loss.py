@@ -2,11 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.parallel.mesh import make_mesh
 
+MESH, FSDP = make_mesh(2, 2, 2), P(None, ("node", "device"))
 BATCH, SEQ, WIDTH, VOCAB = 2, 32, 16, 37
 
 
@@ -30,15 +32,15 @@ def dense(hidden, weight, labels, label_weights=1):
 
 
 @pytest.mark.parametrize(
-    "chunk_size, on_mesh",
-    [(1, False), (7, False), (16, False), (1000, False), (3, True), (4, True), (100, True)],
+    "chunk_size, weight_spec",
+    [(1, None), (7, None), (16, None), (1000, None), (3, P()), (4, FSDP), (100, P())],
 )
-def test_equals_dense_loss_and_gradients(chunk_size, on_mesh):
+def test_equals_dense_loss_and_gradients(chunk_size, weight_spec):
     hidden, weight, labels = example()
-    mesh = make_mesh(2, 2, 2) if on_mesh else None
+    on_mesh = {} if weight_spec is None else {"mesh": MESH, "weight_spec": weight_spec}
 
     def chunked(hidden, weight):
-        total = linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, mesh=mesh)
+        total = linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, **on_mesh)
         return total / count_labels(labels)
 
     def expected(hidden, weight):
@@ -56,7 +58,7 @@ def test_equals_dense_loss_and_gradients(chunk_size, on_mesh):
 def test_labels_may_have_weights(on_mesh):
     hidden, weight, labels = example()
     label_weights = jnp.asarray(np.random.default_rng(1).random(labels.shape), jnp.float32)
-    mesh = make_mesh(2, 2, 2) if on_mesh else None
+    mesh = MESH if on_mesh else None
 
     def chunked(hidden, weight):
         return linear_cross_entropy(
@@ -86,6 +88,20 @@ def test_bf16_hidden_gives_fp32_weight_gradients_close_to_fp32():
     for actual, wanted in zip((d_hidden, d_weight), exact, strict=True):
         error = jnp.linalg.norm(actual.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
         assert error < 1e-2  # bf16 keeps 8 bits
+
+
+def test_a_mean_over_tokens_is_rounded_to_bf16_once():
+    hidden, weight, labels = example(jnp.bfloat16)
+
+    def gradient(scale):
+        def loss(hidden):
+            return scale * linear_cross_entropy(hidden, weight, labels, chunk_size=8)
+
+        return jax.jit(jax.grad(loss))(hidden)
+
+    scale = np.float32(1 / 26)  # not a number of bf16
+    once = (gradient(1.0).astype(jnp.float32) * scale).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(gradient(scale), once)
 
 
 def test_no_array_of_all_logits_is_formed():

@@ -147,6 +147,9 @@ def test_one_sink_with_nearly_all_mass():
     diagonals, verticals = listed(select(q, k, safe), 0, 0)
     assert verticals == [0, 1, 5]
     assert diagonals == [0, 1, 30, 31]
+    # The first of more sinks than min_verticals crosses p; the others are kept, too.
+    sinks = dataclasses.replace(safe, sink_tokens=4)
+    assert listed(select(*inputs.one_sink(seq_len), sinks), 0, 0)[1] == [0, 1, 2, 3]
 
 
 def test_a_full_list_of_the_paper_preset_forces_nothing():

@@ -3,6 +3,7 @@
 In test_processes.py several processes stop together.
 """
 
+import fcntl
 import os
 import signal
 import socket
@@ -238,6 +239,22 @@ def test_a_second_run_in_a_folder_is_refused(plain_config):
     assert list(folder.parent.iterdir()) == []
     with only_run_in(folder):  # the lock ends with its holder
         pass
+
+
+def test_a_lock_file_that_another_run_made_again_is_locked_anew(tmp_path, monkeypatch):
+    path, flock = tmp_path / ".run.lock", fcntl.flock
+
+    def made_again(file, operation):
+        monkeypatch.undo()
+        path.unlink()
+        path.touch()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", made_again)
+    with only_run_in(tmp_path / "run"):
+        with pytest.raises(UserError, match="another run writes into"):
+            with only_run_in(tmp_path / "run"):
+                pass
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
