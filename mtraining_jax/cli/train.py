@@ -82,6 +82,13 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     set_platform(config.parallel.cpu_devices)
     # Imports JAX, so only after `set_platform`.
     from mtraining_jax.training.loop import run
+    from mtraining_jax.training.memory_check import DoesNotFit
 
-    run(config, signals)
+    try:
+        run(config, signals)
+    except DoesNotFit as error:
+        from mtraining_jax.planning.dry_run import way_to_fit
+
+        error.args = (f"{error}; {way_to_fit(config, error.excess)}",)
+        raise
     return 0

@@ -15,6 +15,7 @@ from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import H200, Gpu
 from mtraining_jax.planning.memory import Memory, estimate_memory, offloaded, planned_state
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, host_memory
 
 _GIB = 2**30
@@ -206,24 +207,54 @@ def _time_lines(
 
 
 def _advice(config: Config, memory: Memory, excess: int) -> Iterator[str]:
-    parallel, model, above = config.parallel, config.model, f"{excess / _GIB:.1f} GiB"
+    above = f"{excess / _GIB:.1f} GiB"
     yield f"the run exceeds the memory of a device by {above}; options that reduce it:"
+    for section, field, value, effect in _reductions(config, memory):
+        yield f"  {_option(section, field, value)}: {effect}"
+
+
+def way_to_fit(config: Config, excess: int) -> str:
+    """Names the first options that save `excess` bytes of a device, by formulas."""
+    memory, combined, names = estimate_memory(config), config, {}
+    *changes, more_devices = list(_reductions(config, memory))
+    for section, field, value, _ in [*changes, more_devices]:
+        if memory.total - estimate_memory(_with(config, section, field, value)).total >= excess:
+            return f"it fits with {_option(section, field, value)}, by formulas"
+    for section, field, value, _ in changes:
+        combined = _with(combined, section, field, value)
+        names[section, field] = _option(section, field, value)
+        if memory.total - estimate_memory(combined).total >= excess:
+            return f"it fits with {' '.join(names.values())}, by formulas"
+    return "no option is enough: use more devices or a shorter data.seq_len"
+
+
+def _option(section: str, field: str, value: bool | int | str) -> str:
+    return f"--{section}.{field}={toml_value(value) if isinstance(value, bool) else value}"
+
+
+def _with(config: Config, section: str, field: str, value: bool | int | str) -> Config:
+    part = dataclasses.replace(getattr(config, section), **{field: value})
+    return dataclasses.replace(config, **{section: part})
+
+
+def _reductions(config: Config, memory: Memory) -> Iterator[tuple[str, str, bool | int | str, str]]:
+    """Yields fields that reduce memory, by section and name, with values and effects."""
+    parallel, model = config.parallel, config.model
     if not parallel.fsdp and config.devices > 1:
         saved = (memory.parameters + memory.optimizer) * (1 - 1 / config.ranks)
-        yield f"  --parallel.fsdp=true: {saved / _GIB:.1f} GiB less for parameters and moments"
+        yield "parallel", "fsdp", True, f"{saved / _GIB:.1f} GiB less for parameters and moments"
     if model.mlp_kept_chunks:
-        yield "  --model.mlp_kept_chunks=0: recompute the MLP for all tokens"
+        yield "model", "mlp_kept_chunks", 0, "recompute the MLP for all tokens"
     else:
         for remat in list(_REMAT)[list(_REMAT).index(model.remat) + 1 :]:
-            yield f"  --model.remat={remat}: {_REMAT[remat]}"
+            yield "model", "remat", remat, _REMAT[remat]
     if model.mlp_chunk_size > 4096:
-        yield f"  --model.mlp_chunk_size={model.mlp_chunk_size // 4}: smaller MLP activations"
+        yield "model", "mlp_chunk_size", model.mlp_chunk_size // 4, "smaller MLP activations"
     if config.local_rows > 1:
         steps = config.data.batch_size // parallel.replicas
-        yield f"  --optimizer.accumulation_steps={steps}: one sequence at a time"
+        yield "optimizer", "accumulation_steps", steps, "one sequence at a time"
     if config.loss.chunk_size > 256:
-        yield f"  --loss.chunk_size={config.loss.chunk_size // 4}: fewer logits at a time"
-    yield (
-        f"  --parallel.devices_per_node={2 * parallel.devices_per_node}: twice as many devices per"
-        f" sequence, about {memory.kept / 2 / _GIB:.1f} GiB less for activations"
-    )
+        yield "loss", "chunk_size", config.loss.chunk_size // 4, "fewer logits at a time"
+    less = f"about {memory.kept / 2 / _GIB:.1f} GiB less for activations"
+    twice = f"twice as many devices per sequence, {less}"
+    yield "parallel", "devices_per_node", 2 * parallel.devices_per_node, twice

@@ -11,6 +11,15 @@ from jax.sharding import SingleDeviceSharding
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import host_memory
 
+
+class DoesNotFit(UserError):
+    """A program or state that needs `excess` bytes more than a device has."""
+
+    def __init__(self, what: str, excess: int) -> None:
+        super().__init__(f"{what}; run the same command with --dry-run to see what reduces it")
+        self.excess = excess
+
+
 _WIDTH = 1 << 18  # row length, in 4-byte numbers, of a trial allocation
 
 
@@ -73,17 +82,17 @@ def shard_bytes(tree: Any) -> int:
 def _check_room(needed: int, devices: list[Any], what: str, extra: str) -> None:
     on_host = sum(device.platform == "cpu" for device in devices)
     if on_host * needed > host_memory():
-        raise UserError(
+        raise DoesNotFit(
             f"{what} needs {_gib(needed)} on each of {on_host} CPU devices{extra}, but this "
-            f"machine has {_gib(host_memory())} in total; run the same command with --dry-run to "
-            "see what reduces it"
+            f"machine has {_gib(host_memory())} in total",
+            needed - host_memory() // on_host,
         )
     for device, left, limit in _memory_of(devices):
         if needed > left:
-            raise UserError(
+            raise DoesNotFit(
                 f"{what} needs {_gib(needed)} on each device{extra}, but {device} has only "
-                f"{_gib(left)} free of {_gib(limit)}; run the same command with --dry-run to see "
-                "what reduces it"
+                f"{_gib(left)} free of {_gib(limit)}",
+                needed - left,
             )
 
 

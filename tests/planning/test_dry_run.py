@@ -18,7 +18,7 @@ from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.patterns.base import select_index
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
-from mtraining_jax.planning.dry_run import available, dry_run
+from mtraining_jax.planning.dry_run import available, dry_run, way_to_fit
 from mtraining_jax.planning.hardware import A100_40GB, H200
 from mtraining_jax.planning.memory import estimate_memory, index_bytes, planned_state
 from mtraining_jax.training.build import build_mesh, build_pattern
@@ -366,6 +366,11 @@ def test_advice_for_a_run_that_does_not_fit(config, capsys, monkeypatch):
         "--parallel.devices_per_node=4",
     ):
         assert text in printed
+    gib = 2**30
+    assert way_to_fit(large, 1) == "it fits with --parallel.fsdp=true, by formulas"
+    both = "--parallel.fsdp=true --model.remat=attention_offload"
+    assert way_to_fit(large, 1200 * gib) == f"it fits with {both}, by formulas"
+    assert "no option is enough: use more devices" in way_to_fit(large, 2500 * gib)
     keeping = changed(large, model={"remat": "mlp", "mlp_kept_chunks": 4})
     assert dry_run(keeping, "estimate") == 1
     printed = capsys.readouterr().out

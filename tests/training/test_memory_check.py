@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from mtraining_jax.cli.train import main
+from mtraining_jax.config import config_to_toml
 from mtraining_jax.training.memory_check import allocate, check_memory, check_state_memory
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import host_memory
@@ -98,6 +100,14 @@ def test_the_state_is_checked_before_it_is_created(monkeypatch):
     check_state_memory(of("device"), mesh.local_devices)
     with pytest.raises(UserError, match=r"state .* needs 4\.0 GiB on each of 8 CPU devices.* 16"):
         check_state_memory(of(None), mesh.local_devices)
+
+
+def test_a_command_names_an_option_that_fits(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 350_000)
+    path = tmp_path / "small.toml"
+    path.write_text(config_to_toml(config))
+    assert main(["--config", str(path)]) == 2
+    assert "it fits with --parallel.fsdp=true, by formulas" in capsys.readouterr().err
 
 
 def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
