@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath  # the paths of Orbax
 from jax import Array, lax
 
 from mtraining_jax.config import Config, config_to_dict
@@ -129,7 +130,7 @@ def check_intact(folder: Path, step: int) -> None:
     Raises a UserError if the checkpoint cannot be read; `DamagedCheckpoint` if it never can.
     """
     record = read_record(folder, step)
-    path = folder.absolute() / str(step) / "arrays"
+    path = epath.Path(folder.absolute()) / str(step) / "arrays"
     with _reading(folder / str(step)):
         saved = ocp.PyTreeCheckpointHandler().metadata(path).tree
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
@@ -154,7 +155,7 @@ def _read(folder: Path, step: int, **items: Any) -> Any:
     # nor with `ocp.Checkpointer`, which waits for all processes.
     path = folder / str(step)
     with _reading(path), contextlib.closing(ocp.CompositeCheckpointHandler()) as reader:
-        return reader.restore(path.absolute(), args=ocp.args.Composite(**items))
+        return reader.restore(epath.Path(path.absolute()), args=ocp.args.Composite(**items))
 
 
 @contextlib.contextmanager
