@@ -166,6 +166,7 @@ def test_micro_batches_hold_every_row_once_and_move_none(dense):
     assert "all-to-all" not in text and "all-gather" not in text and "permute" not in text
 
 
+@pytest.mark.timeout(120)
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(dense):
     parts, _, state = dense
     name = "layers.mlp.up_proj.weight"

@@ -69,6 +69,7 @@ def packed(config, documents):
     return load_config("tiny", [(name, str(value)) for name, value in overrides.items()])
 
 
+@pytest.mark.timeout(120)  # a batch may wait for densities
 def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed, capsys):
     config = packed
     whole = run(config)
