@@ -28,7 +28,7 @@ from mtraining_jax.training.loop.programs import Programs, compile_programs, mak
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.processes import distributed
-from mtraining_jax.training.processes.agreement import check_same_data
+from mtraining_jax.training.processes.agreement import check_same_data, wait_for_all_processes
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.tuning.replica_load import ReplicaLoad, replicas_differ
 from mtraining_jax.training.tuning.tuner import Tuner
@@ -126,6 +126,7 @@ class Trainer:
         if self._evaluator is not None:
             self._display.say("compiling the evaluation ...")
             self._evaluator.compile(self._state, devices)
+        wait_for_all_processes()
         self._display.start(self._step, total)
         self._finished.restart_clock()
         if self._signals is not None:

@@ -81,6 +81,14 @@ def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> Non
     run_on_process_0(compare, timeout)
 
 
+def wait_for_all_processes() -> None:
+    """Waits until all processes call this, however long; `PeerWatch` ends the wait if one is lost.
+
+    Collectives of CPUs fail after 30 seconds, but a process may compile for longer than others.
+    """
+    assert_same_on_all_processes({}, _WHILE_ALL_LIVE)
+
+
 def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int) -> dict[str, str]:
     """Returns messages on values of process `number` that differ from the first one's, by name."""
     return {

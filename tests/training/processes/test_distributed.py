@@ -1,7 +1,9 @@
+import types
+
 import pytest
 
 from mtraining_jax.config.sections import DistributedConfig
-from mtraining_jax.training.processes import distributed
+from mtraining_jax.training.processes import agreement, distributed
 from mtraining_jax.utils.errors import UserError
 
 SLURM = {
@@ -113,3 +115,21 @@ def test_failure_is_one_message_with_its_source(monkeypatch):
     with pytest.raises(UserError, match=r"\(SLURM\) could not connect: DEADLINE") as error:
         distributed.initialize(DistributedConfig(), SLURM)
     assert "\n" not in str(error.value)
+
+
+def test_the_first_process_waits_for_all_others(monkeypatch):
+    asked, sent = [], []
+
+    def get(key, milliseconds):
+        asked.append(key.rpartition("/")[2])
+        assert milliseconds > 24 * 3600 * 1000 and not sent
+        return "{}"
+
+    store = types.SimpleNamespace(
+        blocking_key_value_get=get, key_value_set=lambda key, text: sent.append(text)
+    )
+    monkeypatch.setattr(agreement.jax_distributed.global_state, "client", store)
+    monkeypatch.setattr("jax.process_count", lambda: 3)
+    monkeypatch.setattr("jax.process_index", lambda: 0)
+    agreement.wait_for_all_processes()
+    assert asked == ["1", "2"] and sent == ["done: null"]
