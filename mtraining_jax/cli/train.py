@@ -8,7 +8,7 @@ from mtraining_jax.config import available_configs, config_to_toml, help_text
 from mtraining_jax.config.load import fields_with, with_steps
 from mtraining_jax.config.notes import notes
 from mtraining_jax.planning.hardware import GPUS
-from mtraining_jax.utils.errors import UserError, print_error
+from mtraining_jax.utils.errors import DoesNotFit, UserError, print_error
 from mtraining_jax.utils.jax_platform import set_platform
 from mtraining_jax.utils.signals import EXIT_STOPPED, Stopped, StopSignals
 from mtraining_jax.utils.text import print_text
@@ -82,7 +82,6 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     set_platform(config.parallel.cpu_devices)
     # Imports JAX, so only after `set_platform`.
     from mtraining_jax.training.loop import run
-    from mtraining_jax.training.memory_check import DoesNotFit
 
     try:
         run(config, signals)

@@ -8,17 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.jax_platform import host_memory
-
-
-class DoesNotFit(UserError):
-    """A program or state that needs `excess` bytes more than a device has."""
-
-    def __init__(self, what: str, excess: int) -> None:
-        super().__init__(f"{what}; run the same command with --dry-run to see what reduces it")
-        self.excess = excess
-
 
 _WIDTH = 1 << 18  # row length, in 4-byte numbers, of a trial allocation
 

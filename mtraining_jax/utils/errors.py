@@ -12,6 +12,14 @@ class UserError(ValueError):
     printed = False  # by process 0, for all processes of a run
 
 
+class DoesNotFit(UserError):
+    """A program or state that needs `excess` bytes more than a device has."""
+
+    def __init__(self, what: str, excess: int) -> None:
+        super().__init__(f"{what}; run the same command with --dry-run to see what reduces it")
+        self.excess = excess
+
+
 def print_error(error: UserError) -> int:
     """Prints an error to stderr and returns the exit status, 2."""
     for line in [] if error.printed else str(error).splitlines():
