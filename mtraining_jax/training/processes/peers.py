@@ -18,7 +18,8 @@ from jax._src import distributed as jax_distributed  # its key-value store has n
 
 from mtraining_jax.utils.signals import EXIT_FAILED, EXIT_STOPPED, exit_immediately
 
-_COUNTERS, _LOST, _FAILED = "mtraining/counters", "mtraining/lost", "mtraining/failed"
+_COUNTERS, _VERDICTS = "mtraining/counters/", "mtraining/verdicts/"
+_LOST, _FAILED = f"{_VERDICTS}lost", f"{_VERDICTS}failed"
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
@@ -70,20 +71,18 @@ class PeerWatch:
         number = 0
         while not self._closed.wait(self._interval):
             number += 1
-            self._set(f"{_COUNTERS}/{self.number}", str(number))
+            self._set(f"{_COUNTERS}{self.number}", str(number))
             try:
-                values = dict(self._store.key_value_dir_get("mtraining/"))
+                verdicts = dict(self._store.key_value_dir_get(_VERDICTS))
+                counters = self._store.key_value_dir_get(_COUNTERS) if self.number == 0 else []
             except Exception:  # jaxlib has its own exception type; `_watch` notices the silence
                 continue
-            if self.number > 0:
-                self._counters["0"] = str(number)
-            else:
-                self._counters |= {
-                    name: values.get(f"{_COUNTERS}/{name}", "") for name in self._counters
-                }
+            newest = {name.removeprefix(_COUNTERS): count for name, count in counters}
+            newest |= {"0": str(number)}
+            self._counters = {name: newest.get(name, "") for name in self._counters}
             for key, status in ((_FAILED, EXIT_FAILED), (_LOST, EXIT_STOPPED)):
-                if key in values:
-                    self._leave(values[key], status)
+                if key in verdicts:
+                    self._leave(verdicts[key], status)
 
     def _watch(self) -> None:
         """Runs in a thread: ends the process when a counter stands still for too long."""
