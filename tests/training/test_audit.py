@@ -51,6 +51,7 @@ def test_gradients_are_compared_with_dense_ones_in_the_steps_asked_for(config, w
     assert 0 < records[0]["recall_worst"] < records[0]["recall"] < 1
     assert 0 < records[0]["local_gradient_cosine"] < 1
     assert (config.run.folder / "masks" / "step_0000001.png").stat().st_size > 2000
+    assert [record.get("compile_seconds", 0) > 0 for record in records] == [True, False, False]
     for record in records[::2]:
         assert 0.2 < record["global_gradient_cosine"] < 0.9999
         assert 0.5 < record["global_gradient_ratio"] < 2

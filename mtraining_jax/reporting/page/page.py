@@ -193,7 +193,7 @@ def _time(runs: Sequence[Run]) -> str:
         bars.append(f'<div class="bar">{"".join(parts)}</div>')
         bars.append(f"<p>{html.escape(f'{run.name}: {", ".join(text)}')}</p>")
     legend = [key(color, kind) for kind, color in colors.items()]
-    unit = "without compilation and checkpoints, which are not recorded"
+    unit = "without the start and the last checkpoint"
     return figure_of("Where time went", unit, "".join(bars), legend)
 
 

@@ -16,7 +16,12 @@ _LISTS = (
     "alarms", "density_per_layer", "recall_per_head", "eval_loss_by_position",
     "eval_loss_dense_by_position",
 )  # fmt: skip
-_WORK = {"eval": "evaluation", "gradient": "gradient comparisons"}
+_WORK = {
+    "compile": "compilation",
+    "eval": "evaluation",
+    "checkpoint": "checkpoints",
+    "gradient": "gradient comparisons",
+}
 
 
 class Run(NamedTuple):

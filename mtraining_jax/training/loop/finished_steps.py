@@ -60,6 +60,7 @@ class FinishedSteps:
         self._pending: Future[None] | None = None  # report of the last step
         self._picture: Future[None] | None = None  # the last one
         self._history, self._closed = History(), False
+        self._between: Record = {}  # times of blocks before the next step
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -67,10 +68,16 @@ class FinishedSteps:
         self._clock = time.perf_counter()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Waits for all added steps, and keeps the block out of the time of the next one."""
+    def paused(self, name: str | None = None) -> Iterator[None]:
+        """Waits for all added steps, and keeps the block out of the time of the next one.
+
+        The record of the next step has the time of the block as NAME_seconds.
+        """
         self.wait()
+        self.restart_clock()
         yield
+        if name is not None:
+            self._between[f"{name}_seconds"] = time.perf_counter() - self._clock
         self.restart_clock()
 
     def add(self, step: DispatchedStep) -> None:
@@ -100,7 +107,9 @@ class FinishedSteps:
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(dispatched.metrics)
         of_replicas = {} if self._replicas is None else self._replicas.finish(metrics)
-        record = step_record(metrics, seconds, self._config, self._devices) | of_replicas
+        record = step_record(metrics, seconds, self._config, self._devices)
+        record |= of_replicas | self._between
+        self._between = {}
         if dispatched.profiled:
             record["profiled"] = True  # tracing slows the step down
         audited = "audit" in metrics or dispatched.compared is not None

@@ -1,13 +1,11 @@
 """The training loop, and the parts of a run."""
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from mtraining_jax.attention.picture import check_pictures
@@ -122,10 +120,11 @@ class Trainer:
         config, total = self._config, self._config.run.steps
         devices = self._builder.mesh.local_devices
         arguments = self._state, (batch := self._next_batch())
-        programs = compile_programs(self._programs, arguments, devices, self._display)
-        if self._evaluator is not None:
-            self._display.say("compiling the evaluation ...")
-            self._evaluator.compile(self._state, devices)
+        with self._finished.paused("compile"):
+            programs = compile_programs(self._programs, arguments, devices, self._display)
+            if self._evaluator is not None:
+                self._display.say("compiling the evaluation ...")
+                self._evaluator.compile(self._state, devices)
         wait_for_all_processes()
         self._display.start(self._step, total)
         self._finished.restart_clock()
@@ -163,10 +162,8 @@ class Trainer:
         else:
             if "compare_gradients" in programs and (self._step - 1) % audit.gradient_interval == 0:
                 what = f"the gradient comparison before step {self._step}"
-                with self._finished.paused(), self._watchdog.watch(what):
-                    started = time.perf_counter()
+                with self._finished.paused("gradient"), self._watchdog.watch(what):
                     compared = jax.device_get(programs["compare_gradients"](self._state, batch))
-                    compared["gradient_seconds"] = np.float64(time.perf_counter() - started)
             if "audited_step" in programs and (self._step - 1) % audit.interval == 0:
                 name = "audited_step"
         self._watchdog.begin(self._step)
@@ -194,7 +191,7 @@ class Trainer:
     def _save(self) -> None:
         what = f"saving the checkpoint of step {self._step}"
         # Saving waits for the devices anyway.
-        with self._finished.paused(), self._watchdog.watch(what):
+        with self._finished.paused("checkpoint"), self._watchdog.watch(what):
             place = self._batches.loader.get_state() | {_ALARMS: self._alarms.state()}
             if isinstance(self._replicas, Tuner):
                 place[_TUNING] = self._replicas.state()
