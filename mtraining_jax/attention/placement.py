@@ -106,6 +106,8 @@ def find_placement(
     """Resolves the placement from the arguments of `sparse_attention` and the type of q."""
     arguments = {"batch_axis": batch_axis, "sequence_axes": sequence_axes, "head_axis": head_axis}
     given = {name: as_axes(value) for name, value in arguments.items() if value is not None}
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
+        raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh, or None")
     own_mesh, own_axes = _explicit_axes(q)
     named = [f"{name}={axes}" for name, axes in given.items() if axes]
     mesh = own_mesh if mesh is None else mesh

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
-from mtraining_jax.cli.model_command import at_least, run_command
+from mtraining_jax.cli.model_command import at_least, expanded_path, run_command
 from mtraining_jax.data.corpus import Corpus, packs_of, starts_of
 from mtraining_jax.data.pack_report import report_on
 from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = config_parser("python -m mtraining_jax.cli.inspect_data")
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=expanded_path)
     parser.add_argument("--samples", type=at_least(0), default=3)
     options = parse_with_overrides(parser, arguments)
     if options.picture is not None:

@@ -12,6 +12,7 @@ from mtraining_jax.config import help_text as fields_text
 from mtraining_jax.config.load import fields_with
 from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError, print_error
+from mtraining_jax.utils.file_limits import is_url
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
 
@@ -111,5 +112,7 @@ def token_count(text: str) -> int:
 
 
 def expanded_path(text: str) -> Path:
-    """A type of arguments: paths, with ~."""
+    """A type of arguments: local paths, with ~."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL; only local paths are supported")
     return Path(text).expanduser()

@@ -12,6 +12,7 @@ from typing import Any
 from mtraining_jax.cli.model_command import (
     at_least,
     check_required,
+    expanded_path,
     forwarded_options,
     model_parser,
     results_console,
@@ -144,7 +145,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--most-rise", type=float, default=0.01)
     parser.add_argument("--most-copies", type=float, default=0.05)
     parser.add_argument("--config")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=expanded_path)
     own, rest = parser.parse_known_args(arguments)
     overrides = forwarded_options(rest, ("parallel",))
     check_required(own, "model", "text", "length")

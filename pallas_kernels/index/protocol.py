@@ -114,6 +114,8 @@ class Index(abc.ABC):
             raise ValueError(
                 "this index does not store the length of its sequence; pass to_mask(seq_len=...)"
             )
+        if isinstance(seq_len, bool) or not isinstance(seq_len, int):
+            raise ValueError(f"seq_len={seq_len!r} must be an integer")
         return _to_mask(self, seq_len)
 
 

@@ -47,6 +47,7 @@ def test_arguments_are_parsed(tmp_path):
         ("--second-model nowhere", "nowhere is not a folder"),
         ("--second-model {0}", "is the same folder as --model"),
         ("--tasks ,", "--tasks is missing"),
+        ("--output s3://a/b", "argument --output: s3://a/b is a URL; only local paths are"),
     ],
 )
 def test_mistakes_end_in_a_sentence(tmp_path, arguments, sentence):

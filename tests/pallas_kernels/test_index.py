@@ -125,6 +125,7 @@ def test_masks_need_a_fitting_length():
     for call, sentence in (
         (DenseIndex(SIZE).to_mask, r"pass to_mask\(seq_len=\.\.\.\)"),
         (lambda: jax.eval_shape(lambda x: x.to_mask(), listed), "does not store"),
+        (lambda: listed.to_mask("x"), "seq_len='x' must be an integer"),
         (lambda: listed.to_mask(SEQ_LEN + 1), "seq_len=33 is not a multiple of block_size=4"),
         (lambda: dense.to_mask(SEQ_LEN), "seq_len=32, but the index has 12 tokens"),
         (lambda: DenseIndex(SIZE).to_mask(2**17), r"\[1, 1, 131072, 131072\] would have"),
