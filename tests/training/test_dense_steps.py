@@ -31,8 +31,9 @@ def without_times(record):
     return {
         name: value
         for name, value in record.items()
-        if not name.startswith(("tokens_per", "tflops", "eval_seconds"))
-        and name not in ("step_seconds", "dense_step")
+        if not name.startswith(("tokens_per", "tflops"))
+        and not name.endswith("_seconds")
+        and name != "dense_step"
     }
 
 
