@@ -225,7 +225,7 @@ def sparse_spans(context: SelectionContext, slots: int, block_size: int) -> Span
     """
     documents, num_blocks = context.documents, context.num_blocks
     if not documents.packed:
-        # A number rather than an array if there is no padding: nothing is then moved or masked.
+        # A number rather than an array without padding, so that nothing is moved or masked.
         valid_len = context.valid_len
         whole = num_blocks * block_size
         return OneSpan(num_blocks, whole if valid_len is None else jnp.int32(valid_len))

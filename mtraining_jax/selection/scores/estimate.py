@@ -240,7 +240,7 @@ def softmax_scores(
 def logit_scores(
     q_last: Array, k: Array, context: SelectionContext, spans: Spans | None = None
 ) -> Scores:
-    """Sums raw logits over columns, and over diagonals of blocks: as `softmax_scores`, in fp32.
+    """Sums raw logits over columns, and over diagonals of blocks, in fp32 like softmax scores.
 
     Columns not seen by all of the last queries get -inf, as in the reference implementation. The
     scale is omitted because it does not change the order.

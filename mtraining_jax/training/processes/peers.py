@@ -122,7 +122,7 @@ class PeerWatch:
         exit_immediately(status, f"{what}; {self.advice()}")
 
     def _set(self, key: str, value: str) -> None:
-        with contextlib.suppress(Exception):  # without process 0 there is no store
+        with contextlib.suppress(Exception):  # the store may have ended with process 0
             self._store.key_value_set(key, value, allow_overwrite=True)
 
 
