@@ -191,9 +191,9 @@ class Loader:
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state, for any number of processes and devices."""
         try:
-            iterator, saved = state["iterator"], state["identity"]
+            iterator, saved = state["iterator"], dict(state["identity"])
             step = iterator["next_index"]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UserError("the saved state of the data loader is not readable") from error
         for name, value in self.identity.items():
             if name == _SAMPLE and name not in saved:

@@ -148,8 +148,9 @@ def test_state_of_another_file_of_the_same_length_is_rejected(tmp_path):
 
 def test_unreadable_state_is_rejected(tmp_path):
     loader = loader_of(token_options(tmp_path, np.arange(72)))
-    with pytest.raises(UserError, match="not readable"):
-        loader.set_state({"next_index": 3})
+    for state in ({"next_index": 3}, loader.get_state() | {"identity": None}):
+        with pytest.raises(UserError, match="not readable"):
+            loader.set_state(state)
 
 
 def test_two_processes_cover_everything_once(tmp_path):

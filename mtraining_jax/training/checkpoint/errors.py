@@ -24,8 +24,8 @@ _NOT_THERE = ("NOT_FOUND", "was not found in the checkpoint")
 # The first words of an error of TensorStore, for example "UNAVAILABLE: ".
 _STATUS = re.compile("[A-Z_]+: ")
 _WAY_OUT = (
-    "set checkpoint.skip_damaged=true to resume from the previous checkpoint, or start from "
-    "scratch with checkpoint.resume=false"
+    "resume from the newest intact checkpoint, if there is one, with checkpoint.skip_damaged=true, "
+    "or start from scratch with checkpoint.resume=false"
 )
 
 

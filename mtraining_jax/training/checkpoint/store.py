@@ -9,6 +9,7 @@ checksum of every array.
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.state import TrainState
 
-_RECORD_PARTS = {"config", "loader", "shapes", "checksums"}
+_TABLES = "config", "shapes", "checksums"
 
 
 def newest_step(folder: Path) -> int | None:
@@ -90,7 +91,9 @@ class Checkpoints:
 def read_record(folder: Path, step: int) -> dict[str, Any]:
     """Reads the record of a checkpoint: `config`, `loader`, `shapes` and `checksums`."""
     record = _read(folder, step, record=ocp.args.JsonRestore()).record
-    if not isinstance(record, dict) or not _RECORD_PARTS <= record.keys():
+    parts = record if isinstance(record, dict) else {}
+    tables = (isinstance(parts.get(name), dict) for name in _TABLES)
+    if not all(tables) or "loader" not in record or "model" not in record["config"]:
         raise damaged(folder / str(step), "its record is incomplete")
     return record
 
@@ -133,6 +136,8 @@ def check_intact(folder: Path, step: int) -> None:
     path = epath.Path(folder.absolute()) / str(step) / "arrays"
     with _reading(folder / str(step)):
         saved = ocp.PyTreeCheckpointHandler().metadata(path).tree
+        for file in (path / "array_metadatas").glob("*"):  # read only when it is not to the host
+            json.loads(file.read_text())
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
     arrays = _read(folder, step, arrays=ocp.args.PyTreeRestore(restore_args=on_host)).arrays
     _compare(folder / str(step), _by_name(jax.tree.map(_checksum_on_host, arrays)), record)

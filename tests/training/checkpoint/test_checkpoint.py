@@ -71,22 +71,32 @@ def test_damage_is_one_message_with_the_first_cause(config, tmp_path, monkeypatc
     assert reported == []
 
 
-def test_an_array_without_a_checksum_is_damage(config, tmp_path):
+def test_changed_metadata_is_damage(config, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
     checkpoints.save(1, state_of(2), None, config)
     checkpoints.close()
     check_intact(tmp_path, 1)
     record = tmp_path / "1" / "record" / "metadata"
     content = json.loads(record.read_text())
-    del content["checksums"]["parameters.p1"]
-    record.write_text(json.dumps(content))
+    without = {k: v for k, v in content["checksums"].items() if k != "parameters.p1"}
+    sizes = tmp_path / "1" / "arrays" / "array_metadatas" / "process_0"
     abstract = functools.partial(jax.ShapeDtypeStruct, sharding=on_one())
-    for read in (
-        lambda: check_intact(tmp_path, 1),
-        lambda: read_state(tmp_path, 1, state_of(2, abstract), config),
+    for file, value, sentence in (
+        (record, content | {"checksums": without}, "the checksum of parameters.p1 does not match"),
+        (record, content | {"config": {}}, "its record is incomplete"),
+        (record, content | {"shapes": None}, "its record is incomplete"),
+        (record, [], "its record is incomplete"),
+        (sizes, None, "Expecting value"),
     ):
-        with pytest.raises(UserError, match=r"the checksum of parameters\.p1 does not match"):
-            read()
+        before = file.read_text()
+        file.write_text("" if value is None else json.dumps(value))
+        for read in (
+            lambda: check_intact(tmp_path, 1),
+            lambda: read_state(tmp_path, 1, state_of(2, abstract), config),
+        ):
+            with pytest.raises(UserError, match=f"1 is damaged .{sentence}"):
+                read()
+        file.write_text(before)
 
 
 def test_reads_that_continue_after_a_failure_have_an_open_loop():
