@@ -61,6 +61,7 @@ _MODULES = {
     "stripe": "attention.order",
     "unstripe": "attention.order",
 }
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -365,6 +365,7 @@ def test_importing_the_package_does_not_load_jax_until_a_name_is_used():
         "import sys, mtraining_jax; assert 'jax' not in sys.modules; "
         "assert set(mtraining_jax._MODULES) <= set(dir(mtraining_jax)); "
         "mtraining_jax.sparse_attention; assert 'jax' in sys.modules; "
+        "from mtraining_jax import *; assert Layout is mtraining_jax.Layout; "
         # It takes seconds to import and is needed on Hopper GPUs only.
         "assert 'jax.experimental.pallas.mosaic_gpu' not in sys.modules"
     )
