@@ -2,6 +2,7 @@
 
 import json
 import os.path
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,22 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
     if not isinstance(given, dict) or not isinstance(given.get("init_from"), str):
         return dict(table)
     folder, override = os.path.expanduser(given["init_from"]), given.get("override") or ()
+    what, resume = f"model.init_from = {folder}", ""
     if is_url(folder):
-        raise UserError(f"model.init_from = {folder} {absence(folder)}")
+        raise UserError(f"{what} {absence(folder)}")
+    if os.path.isfile(folder):
+        raise UserError(f"{what} is a file; give its folder, {os.path.dirname(folder) or '.'}")
+    if not os.path.isdir(folder) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", folder):
+        way = f"`hf download {folder} --local-dir DIR` and give DIR"
+        raise UserError(f"{what} is not a folder; if it is on Hugging Face, download it with {way}")
+    if not os.path.exists(os.path.join(folder, CONFIG_FILE)):
+        resume = "; a run that resumes from its own checkpoint does not need it: set"
+        resume += " model.init_from = none and all sizes of the model"
     try:
         family = given.get("family")
         found = read_hf_values(folder, family if isinstance(family, str) else None)
     except UserError as error:
-        raise UserError(
-            f"model.init_from = {folder}: {error}; a run that resumes from its own checkpoint does"
-            " not need it: set model.init_from = none and all sizes of the model"
-        ) from None
+        raise UserError(f"{what}: {error}{resume}") from None
     model = dict(given)
     for name in (*FIXED, *FREE):
         if name in override and name in FREE:

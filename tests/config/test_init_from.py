@@ -141,10 +141,22 @@ def test_a_folder_without_config_json(load, checkpoint):
     assert "a run that resumes from its own checkpoint does not need it" in said
 
 
+def test_names_and_files_instead_of_a_folder(load, checkpoint):
+    assert refusal(load, init_from="Qwen/Qwen2.5-3B") == (
+        "model.init_from = Qwen/Qwen2.5-3B is not a folder; if it is on Hugging Face, download it "
+        "with `hf download Qwen/Qwen2.5-3B --local-dir DIR` and give DIR"
+    )
+    path = checkpoint / "model.safetensors"
+    path.touch()
+    assert refusal(load, init_from=str(path)) == (
+        f"model.init_from = {path} is a file; give its folder, {checkpoint}"
+    )
+
+
 def test_a_model_of_an_unknown_type(load, checkpoint):
     (checkpoint / "config.json").write_text('{"model_type": "mamba"}')
     said = refusal(load)
-    assert "(model_type mamba); supported model types are llama, phi3, qwen2, qwen3" in said
+    assert said.endswith("(model_type mamba); supported model types are llama, phi3, qwen2, qwen3")
 
 
 class Rescaled(Llama):
