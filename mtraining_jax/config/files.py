@@ -10,7 +10,7 @@ from typing import Any
 
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
-from mtraining_jax.utils.file_limits import absence, read_text
+from mtraining_jax.utils.file_limits import absence, is_url, read_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -43,7 +43,7 @@ def read_chain(path: Path, derived: tuple[Path, ...] = ()) -> list[tuple[Path, d
         allowed = "the name of a configuration or the path of a TOML file"
         raise UserError(f"{what} is not allowed: it must be {allowed}")
     try:
-        base = path.parent / Path(name).expanduser() if _is_path(name) else find_config(name)
+        base = find_config(name, path.parent)
         if base.resolve() in [file.resolve() for file in (*derived, path)]:
             files = " -> ".join(str(file) for file in (*derived, path, base))
             raise UserError(f"the base files form a cycle: {files}")
@@ -56,14 +56,12 @@ def read_chain(path: Path, derived: tuple[Path, ...] = ()) -> list[tuple[Path, d
     return [(path, table), *bases]
 
 
-def _is_path(name: str) -> bool:
-    return name.endswith(".toml") or len(Path(name).parts) > 1
-
-
-def find_config(name: str) -> Path:
-    """The file of a name or path."""
-    if _is_path(name):
-        return Path(name).expanduser()
+def find_config(name: str, folder: Path = Path()) -> Path:
+    """The file of a name, or of a path relative to `folder`."""
+    if is_url(name):
+        raise UserError(f"the configuration file {name} {absence(name)}")
+    if name.endswith(".toml") or len(Path(name).parts) > 1:
+        return folder / Path(name).expanduser()
     names = available_configs()
     if name in names:
         path = config_folder() / f"{name}.toml"
@@ -85,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
         close = difflib.get_close_matches(str(path), others, 1)
         if path.stem in available_configs():
             close = [f"--config {path.stem}"]
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close and not path.is_symlink() else ""
         raise UserError(f"the configuration file {path} {absence(path)}{hint}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
