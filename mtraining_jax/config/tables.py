@@ -7,9 +7,35 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtraining_jax.config.kinds import OptionsOf
+from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of
+
+# Fields by their names in other trainers, for hints.
+_ELSEWHERE = {
+    "bf16": "model.dtype",
+    "context_length": "data.seq_len",
+    "eval_steps": "eval.interval",
+    "fp16": "model.dtype",
+    "gradient_accumulation_steps": "optimizer.accumulation_steps",
+    "gradient_checkpointing": "model.remat",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "run.log_interval",
+    "max_grad_norm": "optimizer.clip_norm",
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "max_steps": "run.steps",
+    "model_name_or_path": "model.init_from",
+    "num_train_epochs": "run.epochs",
+    "per_device_train_batch_size": "data.batch_size",
+    "precision": "model.dtype",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "save_every": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep",
+    "warmup_ratio": "optimizer.warmup_steps",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +135,17 @@ def all_fields(values: Mapping[str, Any] | None = None) -> dict[str, Field]:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The closest match for a misspelled dotted `name`, or None.
 
-    Preference: similar name in the same section, same name in another section, any similar name.
+    Preference: name in another trainer, similar or former name in the same section, same name in
+    another section, any similar name.
     """
     names = list(names)
     head, _, leaf = name.rpartition(".")
-    siblings = [n for n in names if n.rpartition(".")[0] == head]
+    if (known := _ELSEWHERE.get(leaf.replace("-", "_"))) in names:
+        return known
+    former = {old: new for old, new in RENAMED.items() if new in names}
+    siblings = [n for n in (*names, *former) if n.rpartition(".")[0] == head]
     if head and (close := difflib.get_close_matches(name, siblings, 1, cutoff=0.75)):
-        return close[0]
+        return former.get(close[0], close[0])
     if same := [n for n in names if n.rpartition(".")[2] == leaf]:
         return same[0]
     close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
