@@ -80,6 +80,8 @@ class Builder:
         run = table.get("run")
         if not isinstance(run, dict) or "steps" not in run or run.get("epochs") is None:
             return table
+        if run["steps"] == "none":
+            return {**table, "run": {name: run[name] for name in run if name != "steps"}}
         steps, epochs = (self._origins[f"run.{name}"] for name in ("steps", "epochs"))
         if steps == epochs and run["steps"] != RunConfig.steps:  # printed files have the default
             both = " and ".join(f"run.{name} = {_shown(run[name])}" for name in ("steps", "epochs"))

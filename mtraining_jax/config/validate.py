@@ -72,6 +72,7 @@ def _run(config: Config) -> Iterator[str]:
     if is_url(run.output_dir):
         where = "but runs are written to a local folder or a mounted file system"
         yield f"{named.run.output_dir} is a URL, {where}"
+        return
     parts, longest, way = run.name.split("/"), 200, ""
     if {"", ".", ".."} & set(parts) or not run.name.isprintable():
         way = 'such as "first" or "tests/first"'
@@ -83,9 +84,10 @@ def _run(config: Config) -> Iterator[str]:
     if run.epochs is not None:  # the number of steps is not known yet
         return
     end = named.run.steps if optimizer.decay_steps is None else named.optimizer.decay_steps
-    if optimizer.schedule != "constant":
-        if optimizer.warmup_steps > (optimizer.decay_steps or run.steps):
-            yield f"{named.optimizer.warmup_steps} is more than {end}, where the schedule ends"
+    last = optimizer.decay_steps or run.steps
+    if optimizer.schedule != "constant" and optimizer.warmup_steps > last:
+        way = f"use at most that, e.g. --optimizer.warmup_steps={last // 10}"
+        yield f"{named.optimizer.warmup_steps} is more than {end}, where the schedule ends; {way}"
     if profile.start is not None and (last := profile.start + profile.steps - 1) > run.steps:
         traced = f"{named.profile.start} and {named.profile.steps}"
         yield f"{traced} end at step {last}, after {named.run.steps}"

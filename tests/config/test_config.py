@@ -184,13 +184,16 @@ def test_numbers_of_too_many_digits(minimal, write):
 def test_paths_that_are_not_local_files(tmp_path):
     link = tmp_path / "link.toml"
     link.symlink_to("nowhere.toml")
+    (tmp_path / "links.toml").touch()
     assert messages(link) == [
         f"the configuration file {link} is a link to nowhere.toml, which does not exist"
     ]
     os.mkfifo(tmp_path / "fifo.toml")
     assert messages(tmp_path / "fifo.toml") == [f"{tmp_path / 'fifo.toml'} is not a regular file"]
     (line,) = messages("gs://bucket/run.toml")
-    assert " is a URL, but only local paths are supported: " in line
+    assert line.startswith(
+        "the configuration file gs://bucket/run.toml is a URL, but only local paths are supported: "
+    )
     (line,) = messages("tiny", model__init_from="hf://org/model")
     assert line.startswith("model.init_from = hf://org/model is a URL, but only local paths are ")
 
@@ -285,6 +288,11 @@ def test_a_mistake_in_a_base_names_its_file(tmp_path, write):
             "model.rope_scaling.beta_fast?",
         ),
         ("loss = 3", "loss = 3 must be a section: write [loss]"),
+        (
+            "[checkpoint]\nevery = 3",
+            "checkpoint.every is not a field; did you mean checkpoint.interval?",
+        ),
+        ("[run]\nmax_steps = 3", "run.max_steps is not a field; did you mean run.steps?"),
     ],
 )
 def test_unknown_names(write, text, sentence):
@@ -629,7 +637,8 @@ def test_wrong_overrides(minimal):
         ({"data__eos": "300"}, "data.eos = 300 is outside the vocabulary: model.vocab_size = 300"),
         (
             {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"},
-            "optimizer.warmup_steps = 1001 is more than run.steps = 1000, where the schedule ends",
+            "optimizer.warmup_steps = 1001 is more than run.steps = 1000, where the schedule ends; "
+            "use at most that, e.g. --optimizer.warmup_steps=100",
         ),
         (
             {
@@ -638,7 +647,7 @@ def test_wrong_overrides(minimal):
                 "optimizer__decay_steps": "8",
             },
             "optimizer.warmup_steps = 9 is more than optimizer.decay_steps = 8, where the schedule "
-            "ends",
+            "ends; use at most that, e.g. --optimizer.warmup_steps=0",
         ),
         (
             {"audit__every_steps": "1", "audit__num_queries": "5000"},
@@ -710,7 +719,8 @@ def test_longest_sequence(kind, minimal):
 
 
 def test_output_to_a_url(minimal):
-    assert messages(minimal, run__output_dir="gs://bucket/runs") == [
+    late = {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"}
+    assert messages(minimal, run__output_dir="gs://bucket/runs", **late) == [
         'run.output_dir = "gs://bucket/runs" is a URL, but runs are written to a local folder or '
         "a mounted file system"
     ]

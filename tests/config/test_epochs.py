@@ -42,6 +42,7 @@ def test_the_latter_of_steps_and_epochs_counts(load, tmp_path):
     assert load(run="steps = 5").run.epochs is None
     assert load(("run.epochs", "2"), run="steps = 5").run.epochs == 2
     assert load(("run.epochs", "none"), base="tiny").run.steps == 120
+    assert load(("run.steps", "none")).run.epochs == 3
     changed = load(("run.steps", "5"))
     assert (changed.run.steps, changed.run.epochs) == (5, None)
     with pytest.raises(UserError) as caught:
