@@ -55,7 +55,8 @@ def parse_with_overrides(parser: ArgumentParser, arguments: Sequence[str]) -> ar
         problems.append(_misplaced(positional[0], parser.names, bool(options.config)))
     if len(options.config) > 1:
         names = ", ".join(options.config)
-        problems.append(f"--config is given {len(options.config)} times: {names}")
+        way = 'give one; a file inherits from another one with base = "NAME"'
+        problems.append(f"--config is given {len(options.config)} times: {names}; {way}")
     if problems:
         raise UserError("\n".join(problems))
     options.config = options.config[0] if options.config else None

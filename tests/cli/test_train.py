@@ -74,7 +74,8 @@ def test_a_switch_may_stand_alone():
         (["-run.steps=3"], '"-run.steps=3" begins with one dash; did you mean --run.steps=3?'),
         (["-config", "tiny"], '"-config" begins with one dash; did you mean --config?'),
         (["--print-config=no"], "argument --print-config: ignored explicit argument 'no'; see --h"),
-        (["--config=a", "--config=b"], "--config is given 2 times: a, b"),
+        (["--config=a", "--config=b"], "--config is given 2 times: a, b; give one;"),
+        (["--save-steps=3"], "unknown option --save-steps; did you mean --checkpoint.interval?"),
     ],
 )
 def test_wrong_arguments(arguments, sentence):
