@@ -1,5 +1,6 @@
 """Errors that the user can correct."""
 
+import contextlib
 import sys
 
 
@@ -22,6 +23,7 @@ class DoesNotFit(UserError):
 
 def print_error(error: UserError) -> int:
     """Prints an error to stderr and returns the exit status, 2."""
-    for line in [] if error.printed else str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # a full disk
+        for line in [] if error.printed else str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
     return 2

@@ -9,6 +9,7 @@ import time
 import tomllib
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -184,6 +185,13 @@ def test_output_that_cannot_be_written(arguments):
     result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert result.returncode == 0 and result.stderr == ""
+
+
+def test_an_error_that_cannot_be_written_keeps_its_status(monkeypatch):
+    full = Mock(write=Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(sys, "stderr", full)
+    assert main(["--config=tyny"]) == 2
+    assert full.write.called
 
 
 def test_missing_packages_and_old_python():
