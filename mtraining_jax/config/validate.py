@@ -212,14 +212,17 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
         yield f"{named.parallel.backend} needs a GPU, and {cpus} runs on the CPU"
     # The number of processes is known here only if the configuration sets it.
     processes = 1 if distributed.initialize == "never" else distributed.num_processes
-    if device_count is not None:
-        if config.devices > device_count:
-            yield f"{words}, but only {device_count} are available"
-    elif processes is not None and parallel.cpu_devices is not None:
+    available = device_count
+    if device_count is None and processes is not None and parallel.cpu_devices is not None:
         available = parallel.cpu_devices * processes
-        if config.devices > available:
-            where = f"{cpus} in {counted(processes, 'process')}"
-            yield f"{words}, more than the {available} of {where}"
+    if available is None or config.devices <= available:
+        return
+    why = f"but only {available} are available; reduce one of these fields or add processes"
+    if parallel.cpu_devices is not None:
+        processes = available // parallel.cpu_devices
+        why = f"more than the {available} of {cpus} in {counted(processes, 'process')}; reduce one"
+        why += f" of these fields or set parallel.cpu_devices = {-(-config.devices // processes)}"
+    yield f"{words}, {why}"
 
 
 def _data(config: Config) -> Iterator[str]:

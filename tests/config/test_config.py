@@ -613,7 +613,8 @@ def test_wrong_overrides(minimal):
                 "distributed__initialize": "never",
             },
             "parallel.replicas * parallel.nodes * parallel.devices_per_node = 1 * 4 * 1 = 4 "
-            "devices, more than the 2 of parallel.cpu_devices = 2 in 1 process",
+            "devices, more than the 2 of parallel.cpu_devices = 2 in 1 process; reduce one of "
+            "these fields or set parallel.cpu_devices = 4",
         ),
         ({"data__source": "jsonl"}, 'data.source = "jsonl" needs data.paths, the files to read'),
         (
@@ -755,7 +756,7 @@ def test_more_devices_than_there_are(columns):
         validate(config, device_count=7)
     assert str(error.value) == (
         "parallel.replicas * parallel.nodes * parallel.devices_per_node = 2 * 4 * 1 = 8 devices, "
-        "but only 7 are available"
+        "but only 7 are available; reduce one of these fields or add processes"
     )
 
 
