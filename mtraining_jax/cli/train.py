@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.config import available_configs, config_to_toml, help_text
-from mtraining_jax.config.load import fields_with, with_steps
+from mtraining_jax.config.load import fields_with
 from mtraining_jax.config.notes import notes
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.utils.errors import DoesNotFit, UserError, print_error
@@ -78,7 +78,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     if options.dry_run is not None:
         from mtraining_jax.planning.dry_run import dry_run
 
-        return dry_run(with_steps(config), options.dry_run, GPUS[options.dry_run_gpu or "h200"])
+        return dry_run(config, options.dry_run, GPUS[options.dry_run_gpu or "h200"])
     set_platform(config.parallel.cpu_devices)
     # Imports JAX, so only after `set_platform`.
     from mtraining_jax.training.loop import run

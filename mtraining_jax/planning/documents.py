@@ -22,13 +22,15 @@ class Pairs:
     counted: bool = False  # whether the data source was opened to count
 
 
-def planned_pairs(config: Config) -> Pairs:
+def planned_pairs(config: Config, opened: bool = False) -> Pairs:
     """The pairs of a run, from document lengths if its source knows them without reading the data.
 
-    Otherwise assumes one document per sequence, which is the upper bound.
+    Otherwise assumes one document per sequence, which is the upper bound. `opened` data has been
+    read anyway.
     """
     settings, data = config.sparsity.pattern, config.data
-    one_document = Pairs(1.0, *pattern_costs.expected_density(settings, data.seq_len))
+    expected = pattern_costs.expected_density(settings, data.seq_len)
+    one_document = Pairs(1.0, *expected, counted=opened)
     if not data.has_documents:
         return one_document
     if data.mode == "exact":
@@ -36,7 +38,7 @@ def planned_pairs(config: Config) -> Pairs:
         return dataclasses.replace(one_document, source=source)
     source = data.source_options
     try:
-        if not source.has_lengths(data):
+        if not opened and not source.has_lengths(data):
             raise UserError(f'data.source = "{data.source}" knows no lengths before it is read')
         corpus = source.open(data, config.model.vocab_size)
         packs = packs_of(corpus, data, config.sparsity.block_size)
@@ -51,8 +53,8 @@ def planned_pairs(config: Config) -> Pairs:
     below = getattr(settings, "min_sparse_tokens", 0) if settings.selects and settings.sparse else 0
     padded, counts = np.unique(report.padded, return_counts=True)
     pairs = counts * (padded * (padded + 1.0) / 2)
-    expected = [pattern_costs.expected_density(settings, tokens)[0] for tokens in padded.tolist()]
-    computed = pairs * np.where(padded < below, 1.0, expected)
+    densities = [pattern_costs.expected_density(settings, tokens)[0] for tokens in padded.tolist()]
+    computed = pairs * np.where(padded < below, 1.0, densities)
     why = one_document.why
     if below:
         short = pairs[padded < below].sum() / pairs.sum()

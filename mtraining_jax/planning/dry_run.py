@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import jax
 
-from mtraining_jax.config import Config
+from mtraining_jax.config import Config, validate
+from mtraining_jax.config.load import with_steps
 from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, mean_audit_flops
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
@@ -19,13 +20,15 @@ from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, host_memory
 
 _GIB = 2**30
+# Section, field, value and effect.
+_Change = tuple[str, str, bool | int | str, str]
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it
 # Values of model.remat, from most memory to least.
 _REMAT = {
     "none": "",
     "mlp": "recompute half of the MLP",
     "attention": "recompute layers except their attention",
-    "attention_offload": "the same, with layer inputs offloaded to host memory",
+    "attention_offload": "the same as attention, with layer inputs offloaded to host memory",
     "full": "recompute entire layers, including attention",
 }
 
@@ -37,6 +40,9 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     if possible.
     """
     jax.config.update("jax_platforms", "cpu")  # Avoids reserving memory of a GPU.
+    opened, config = config.run.epochs is not None, with_steps(config)
+    if (cpus := config.parallel.cpu_devices) is not None:  # in one process if no number is set
+        validate(config, cpus * (config.distributed.num_processes or 1))
     if config.dense_steps.count() == config.run.steps:
         config = _dense(config)
     reason = missing_plugin()
@@ -63,7 +69,8 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     largest, memory = max(memories.items(), key=lambda item: item[1].total)
     if _mixed(config):
         how += f"; for a {largest}, which needs the most"
-    print(*report(config, gpu, memory, how, compiled.get(largest)), sep="\n")
+    pairs = planned_pairs(config, opened)
+    print(*report(config, gpu, memory, how, pairs, compiled.get(largest)), sep="\n")
     return 0 if memory.total <= available(config, gpu) else 1
 
 
@@ -97,21 +104,21 @@ def available(config: Config, gpu: Gpu) -> int:
 
 
 def report(
-    config: Config, gpu: Gpu, memory: Memory, how: str, compiled: Compiled | None = None
+    config: Config,
+    gpu: Gpu,
+    memory: Memory,
+    how: str,
+    pairs: Pairs,
+    compiled: Compiled | None = None,
 ) -> Iterator[str]:
     """Yields the lines that a dry run prints; `how` says how `memory` was obtained."""
     parallel, data, devices = config.parallel, config.data, config.devices
     shape = " x ".join(map(str, config.mesh_shape))
     kind = gpu.kind if parallel.cpu_devices is None else "virtual CPU device"
     total, trained = planned_state(config).count_parameters()
-    pairs = planned_pairs(config)
-    read = "only document lengths are read" if pairs.counted else "no data is read"
+    read = "data is only counted" if pairs.counted else "no data is read"
     yield f"dry run of {config.run.name}: nothing is trained, {read}"
     yield f"  mesh        {shape} (data x node x device) of {devices} x {kind}"
-    if parallel.cpu_devices is not None and devices > parallel.cpu_devices:
-        processes = -(-devices // parallel.cpu_devices)
-        each = f"with parallel.cpu_devices = {parallel.cpu_devices} each"
-        yield f"  processes   {processes} required, {each}"
     yield f"  batch       {data.batch_size} x {data.seq_len:,} tokens per step"
     if pairs.source:
         share = f"{pairs.causal:.1%} of all causal pairs"
@@ -128,7 +135,9 @@ def report(
     yield from _time_lines(config, gpu, memory, flops, pairs)
     if (excess := memory.total - available(config, gpu)) > 0:
         yield ""
-        yield from _advice(config, memory, excess)
+        above = f"{excess / _GIB:.1f} GiB"
+        yield f"the run exceeds the memory of a device by {above}; {way_to_fit(config, excess)}"
+        yield from _advice(config)
 
 
 def _memory_lines(
@@ -206,43 +215,48 @@ def _time_lines(
         yield "  assumed: the network between nodes is as fast as the links within a node"
 
 
-def _advice(config: Config, memory: Memory, excess: int) -> Iterator[str]:
-    above = f"{excess / _GIB:.1f} GiB"
-    yield f"the run exceeds the memory of a device by {above}; options that reduce it:"
-    for section, field, value, effect in _reductions(config, memory):
-        yield f"  {_option(section, field, value)}: {effect}"
+def _advice(config: Config) -> Iterator[str]:
+    """Describes the single options that save memory."""
+    now = estimate_memory(config).total
+    for change in _reductions(config):
+        saved = (now - estimate_memory(_with(config, change)).total) / _GIB
+        if round(saved, 1) > 0:
+            yield f"  {_option(change)}: {saved:.1f} GiB less; {change[3]}"
 
 
 def way_to_fit(config: Config, excess: int) -> str:
-    """Names the first options that save `excess` bytes of a device, by formulas."""
-    memory, combined, names = estimate_memory(config), config, {}
-    *changes, more_devices = list(_reductions(config, memory))
-    for section, field, value, _ in [*changes, more_devices]:
-        if memory.total - estimate_memory(_with(config, section, field, value)).total >= excess:
-            return f"it fits with {_option(section, field, value)}, by formulas"
-    for section, field, value, _ in changes:
-        combined = _with(combined, section, field, value)
-        names[section, field] = _option(section, field, value)
-        if memory.total - estimate_memory(combined).total >= excess:
-            return f"it fits with {' '.join(names.values())}, by formulas"
-    return "no option is enough: use more devices or a shorter data.seq_len"
+    """Names the first options that together save `excess` bytes of a device, by formulas."""
+    most, changes = estimate_memory(config).total - excess, list(_reductions(config))
+    for number in range(1, len(changes) + 1):
+        needed = changes[:number]
+        if estimate_memory(_with(config, *needed)).total > most:
+            continue
+        for change in changes[:number]:
+            others = [x for x in needed if x is not change]
+            if estimate_memory(_with(config, *others)).total <= most:
+                needed = others
+        return f"it fits with {' '.join(map(_option, needed))}, by formulas"
+    more = "more devices or " if config.parallel.cpu_devices is None else ""
+    return f"no option is enough: use {more}a shorter data.seq_len"
 
 
-def _option(section: str, field: str, value: bool | int | str) -> str:
+def _option(change: _Change) -> str:
+    section, field, value, _ = change
     return f"--{section}.{field}={toml_value(value) if isinstance(value, bool) else value}"
 
 
-def _with(config: Config, section: str, field: str, value: bool | int | str) -> Config:
-    part = dataclasses.replace(getattr(config, section), **{field: value})
-    return dataclasses.replace(config, **{section: part})
+def _with(config: Config, *changes: _Change) -> Config:
+    for section, field, value, _ in changes:
+        part = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: part})
+    return config
 
 
-def _reductions(config: Config, memory: Memory) -> Iterator[tuple[str, str, bool | int | str, str]]:
-    """Yields fields that reduce memory, by section and name, with values and effects."""
+def _reductions(config: Config) -> Iterator[_Change]:
+    """Yields changes that may reduce memory."""
     parallel, model = config.parallel, config.model
     if not parallel.fsdp and config.devices > 1:
-        saved = (memory.parameters + memory.optimizer) * (1 - 1 / config.ranks)
-        yield "parallel", "fsdp", True, f"{saved / _GIB:.1f} GiB less for parameters and moments"
+        yield "parallel", "fsdp", True, "shard parameters and moments"
     if model.mlp_kept_chunks:
         yield "model", "mlp_kept_chunks", 0, "recompute the MLP for all tokens"
     else:
@@ -255,6 +269,7 @@ def _reductions(config: Config, memory: Memory) -> Iterator[tuple[str, str, bool
         yield "optimizer", "accumulation_steps", steps, "one sequence at a time"
     if config.loss.chunk_size > 256:
         yield "loss", "chunk_size", config.loss.chunk_size // 4, "fewer logits at a time"
-    less = f"about {memory.kept / 2 / _GIB:.1f} GiB less for activations"
-    twice = f"twice as many devices per sequence, {less}"
-    yield "parallel", "devices_per_node", 2 * parallel.devices_per_node, twice
+    # Virtual devices share the memory of the host.
+    if parallel.cpu_devices is None and config.data.seq_len % (2 * config.sequence_unit) == 0:
+        twice = 2 * parallel.devices_per_node
+        yield "parallel", "devices_per_node", twice, "twice as many devices per sequence"

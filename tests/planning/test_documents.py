@@ -55,8 +55,8 @@ def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
     flops = count_flops(config)
     assert flops.attention_dense == pytest.approx(2 * 2 * 2 * 14 * 16 * total / 3)
     assert flops.attention_executed == pytest.approx(found.density * flops.attention_dense)
-    lines = "\n".join(report(config, H200, estimate_memory(config), "estimated by formulas"))
-    assert "nothing is trained, only document lengths are read" in lines
+    lines = "\n".join(report(config, H200, estimate_memory(config), "estimated by formulas", found))
+    assert "nothing is trained, data is only counted" in lines
     assert (
         f"documents   {found.causal:.1%} of all causal pairs are within documents (lengths of 5 "
         "documents in 3 sequences)"

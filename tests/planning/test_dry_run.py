@@ -366,11 +366,14 @@ def test_advice_for_a_run_that_does_not_fit(config, capsys, monkeypatch):
         "--parallel.devices_per_node=4",
     ):
         assert text in printed
+    assert "loss.chunk_size" not in printed  # saves nothing
     gib = 2**30
     assert way_to_fit(large, 1) == "it fits with --parallel.fsdp=true, by formulas"
     both = "--parallel.fsdp=true --model.remat=attention_offload"
     assert way_to_fit(large, 1200 * gib) == f"it fits with {both}, by formulas"
     assert "no option is enough: use more devices" in way_to_fit(large, 2500 * gib)
+    on_cpu = changed(large, parallel={"cpu_devices": 4})
+    assert way_to_fit(on_cpu, 2500 * gib) == "no option is enough: use a shorter data.seq_len"
     keeping = changed(large, model={"remat": "mlp", "mlp_kept_chunks": 4})
     assert dry_run(keeping, "estimate") == 1
     printed = capsys.readouterr().out
@@ -385,6 +388,11 @@ def test_wrong_arguments(config, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith(message)
     assert main(["--config=tiny", "--dry-run=compile"]) == 2
     assert "--dry-run=compile is not possible: the run uses virtual" in capsys.readouterr().err
+    assert main(["--config=tiny", "--dry-run", "--parallel.cpu_devices=4"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "8 devices, more than the 4 of parallel.cpu_devices = 4 in 1 process; reduce one of these "
+        "fields or set parallel.cpu_devices = 8\n"
+    )
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "75%")
     assert main(["--config=tiny", "--parallel.cpu_devices=none", "--dry-run=estimate"]) == 2
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=75% in the environment" in capsys.readouterr().err
