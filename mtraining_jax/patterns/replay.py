@@ -134,7 +134,10 @@ class Replay(ReplayPattern):
             return x + none.reshape(*shape, *[1] * (x.ndim - 2))
 
         leaves = (replayed(getattr(self, name)) for name in self.arrays)
-        return Selection(VerticalSlashIndex(*leaves, block_size=self.block_size), statistics)
+        index = VerticalSlashIndex(
+            *leaves, block_size=self.block_size, num_blocks=context.num_blocks
+        )
+        return Selection(index, statistics)
 
     def _within_documents(self, context: SelectionContext, never: Array) -> BlockMaskIndex:
         """Returns the same pairs, restricted to documents, as bits and marked columns."""

@@ -205,7 +205,7 @@ def check_whole_blocks(seq_len: int, block_size: int) -> None:
 
 
 def check_seq_len(index: Index, seq_len: int) -> None:
-    """Raises ValueError unless the index is for sequences of this length."""
+    """Raises ValueError if the index is for sequences of another length."""
     known = index.known_seq_len()
-    if seq_len != known:
+    if known not in (None, seq_len):
         raise ValueError(f"seq_len={seq_len}, but the index has {known} tokens")

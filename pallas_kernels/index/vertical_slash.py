@@ -5,12 +5,17 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from pallas_kernels.index.entries import contains, live, marked
-from pallas_kernels.index.protocol import Rows, TiledIndex, as_float, check_whole_blocks, tile_pairs
+from pallas_kernels.index.protocol import (
+    Rows,
+    TiledIndex,
+    as_float,
+    check_seq_len,
+    check_whole_blocks,
+    tile_pairs,
+)
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import Columns, DiagonalTiles, padded_columns
@@ -32,6 +37,7 @@ class VerticalSlashIndex(TiledIndex):
     vertical_tokens: Array  # int32 [B, Hq, max_verticals], key positions; padding is S or more
     vertical_count: Array  # int32 [B, Hq]
     block_size: int = jax.tree.static()  # g, tokens per block
+    num_blocks: int | None = jax.tree.static(default=None)  # NB = S/g; None: any length
 
     causal = True
 
@@ -62,6 +68,7 @@ class VerticalSlashIndex(TiledIndex):
     def on_one_device(
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[DiagonalTiles, Columns | None]:
+        check_seq_len(self, num_queries)
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
         check_shape("index.vertical_count", self.vertical_count, (batch, num_heads))
         num_blocks = num_queries // self.block_size
@@ -77,6 +84,7 @@ class VerticalSlashIndex(TiledIndex):
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
     ) -> ToeplitzShards:
+        check_seq_len(self, num_blocks * self.block_size)
         check_shape("index.slash_count", self.slash_count, (batch, num_heads))
         lists = at_least_one(self.slash_blocks), self.slash_count
         return ToeplitzShards.listed(*lists, stride, num_blocks, self.block_size)
@@ -109,17 +117,7 @@ class VerticalSlashIndex(TiledIndex):
         return {"columns": self.vertical_count, "diagonals": self.slash_count}
 
     def known_seq_len(self) -> int | None:
-        """Reads S from the padding of a selected index: S, or NB in the list of diagonals."""
-        if isinstance(self.slash_count, Tracer):
-            return None
-        told = set()
-        for entries, count, unit in (
-            (self.vertical_tokens, self.vertical_count, 1),
-            (self.slash_blocks, self.slash_count, self.block_size),
-        ):
-            padding = np.asarray(entries)[~np.asarray(live(entries, count))]
-            told |= {int(entry) * unit for entry in np.unique(padding)}
-        return told.pop() if len(told) == 1 else None
+        return self.num_blocks and self.num_blocks * self.block_size
 
     def active_diagonals(self, num_blocks: int) -> Array:
         """Whether each block diagonal is computed: bool [B, Hq, num_blocks]."""
@@ -131,6 +129,7 @@ class VerticalSlashIndex(TiledIndex):
         Blocks below a column count if no diagonal computes them, own rows if the column adds them.
         """
         size = self.block_size
+        check_seq_len(self, seq_len)
         check_whole_blocks(seq_len, size)
         num_blocks = seq_len // size
         active = self.active_diagonals(num_blocks)

@@ -60,6 +60,7 @@ def vertical_slash_of(diagonals, verticals, garbage):
         padded(verticals, SEQ_LEN),
         jnp.array([[len(verticals), 0]], jnp.int32),
         SIZE,
+        NUM_BLOCKS,
     )
 
 
@@ -124,9 +125,11 @@ def test_masks_need_a_fitting_length():
         assert dense.to_mask().sum() == 78
     for call, sentence in (
         (DenseIndex(SIZE).to_mask, r"pass to_mask\(seq_len=\.\.\.\)"),
-        (lambda: jax.eval_shape(lambda x: x.to_mask(), listed), "does not store"),
         (lambda: listed.to_mask("x"), "seq_len='x' must be an integer"),
-        (lambda: listed.to_mask(SEQ_LEN + 1), "seq_len=33 is not a multiple of block_size=4"),
+        (lambda: DenseIndex(SIZE).to_mask(33), "seq_len=33 is not a multiple of block_size=4"),
+        (lambda: listed.to_mask(64), "seq_len=64, but the index has 32 tokens"),
+        (lambda: listed.on_one_device(1, 64, 2, 64), "seq_len=64, but the index has 32 tokens"),
+        (lambda: listed.shards(1, 2, 1, 4), "seq_len=16, but the index has 32 tokens"),
         (lambda: dense.to_mask(SEQ_LEN), "seq_len=32, but the index has 12 tokens"),
         (lambda: DenseIndex(SIZE).to_mask(2**17), r"\[1, 1, 131072, 131072\] would have"),
     ):
@@ -286,7 +289,7 @@ def test_counts_of_a_million_tokens_do_not_overflow():
     "make",
     [
         lambda: DenseIndex(4).computed_pairs(30),
-        lambda: vertical_slash_of({0}, {1}, []).executed_pairs(30),
+        lambda: cases.every_diagonal(1, 1, 32, 4).executed_pairs(30),
     ],
 )
 def test_indices_need_whole_blocks(make):

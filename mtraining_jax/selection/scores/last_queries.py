@@ -143,6 +143,7 @@ def lists(
         vertical_tokens=verticals,
         vertical_count=(verticals < num_blocks * size).sum(-1, dtype=jnp.int32),
         block_size=size,
+        num_blocks=num_blocks,
     )
     return index, rows[..., -1]
 
