@@ -13,6 +13,7 @@ from mtraining_jax.attention.placement import Placement
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.documents import Documents
+from mtraining_jax.utils.fields import shortened
 from mtraining_jax.utils.text import nearest_multiples
 from pallas_kernels.index import Index
 
@@ -63,9 +64,13 @@ def check_scale(scale: float | None, q: Array) -> float:
         raise ValueError(
             "scale is a traced array; pass a Python number, or multiply q by the array"
         )
-    if not float(scale) > 0:
-        raise ValueError(f"scale={scale} is not positive")
-    return float(scale)
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"scale={shortened(repr(scale))} must be a positive number")
+    return number
 
 
 def check_is_pattern(pattern: object) -> Pattern | Index:
@@ -87,6 +92,10 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
         if pattern.causal != causal:
             raise ValueError(
                 f"pattern is an index with causal={pattern.causal}, but causal={causal}"
+            )
+        if pattern.known_seq_len() not in (None, q.shape[-3]):
+            raise ValueError(
+                f"pattern is an index of {pattern.known_seq_len()} tokens, but q has {q.shape[-3]}"
             )
         needed = math.prod(q.shape[:-3]), heads
         expected = f"[batch, heads] = {list(needed)} first, as in q"
@@ -113,9 +122,9 @@ def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> 
         return None
     if not causal:
         raise ValueError("valid_len needs causal=True; otherwise tokens attend to the padding")
-    shape, dtype = jnp.shape(valid_len), jnp.result_type(valid_len)
-    if shape or not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"valid_len is {dtype} {list(shape)}; it must be a single integer")
+    kind = getattr(valid_len, "dtype", type(valid_len))
+    if not jnp.isscalar(valid_len) or not jnp.issubdtype(kind, jnp.integer):
+        raise ValueError(f"valid_len={shortened(repr(valid_len))} must be a single integer")
     if not isinstance(valid_len, Tracer) and not 1 <= int(cast(int, valid_len)) <= seq_len:
         raise ValueError(
             f"valid_len={valid_len} is not in 1 .. {seq_len}, the number of tokens of q"

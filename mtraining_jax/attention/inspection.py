@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from mtraining_jax.attention.checks import check_arrays, check_scale
 from mtraining_jax.attention.picture import Panel, block_shares, draw, of_one_head
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.selection.document_blocks import DocumentBlocks
@@ -83,8 +84,8 @@ class Inspection:
     def _check_head(self, batch: int, head: int) -> None:
         sizes = self.density.shape
         for name, value, size in ("batch", batch, sizes[0]), ("head", head, sizes[1]):
-            if not 0 <= value < size:
-                raise ValueError(f"{name}={value} must be in 0 .. {size - 1}")
+            if value not in range(size):
+                raise ValueError(f"{name}={value!r} must be in 0 .. {size - 1}")
 
     def save_picture(
         self, path: str | os.PathLike, *, heads: Sequence[int] = (0,), batch: int = 0
@@ -160,9 +161,14 @@ def inspect(
         raise ValueError("index, q and k are traced; return them from jax.jit first")
     if (q is None) != (k is None):
         raise ValueError("pass both q and k to measure recall, or neither")
+    for name, value, kind in (("layout", layout, Layout), ("documents", documents, Documents)):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}")
     index = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), index)
     listed = {leaf.shape[:2] for leaf in jax.tree.leaves(index)}  # empty for a dense index
     if q is not None and k is not None:
+        check_arrays(q, k, k, index.causal)
+        scale = check_scale(scale, q)
         if q.ndim != 4 or k.ndim != 4 or listed not in ({q.shape[:3:2]}, set()):
             needed = [list(shape) for shape in listed]
             raise ValueError(
@@ -175,9 +181,9 @@ def inspect(
     seq_len = index.known_seq_len() if seq_len is None else seq_len
     if seq_len is None:
         raise ValueError("seq_len is needed: this index does not store the sequence length")
-    if seq_len < 1 or seq_len % index.block_size:
+    if not isinstance(seq_len, int) or seq_len < 1 or seq_len % index.block_size:
         raise ValueError(
-            f"seq_len={seq_len} must be a multiple of the index's block_size={index.block_size}"
+            f"seq_len={seq_len!r} must be a multiple of the index's block_size={index.block_size}"
         )
     blocks_of = None
     if documents is not None:

@@ -137,7 +137,7 @@ def find_placement(
 
 def as_axes(value: str | Axes) -> Axes:
     """Converts axis names to a tuple."""
-    return (value,) if isinstance(value, str) else tuple(value)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:

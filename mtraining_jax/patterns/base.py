@@ -6,6 +6,7 @@ complete one.
 """
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
+from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import fields_of
 from pallas_kernels import names
 from pallas_kernels.index import Index
@@ -64,9 +66,7 @@ class Pattern(PatternOptions):
             k: [B, n, Hk, D], local keys in the same dtype; Hk divides Hq.
             context: the shards of the sequence.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} must implement select(self, q, k, context)"
-        )
+        raise UserError(f"{type(self).__name__} must implement select(self, q, k, context)")
 
 
 @functools.cache
@@ -89,17 +89,25 @@ def select_pairs(pattern: Pattern, q: Array, k: Array, context: SelectionContext
         q, k, context: as in `Pattern.select`.
 
     Raises:
-        UserError: if there are documents, and the pattern does not support them.
+        UserError: if there are documents, and the pattern does not support them, or if its
+            `select` has other parameters or does not return a `Selection`.
         ValueError: if a mass fraction is given for a pattern without one.
-        TypeError: if the pattern does not return a `Selection`.
     """
     if context.documents.packed:
         pattern.check_documents()
     if context.mass_fraction is not None and pattern.mass_fraction() is None:
         raise ValueError(f"{type(pattern).__name__} has no mass fraction to override")
+    try:
+        inspect.signature(pattern.select).bind(q, k, context)
+    except TypeError:
+        parameters = ", ".join(inspect.signature(type(pattern).select).parameters)
+        raise UserError(
+            f"{type(pattern).__name__} has select({parameters}); it must be "
+            "select(self, q, k, context)"
+        ) from None
     selection = pattern.select(*lax.stop_gradient((q, k)), context)
     if not isinstance(selection, Selection):
-        raise TypeError(
+        raise UserError(
             f"{type(pattern).__name__}.select returned {type(selection).__name__}; "
             "it must return Selection(index, statistics)"
         )

@@ -24,6 +24,7 @@ from mtraining_jax import (
     stripe,
     unstripe,
 )
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.reference import reference_attention
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
@@ -273,7 +274,9 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped(k=(2, TOKENS, KV_HEADS, 16)), {}, "k has head dim 16 but q has 8"),
         (shaped(k=(1, TOKENS, KV_HEADS, 8)), {}, r"k has batch axes \(1,\) but q has \(2,\)"),
         (shaped(k=(2, 2 * TOKENS, KV_HEADS, 8)), {}, "k has .* tokens but q has .*; causal"),
-        (shaped(), {"scale": -1.0}, "scale=-1.0 is not positive"),
+        (shaped(), {"scale": -1.0}, "scale=-1.0 must be a positive number"),
+        (shaped(), {"scale": "a"}, "scale='a' must be a positive number"),
+        (shaped(), {"batch_axis": 3}, ".3,. but no mesh: pass mesh="),
         (shaped((0, TOKENS, 4, 8), k=(0, TOKENS, 2, 8)), {}, "q has shape .* empty axes are not"),
         (shaped(), {"pattern": None}, "pattern=None is not a Pattern, such as SampledRows"),
         (shaped(), {"pattern": mtraining_jax.Dense}, r"or an index; did you mean Dense\(\)\?"),
@@ -302,11 +305,17 @@ def test_an_incomplete_pattern_class_raises():
     class Unfinished(mtraining_jax.Pattern):
         block_size: int = 8
 
-    for pattern, kind, sentence in (
-        (Mistaken(), TypeError, "Mistaken.select returned NoneType; it must return Selection"),
-        (Unfinished(), NotImplementedError, r"Unfinished must implement select\(self"),
+    @dataclasses.dataclass(frozen=True)
+    class Short(Unfinished):
+        def select(self, q, k):
+            return None
+
+    for pattern, sentence in (
+        (Mistaken(), "Mistaken.select returned NoneType; it must return Selection"),
+        (Unfinished(), r"Unfinished must implement select\(self"),
+        (Short(), r"Short has select\(self, q, k\); it must be select\(self, q, k, context\)"),
     ):
-        with pytest.raises(kind, match=sentence):
+        with pytest.raises(UserError, match=sentence):
             jax.eval_shape(functools.partial(sparse_attention, pattern=pattern), *shaped())
 
 
@@ -328,6 +337,8 @@ def test_traced_settings_and_an_index_of_another_batch_raise():
     _, _, index, _ = expected()
     with pytest.raises(ValueError, match=r"pattern.slash_blocks has .*\(2, 4, .* = \[1, 4\]"):
         sparse_attention(*(x[:1] for x in inputs()), pattern=index)
+    with pytest.raises(ValueError, match="pattern is an index of 128 tokens, but q has 64"):
+        jax.eval_shape(functools.partial(sparse_attention, pattern=index), *shaped((2, 64, 4, 8)))
 
 
 def traced_for(device_kind, dtype, head_dim, tokens):

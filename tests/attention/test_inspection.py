@@ -62,7 +62,7 @@ def sparse_by_hand():
 def test_density_and_budgets_match_the_mask():
     index, mask = chosen()
     found = inspect(index)
-    assert found.seq_len == TOKENS  # read from the unused slots
+    assert found.seq_len == TOKENS
     np.testing.assert_allclose(found.density, mask.sum((-1, -2)) / CAUSAL.sum(), rtol=1e-6)
     np.testing.assert_array_equal(found.pairs, mask.sum((-1, -2)))
     np.testing.assert_array_equal(found.budgets["columns"], index.vertical_count)
@@ -172,10 +172,15 @@ def test_pictures_without_matplotlib_name_the_package_to_install(tmp_path, monke
     [
         (("pattern",), {}, "index is a VerticalSlash; pass an index"),
         (("index", "q"), {}, "pass both q and k to measure recall"),
-        (("index", "k", "q"), {}, "q has shape .*; .* as in the index"),
+        (("index", "k", "q"), {}, "q has 2 heads; .* multiple of the 4 heads of k"),
+        (("listed", "q", "k"), {}, "q has shape .*; .* as in the index"),
         (("index", "q", "k"), {"seq_len": 64}, "seq_len=64 but q has 128 tokens"),
         (("index",), {"seq_len": 100}, "seq_len=100 must be a multiple of the index's block_size"),
+        (("index",), {"seq_len": "a"}, "seq_len='a' must be a multiple of"),
         (("dense",), {}, "seq_len is needed"),
+        (("index", "q", "k"), {"layout": "striped"}, "layout is a str; it must be a Layout"),
+        (("index", "q", "k"), {"documents": 1}, "documents is a int; it must be a Documents"),
+        (("index", "q", "k"), {"scale": "a"}, "scale='a' must be a positive number"),
         (("index", "q", "k"), {"rows": 0}, "rows=0 must be at least 1"),
         (("index", "q", "k"), {"rows": [128]}, "rows=.128. must be positions in 0 .. 127"),
         (("index", "q", "k"), {"layout": Layout("striped", 64, 2, 8)}, "layout has seq_len=64"),
@@ -188,6 +193,7 @@ def test_invalid_arguments_raise(arguments, options, sentence):
         "q": q,
         "k": k,
         "pattern": VerticalSlash(),
+        "listed": listed(),
         "dense": DenseIndex(BLOCK),
     }
     with pytest.raises(ValueError, match=sentence):
