@@ -72,7 +72,7 @@ def _next_steps(config: Config, done: int) -> list[str]:
     if config.parallel.cpu_devices is not None:
         commands[
             f"--run.name={config.run.name}_gpu --parallel.cpu_devices=none"
-            " --parallel.nodes=1 --parallel.devices_per_node=1"
+            " --parallel.replicas=1 --parallel.nodes=1 --parallel.devices_per_node=1"
         ] = "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')"
     if config.model.init_from is None:  # otherwise the checkpoint sets the size
         commands[f"--run.name=larger --model.num_layers={2 * config.model.num_layers}"] = (

@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 from mtraining_jax.config import Config
 from mtraining_jax.config.load import with_steps
+from mtraining_jax.reporting.banner import banner
 from mtraining_jax.reporting.page.page import page_of_finished_run
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
+from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint import read_record, run_folder
 from mtraining_jax.training.checkpoint.export import export_checkpoint
 from mtraining_jax.training.checkpoint.run_lock import holder, only_run_in
-from mtraining_jax.training.checkpoint.same_model import changed_fields
+from mtraining_jax.training.checkpoint.same_model import changed_fields, check_same_model
 from mtraining_jax.training.compile_cache import use_compile_cache
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop.trainer import Trainer
 from mtraining_jax.training.processes import distributed
 from mtraining_jax.training.processes.agreement import (
@@ -23,6 +26,8 @@ from mtraining_jax.training.processes.agreement import (
     run_on_process_0,
 )
 from mtraining_jax.training.processes.peers import PeerWatch
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import check_devices
 from mtraining_jax.utils.signals import Stopped, StopSignals
@@ -129,10 +134,24 @@ def _seen_by_all[T](name: str, look: Callable[[], T], config: Config) -> T:
 
 
 def _changed_fields(config: Config, step: int) -> list[str]:
+    """Fields that differ from those of a complete run's checkpoint; if any, checks all options."""
     folder = run_folder.checkpoint_folder(config)
-    with contextlib.suppress(UserError):
-        return changed_fields(folder / str(step), read_record(folder, step)["config"], config)
-    return []
+    try:
+        record = read_record(folder, step)
+        changed = changed_fields(folder / str(step), record["config"], config)
+    except UserError:
+        return []
+    if changed:
+        mesh = build_mesh(config)
+        check_same_model(folder / str(step), record["config"], config)
+        builder = StateBuilder(config, mesh)
+        build_pattern(config)
+        banner(config, builder.count_parameters(), mesh, "")  # checks the backend
+        with contextlib.closing(DeviceBatches(config, mesh, build_layout(config))) as batches:
+            batches.loader.set_state(record["loader"])
+        if config.eval.interval:
+            Evaluator(config, builder, mesh).close()
+    return changed
 
 
 def _prepare_folder(config: Config, resume_from: int | None, display: Display) -> None:

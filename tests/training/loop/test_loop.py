@@ -68,6 +68,14 @@ def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plai
     assert "differ" not in printed
     assert run(changed(config, optimizer={"lr": 0.5}, data={"tokenizer": "bytes"})) == []
     assert "change nothing:\n  optimizer.lr = 0.5, was 0.01\nnext:" in capsys.readouterr().out
+    for other, sentence in (
+        ({"model": {"num_layers": 3}}, "it has model.num_layers = 2, but this run has 3"),
+        ({"parallel": {"devices_per_node": 16}}, "16 devices, but only 8 are available"),
+        ({"data": {"paths": ("nope.npy",)}}, '"nope.npy" does not exist'),
+        ({"data": {"seed": 1}}, "resume with the same data"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            run(changed(config, **other))
     assert run(changed(config, run={"epochs": 1e-6, "steps": 1000})) == []
     assert "step 4, and run.steps = 1\n" in capsys.readouterr().out
 
