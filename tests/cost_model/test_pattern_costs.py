@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import pytest
+
 from mtraining_jax.cost_model import pattern_costs
+from mtraining_jax.patterns.options.probes import ProbeOptions
 from mtraining_jax.patterns.options.rows import SampledRowsOptions
 
 
@@ -29,3 +32,17 @@ def test_methods_take_precedence_over_the_tables():
     assert pattern_costs.query_copies(options, 8) == 8
     # The others are those of the base class.
     assert pattern_costs.softmax_share(options) == 16 / 128
+
+
+class _Own(SampledRowsOptions):
+    """A pattern of a user, without forecasts."""
+
+
+class _OwnProbes(ProbeOptions):
+    """Another one."""
+
+
+@pytest.mark.parametrize("options", [_Own(), _OwnProbes()])
+def test_the_density_of_own_patterns_is_not_known(options):
+    density, why = pattern_costs.expected_density(options, 4096)
+    assert 0 < density < 1 and why.startswith("ASSUMED: not known for this pattern")
