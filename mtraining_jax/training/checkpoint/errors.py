@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +24,12 @@ _PARSERS = (json.JSONDecodeError, UnicodeDecodeError)
 _NOT_THERE = ("NOT_FOUND", "was not found in the checkpoint")
 # The first words of an error of TensorStore, for example "UNAVAILABLE: ".
 _STATUS = re.compile("[A-Z_]+: ")
+# Its status, the name of an array, and the innermost file.
+_ARRAY = re.compile(r'([A-Z_]+: ).*?"([^"]+)/[^"/]+" in OCDBT .*local file "([^"]+)"')
+_FILES = ("record/metadata", "arrays/_METADATA")
 _WAY_OUT = (
-    "resume from the newest intact checkpoint, if there is one, with checkpoint.skip_damaged=true, "
-    "or start from scratch with checkpoint.resume=false"
+    "train.py resumes from the newest intact checkpoint, if there is one, with "
+    "checkpoint.skip_damaged=true, or starts from scratch with checkpoint.resume=false"
 )
 
 
@@ -45,8 +49,10 @@ def unreadable(path: Path, error: Exception) -> UserError:
     if _first(causes, _PARSERS, _CHANGED) is not None:
         return damaged(path, _line(root))
     if _first(causes, (FileNotFoundError, NotADirectoryError), _NOT_THERE) is not None:
+        missing = [name for name in _FILES if path.is_dir() and not (path / name).is_file()]
+        reason = missing[0] if missing else _line(root)
         return DamagedCheckpoint(
-            f"a file is missing from the checkpoint {path} ({_line(root)}): it is damaged, or "
+            f"a file is missing from the checkpoint {path} ({reason}): it is damaged, or "
             f"its file system is only partly available; {_WAY_OUT}"
         )
     if isinstance(root, OSError) or _STATUS.match(str(root)):
@@ -107,6 +113,8 @@ def _first(
 
 
 def _line(error: BaseException) -> str:
-    """Returns the truncated first line of an error's message, or its type name."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    """Returns the shortened first line of an error's message, or its type name."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if found := _ARRAY.match(line):
+        return f"{found[1]}array {found[2]} in {found[3]}"
+    return textwrap.shorten(line, 200, placeholder=" ...")
