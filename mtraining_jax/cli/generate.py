@@ -17,7 +17,7 @@ from mtraining_jax.cli.model_command import (
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.model import Generated
-from mtraining_jax.evaluation.tasks.records import iterate_records, read_text
+from mtraining_jax.evaluation.tasks.records import Record, iterate_records, read_text
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
 from mtraining_jax.utils.text import counted, print_text
@@ -30,7 +30,7 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompt
   --prompt-file FILE    read the prompt from a UTF-8 text file; - reads standard input
   --prompts FILE        continue many prompts, one after another: the lines of a text file, or the
                         field "prompt" of JSON lines (.jsonl); prints one JSON object per prompt,
-                        with prompt, text, tokens and stopped
+                        with the fields of its line, text, tokens and stopped
   --max-new-tokens N    maximum number of new tokens (default 256)
   --temperature T       sampling temperature; 0 (default) is greedy decoding
   --top-p P             nucleus sampling: sample from the most likely tokens with total
@@ -85,7 +85,11 @@ def _run(arguments: list[str]) -> int:
             f"--{min(of_sparse)} has no effect with --attention=dense; add --attention=sparse"
         )
     numbers = {name: getattr(found, name) for name in _NUMBERS}
-    options = GenerateOptions(**numbers, stop=tuple(found.stop))
+    try:
+        options = GenerateOptions(**numbers, stop=tuple(found.stop))
+    except UserError as error:  # its message starts with the field
+        field, _, rest = str(error).replace(" = ", "=", 1).partition(" ")
+        raise UserError(f"--{field.replace('_', '-')} {rest}") from None
     prompts, several = _prompts(found), found.prompts is not None
     set_platform(found.cpu_devices)
     # Imported here, because it imports JAX, which reads the number of devices when it starts.
@@ -96,7 +100,7 @@ def _run(arguments: list[str]) -> int:
         with console.status(f"loading {found.model} ...") as status:
             how = {name: getattr(found, name) for name in ("attention", "dtype", "tokenizer")}
             engine = Engine.load(found.model, overrides=list(overrides.items()), **how)
-            ids = engine.encode(prompts, options.max_new_tokens)
+            ids = engine.encode([x["prompt"] for x in prompts], options.max_new_tokens)
             note = engine.loaded.note_on_dense_use()
             if found.attention == "dense" and note is not None:
                 console.print(note, markup=False)
@@ -115,9 +119,11 @@ def _run(arguments: list[str]) -> int:
                 on_text = None if several else write
                 results.append(result := engine.generate(ids[number], options, on_text))
                 if several:
-                    line = {"prompt": prompt, "text": result.text, "tokens": len(result.tokens)}
+                    line = prompt | {"text": result.text, "tokens": len(result.tokens)}
                     line["stopped"] = result.stopped
-                    write(json.dumps(line, ensure_ascii=False) + "\n")
+                    text = json.dumps(line, ensure_ascii=False)
+                    # Fields may have unpaired surrogates; JSON has the same escapes as Python.
+                    write(text.encode("utf-8", "backslashreplace").decode() + "\n")
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
@@ -135,8 +141,8 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
-    """Reads the prompts, at least one."""
+def _prompts(options: argparse.Namespace) -> list[Record]:
+    """Reads the records of the prompts, at least one."""
     given = {name: getattr(options, name) for name in ("prompt", "prompt_file", "prompts")}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) != 1:
@@ -150,17 +156,18 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     text = value if name == "prompt" else _text("--prompt-file", value)
     if not text:
         raise UserError("the prompt is empty; it must have at least one token")
-    return [text]
+    return [{"prompt": text}]
 
 
-def _lines(file: str) -> list[str]:
+def _lines(file: str) -> list[Record]:
     if not file.endswith((".jsonl", ".json")):
-        return [line for line in _text("--prompts", file).split("\n") if line.strip()]
+        lines = _text("--prompts", file).split("\n")
+        return [{"prompt": line} for line in lines if line.strip()]
     prompts = []
     for where, record in iterate_records(Path(file).expanduser(), "--prompts", ("prompt",)):
         if not isinstance(record["prompt"], str) or not record["prompt"]:
             raise UserError(f'--prompts: {where}: "prompt" must be a text that is not empty')
-        prompts.append(record["prompt"])
+        prompts.append(record)
     return prompts
 
 

@@ -43,11 +43,11 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
     status, again, messages = command(*model, "--prompt-file", "-")
     assert (status, again) == (0, text) and "note: trained sparse" in messages
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "Here we go. "}\n\n{"prompt": "a"}\n')
+    file.write_text('{"id": "\\ud800", "prompt": "Here we go. "}\n\n{"prompt": "a"}\n')
     status, lines, messages = command(*model, "--prompts", str(file))
     first, second = map(json.loads, lines.splitlines())
     expected = {"prompt": "Here we go. ", "text": text[:-1], "tokens": 5, "stopped": "length"}
-    assert status == 0 and first == expected and second["prompt"] == "a"
+    assert status == 0 and first == {"id": "\ud800"} | expected and second["prompt"] == "a"
     assert "2 prompts read in" in messages and "10 new tokens" in messages
     file.write_text('{"prompt": 3}')
     status, _, messages = command(*model, "--prompts", str(file))
@@ -69,6 +69,8 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
         assert list(hot.tokens) == [jax.random.categorical(key, vocab) for key in noise]
     with pytest.raises(UserError, match="prompt 2: 400 tokens and 200 new ones are more than"):
         engine.encode(["a", "b" * 400], 200)
+    with pytest.raises(UserError, match="^the text is not Unicode .*surrogates not allowed"):
+        engine.encode(["\ud800"], 1)
 
 
 class ClosedPipe(io.StringIO):
@@ -88,10 +90,10 @@ def test_a_closed_pipe_ends_the_command(command, monkeypatch):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--max-new-tokens=0", "max_new_tokens = 0 must be at least 1"),
-        ("--temperature=-1", "temperature = -1.0 must be a finite number >= 0"),
-        ("--seed=-1", "seed = -1 must be from 0 to"),
-        ("--stop=", "stop contains an empty text"),
+        ("--max-new-tokens=0", "--max-new-tokens=0 must be at least 1"),
+        ("--temperature=-1", "--temperature=-1.0 must be a finite number >= 0"),
+        ("--seed=-1", "--seed=-1 must be from 0 to"),
+        ("--stop=", "--stop contains an empty text"),
     ],
 )
 def test_numbers_are_checked_before_jax_starts(command, monkeypatch, argument, message):
@@ -115,7 +117,7 @@ def test_numbers_are_checked_before_jax_starts(command, monkeypatch, argument, m
             ("--model", FOLDER, "--prompt=a", "--sparsity.tau=0.5"),
             "--sparsity.tau has no effect with --attention=dense",
         ),
-        (("--model", FOLDER, "--prompt=a", "--temperature=1", "--top-p=2"), "top_p = 2.0 must be"),
+        (("--model", FOLDER, "--prompt=a", "--temperature=1", "--top-p=2"), "--top-p=2.0 must be"),
         (("--model", FOLDER, "--prompt=a", "--best"), "unknown option --best"),
         (("--model", FOLDER, "--prompt=a", "--model.dtype"), "--model.dtype needs a value"),
         (("--model", FOLDER, "--prompt=a", "--seed=x"), "argument --seed: invalid int value"),

@@ -10,6 +10,7 @@ from typing import Any, Self, overload
 import jax
 import numpy as np
 
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import Programs, first_token
 from mtraining_jax.evaluation.engine.sampling import judge
@@ -127,7 +128,9 @@ class Engine:
         encode, found = self.loaded.needed_tokenizer().encode_prompt, []
         for number, prompt in enumerate(prompts, 1):
             try:
-                found.append(self._checked(encode(prompt), least=1))
+                with errors_as(UserError, "the text is not Unicode", UnicodeEncodeError, TypeError):
+                    ids = encode(prompt)
+                found.append(self._checked(ids, least=1))
                 self._check_length(len(found[-1]), max_new_tokens)
             except UserError as error:
                 if len(prompts) == 1:
