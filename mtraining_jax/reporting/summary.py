@@ -75,7 +75,8 @@ def _next_steps(config: Config, done: int) -> list[str]:
             " --parallel.replicas=1 --parallel.nodes=1 --parallel.devices_per_node=1"
         ] = "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')"
     if config.model.init_from is None:  # otherwise the checkpoint sets the size
-        commands[f"--run.name=larger --model.num_layers={2 * config.model.num_layers}"] = (
+        larger = f"--model.num_layers={2 * config.model.num_layers}"
+        commands[f"--run.name={config.run.name}_larger {larger}"] = (
             "a larger model; all fields can be set like this, see --help"
         )
     lines = [f"  {_command(options)}\n      {what}" for options, what in commands.items()]
