@@ -24,7 +24,15 @@ def notes(config: Config, names: Iterable[str]) -> list[str]:
             f"{config.model.init_from} has no tokenizer.json, so text is tokenized to bytes; set "
             "data.tokenizer to the tokenizer that the checkpoint was trained with"
         )
-    sparse = config.sparsity.pattern.sparse and not config.dense_steps.count()
+    pattern, seq_len = config.sparsity.pattern, config.data.seq_len
+    if config.data.has_documents and seq_len < (least := pattern.shortest_sparse_document()):
+        own = "min_sparse_tokens" in vars(pattern)
+        found.append(
+            f"all documents use dense attention, because data.seq_len = {seq_len} is less than "
+            f"{least} tokens; for sparse attention set "
+            f"sparsity.{'min_sparse_tokens' if own else pattern.budget_field} lower"
+        )
+    sparse = pattern.sparse and not config.dense_steps.count()
     if config.checkpoint.export_hf and sparse:
         tenth = "N" if config.run.epochs is not None else max(1, config.run.steps // 10)
         # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).

@@ -33,6 +33,11 @@ def planned_pairs(config: Config, opened: bool = False) -> Pairs:
     one_document = Pairs(1.0, *expected, counted=opened)
     if not data.has_documents:
         return one_document
+    # Patterns that select pairs keep short documents dense; replayed indices are cut instead.
+    below = settings.shortest_sparse_document()
+    if data.seq_len < below:
+        why = f"documents shorter than {below:,} tokens use dense attention"
+        one_document = dataclasses.replace(one_document, density=1.0, why=why)
     if data.mode == "exact":
         source = 'one document per sequence: data.mode = "exact"'
         return dataclasses.replace(one_document, source=source)
@@ -49,14 +54,12 @@ def planned_pairs(config: Config, opened: bool = False) -> Pairs:
         )
         return dataclasses.replace(one_document, source=assumed)
     report = report_on(packs, data.seq_len, config.sparsity.block_size)
-    # Patterns that select pairs keep short documents dense; replayed indices are cut instead.
-    below = getattr(settings, "min_sparse_tokens", 0) if settings.selects and settings.sparse else 0
     padded, counts = np.unique(report.padded, return_counts=True)
     pairs = counts * (padded * (padded + 1.0) / 2)
     densities = [pattern_costs.expected_density(settings, tokens)[0] for tokens in padded.tolist()]
     computed = pairs * np.where(padded < below, 1.0, densities)
     why = one_document.why
-    if below:
+    if 0 < below <= data.seq_len:
         short = pairs[padded < below].sum() / pairs.sum()
         why += f"; {short:.1%} of the pairs are in documents shorter than {below:,} tokens"
     seen = report.ends.size

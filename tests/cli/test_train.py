@@ -120,6 +120,17 @@ def test_note_on_an_option_without_effect(runs, capsys, arguments, reason):
     assert line.startswith(f"note: {name} has no effect: {reason}") and len(runs) == 1
 
 
+def test_note_on_documents_that_are_all_dense(runs, capsys):
+    few = ["--sparsity.kind=block_topk", "--sparsity.top_blocks=64"]
+    for arguments, least, field in ([], 8192, "min_sparse_tokens"), (few, 2049, "top_blocks"):
+        assert main(["--config=tiny", "--data.mode=pack", *arguments]) == 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"because data.seq_len = 2048 is less than {least} tokens; for " in line
+        assert line.endswith(f"for sparse attention set sparsity.{field} lower")
+    assert main(["--config=tiny", "--data.mode=pack", "--sparsity.min_sparse_tokens=2048"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_note_on_exporting_a_sparse_model(runs, capsys):
     assert main(["--config=tiny", "--checkpoint.export_hf=true"]) == 0
     (line,) = capsys.readouterr().err.splitlines()

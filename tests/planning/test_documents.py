@@ -64,6 +64,9 @@ def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
     replay = VERTICAL_SLASH | {"kind": "replay", "replay_density": 0.3}
     replayed = planned_pairs(changed(config, sparsity=replay))
     assert replayed.density == 0.3 and replayed.causal == found.causal
+    short = planned_pairs(changed(config, sparsity={"min_sparse_tokens": 129}))
+    assert short.density == 1.0
+    assert short.why == "documents shorter than 129 tokens use dense attention"
     missing = changed(config, data={"paths": ["nowhere"]})
     assert "nowhere" in planned_pairs(missing).source and not planned_pairs(missing).counted
 

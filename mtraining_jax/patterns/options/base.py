@@ -127,6 +127,10 @@ class PatternOptions:
         """Returns the number of blocks of some tokens."""
         return -(-tokens // self.block_size)
 
+    def shortest_sparse_document(self) -> int:
+        """Returns the tokens below which documents use dense attention; 0 if none does so."""
+        return getattr(self, "min_sparse_tokens", 0) if self.selects and self.sparse else 0
+
     def most_documents(self, num_blocks: int) -> int:
         """Returns how many documents of `min_sparse_tokens` fit into NB blocks, at least 1."""
         least = self.blocks(getattr(self, "min_sparse_tokens", 0))
