@@ -1,4 +1,4 @@
-"""Configuration files: lookup by name or path, reading, and inheritance.
+"""Configuration files: lookup by name or path, and inheritance.
 
 A file inherits from another with `base = "qwen3b_512k"`, or a path relative to its own folder.
 """
@@ -31,8 +31,8 @@ def available_configs() -> list[str]:
 def read_chain(path: Path, derived: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
     """Reads a file and its chain of base files: their paths and tables, the file itself first.
 
-    `run.name` is not inherited: every file has its own run folder. `derived` are the files that
-    inherit from this one.
+    `run.name` is not inherited: every file has its own run folder. `derived` files inherit from
+    this one.
     """
     table = _read(path)
     if "base" not in table:
@@ -40,14 +40,13 @@ def read_chain(path: Path, derived: tuple[Path, ...] = ()) -> list[tuple[Path, d
     name = table.pop("base")
     what = f"{path}: base = {toml_value(name) if isinstance(name, str) else name}"
     if not isinstance(name, str) or not name:
-        allowed = "the name of a configuration or the path of a TOML file"
-        raise UserError(f"{what} is not allowed: it must be {allowed}")
+        raise UserError(f"{what} must be the name of a configuration or the path of a TOML file")
     try:
-        base = find_config(name, path.parent)
-        if base.resolve() in [file.resolve() for file in (*derived, path)]:
-            files = " -> ".join(str(file) for file in (*derived, path, base))
-            raise UserError(f"the base files form a cycle: {files}")
-        bases = read_chain(base, (*derived, path))
+        base, files = find_config(name, path.parent), (*derived, path)
+        if base.resolve() in [file.resolve() for file in files]:
+            cycle = " -> ".join(map(str, (*files, base)))
+            raise UserError(f"the base files form a cycle: {cycle}")
+        bases = read_chain(base, files)
     except UserError as error:
         raise UserError(f"{what}: {error}") from None
     for _, inherited in bases:
@@ -64,9 +63,8 @@ def find_config(name: str, folder: Path = Path()) -> Path:
         return folder / Path(name).expanduser()
     names = available_configs()
     if name in names:
-        path = config_folder() / f"{name}.toml"
-        near = path.is_relative_to(Path.cwd())  # shorter in messages
-        return path.relative_to(Path.cwd()) if near else path
+        path, here = config_folder() / f"{name}.toml", Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path  # for messages
     close = difflib.get_close_matches(name, names, 1)
     hint = f"did you mean {close[0]}? Choose" if close else "choose"
     raise UserError(
@@ -79,7 +77,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path)
     except FileNotFoundError:
-        others = [str(other) for other in path.parent.glob("*.toml") if other.is_file()]
+        others = [str(x) for x in path.parent.glob("*.toml") if x.is_file()]
         close = difflib.get_close_matches(str(path), others, 1)
         if path.stem in available_configs():
             close = [f"--config {path.stem}"]
@@ -93,5 +91,5 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(text.removeprefix("\ufeff"))  # byte-order mark
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    except ValueError as error:  # Python limits the digits of a number
+    except ValueError as error:  # Python limits digits
         raise UserError(f"{path} has a number of too many digits") from error

@@ -151,10 +151,8 @@ def test_missing_file_suggests_the_nearest(tmp_path, minimal):
 
 
 def test_a_folder_is_not_a_file(tmp_path):
-    (tmp_path / "folder.toml").mkdir()
-    assert messages(tmp_path / "folder.toml") == [
-        f"{tmp_path / 'folder.toml'} cannot be read: Is a directory"
-    ]
+    (path := tmp_path / "folder.toml").mkdir()
+    assert messages(path) == [f"{path} cannot be read: Is a directory"]
 
 
 def test_malformed_toml_names_the_line(write):
@@ -188,8 +186,8 @@ def test_paths_that_are_not_local_files(tmp_path):
     assert messages(link) == [
         f"the configuration file {link} is a link to nowhere.toml, which does not exist"
     ]
-    os.mkfifo(tmp_path / "fifo.toml")
-    assert messages(tmp_path / "fifo.toml") == [f"{tmp_path / 'fifo.toml'} is not a regular file"]
+    os.mkfifo(path := tmp_path / "fifo.toml")
+    assert messages(path) == [f"{path} is not a regular file"]
     (line,) = messages("gs://bucket/run.toml")
     assert line.startswith(
         "the configuration file gs://bucket/run.toml is a URL, but only local paths are supported: "
@@ -236,8 +234,8 @@ def test_a_base_may_be_a_name(write):
     [
         ("'other.toml'", 'base = "other.toml": the configuration file {folder}/other.toml does '),
         ("'tinny'", 'base = "tinny": unknown configuration "tinny"; did you mean tiny? '),
-        ("3", "base = 3 is not allowed: it must be the name of a configuration or the path of a "),
-        ("''", 'base = "" is not allowed: it must be the name of a configuration or the path of '),
+        ("3", "base = 3 must be the name of a configuration or the path of a TOML file"),
+        ("''", 'base = "" must be the name of a configuration or the path of a TOML file'),
         ("'mine.toml'", 'base = "mine.toml": the base files form a cycle: {folder}/'),
         (
             "'a.toml'",
@@ -288,11 +286,7 @@ def test_a_mistake_in_a_base_names_its_file(tmp_path, write):
             "model.rope_scaling.beta_fast?",
         ),
         ("loss = 3", "loss = 3 must be a section: write [loss]"),
-        (
-            "[checkpoint]\nevery = 3",
-            "checkpoint.every is not a field; did you mean checkpoint.interval?",
-        ),
-        ("[run]\nmax_steps = 3", "run.max_steps is not a field; did you mean run.steps?"),
+        ("[eval]\nevery = 3", "eval.every is not a field; did you mean eval.interval?"),
     ],
 )
 def test_unknown_names(write, text, sentence):
@@ -752,12 +746,8 @@ def test_valid_combinations(columns):
 def test_more_devices_than_there_are(columns):
     config = override(columns, parallel__replicas="2", parallel__nodes="4", data__batch_size="2")
     validate(config, device_count=8)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="= 8 devices, but only 7 are available; reduce one of "):
         validate(config, device_count=7)
-    assert str(error.value) == (
-        "parallel.replicas * parallel.nodes * parallel.devices_per_node = 2 * 4 * 1 = 8 devices, "
-        "but only 7 are available; reduce one of these fields or add processes"
-    )
 
 
 @given(
