@@ -13,6 +13,7 @@ from mtraining_jax.cli.model_command import (
     expanded_path,
     forwarded_options,
     model_parser,
+    output_folder,
     results_console,
     run_command,
     token_count,
@@ -60,8 +61,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     of the configuration; with --report only that one counts.
     """
     parser = model_parser("evaluate.py")
-    for name in ("second-model", "output", "report"):
+    for name in ("second-model", "report"):
         parser.add_argument(f"--{name}", type=expanded_path)
+    parser.add_argument("--output", type=output_folder)
     # Separated by commas, spaces or both.
     parser.add_argument("--tasks", nargs="+", type=_listed, default=[])
     parser.add_argument("--lengths", nargs="+", type=_lengths, default=[])

@@ -116,3 +116,11 @@ def expanded_path(text: str) -> Path:
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL; only local paths are supported")
     return Path(text).expanduser()
+
+
+def output_folder(text: str) -> Path:
+    """A type of arguments: a local folder, new or existing."""
+    path = expanded_path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a file; it must be a folder, new or existing")
+    return path

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
-from mtraining_jax.cli.model_command import at_least, expanded_path, run_command
+from mtraining_jax.cli.model_command import at_least, output_folder, run_command
 from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
 from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = config_parser("python -m mtraining_jax.cli.tokenize_corpus")
-    parser.add_argument("--out", type=expanded_path)
+    parser.add_argument("--out", type=output_folder)
     parser.add_argument("--processes", type=at_least(1), default=_processors())
     options = parse_with_overrides(parser, arguments)
     if options.out is None:

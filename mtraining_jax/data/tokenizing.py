@@ -94,6 +94,8 @@ def tokenize_corpus(
     source = data.source_options
     if not isinstance(source, DocumentSource):
         raise UserError(f'data.source = "{data.source}" has no documents to tokenize')
+    if isinstance(source, FileSource):
+        source.files()  # raises before the folder is made
     args = None if source.holds_ids else data.tokenizer, data.eos, vocab_size
     open_folder(folder, _identity(data, make_encoder(*args), part_bytes))
     totals, read = Totals(), 0

@@ -47,10 +47,12 @@ def test_arguments_are_parsed(tmp_path):
         ("--second-model nowhere", "nowhere is not a folder"),
         ("--second-model {0}", "is the same folder as --model"),
         ("--tasks ,", "--tasks is missing"),
+        ("--output {0}/.file", ".file is a file; it must be a folder, new or existing"),
         ("--output s3://a/b", "argument --output: s3://a/b is a URL; only local paths are"),
     ],
 )
 def test_mistakes_end_in_a_sentence(tmp_path, arguments, sentence):
+    (tmp_path / ".file").touch()
     with pytest.raises(UserError) as error:
         parsed(tmp_path, arguments.format(tmp_path))
     assert sentence in str(error.value) and "\n" not in str(error.value)

@@ -163,6 +163,9 @@ def test_a_folder_with_other_content_is_rejected(corpus, tmp_path):
     other = section(source="jsonl", paths=corpus.source_options.paths, eos=7)
     with pytest.raises(UserError, match=r"was started with data.eos = 256, but now it is 7"):
         run(other, folder)
+    with pytest.raises(UserError, match='data.paths: "nowhere" does not exist'):
+        run(section(source="jsonl", paths=("nowhere",)), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     with pytest.raises(UserError, match="has other files: choose an empty folder"):
         run(corpus, tmp_path)
     (folder / "token_parts.json").write_text("{}")
