@@ -34,6 +34,9 @@ def _run(arguments: list[str]) -> int:
     folders = options.folders
     if not folders:
         raise UserError("name a run folder, e.g. runs/tiny; see --help")
+    for folder in folders:
+        if sum(folder.resolve() == other.resolve() for other in folders) > 1:
+            raise UserError(f"{folder} is given more than once; name each run folder once")
     default = folders[0] / NAME if len(folders) == 1 else Path(NAME)
     write_page(folders, out := options.output or default)
     print(out)

@@ -158,6 +158,8 @@ def test_a_folder_without_metrics_is_named_in_one_sentence(tmp_path, capsys, mak
 def test_what_a_page_cannot_be_written_without(folders, tmp_path, monkeypatch, capsys):
     assert report.main([]) == 2
     assert "name a run folder, e.g. runs/tiny" in capsys.readouterr().err
+    assert report.main([str(folders[0]), f"{folders[0]}/."]) == 2
+    assert f"{folders[0]} is given more than once" in capsys.readouterr().err
     with pytest.raises(UserError, match="missing/a.html cannot be written"):
         write_page(folders[:1], tmp_path / "missing" / "a.html")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
