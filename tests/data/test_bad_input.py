@@ -241,6 +241,9 @@ def test_other_file_types_are_not_read_as_token_ids(tmp_path, content, kind):
     path.write_bytes(content)
     message = error_of(source="tokens", paths=(str(path),), token_dtype="uint8")
     assert message.startswith(f"data.paths: {path} is {kind}")
+    path.write_bytes(b"Text of ASCII characters, in English.\n")
+    message = error_of(source="tokens", paths=(str(path),))
+    assert message.startswith(f'data.paths: {path} is text, which data.source = "text" or "jsonl"')
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 2**40])

@@ -1,6 +1,7 @@
 """Opens token files, and files of document lengths."""
 
 import math
+import string
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ _OTHER_FILES = (
     (0, b"MMIDIDX\x00\x00", "a Megatron index: the token ids are in the .bin file next to it"),
     (257, b"ustar", "a tar archive"),
 )
+_PRINTABLE = frozenset(string.printable.encode())
 
 
 def open_token_file(path: Path, token_dtype: str) -> Part:
@@ -42,8 +44,8 @@ def open_token_file(path: Path, token_dtype: str) -> Part:
             if 0 in shape:
                 raise UserError(f"data.paths: {path} is empty (shape {shape})")
         else:
-            _check_raw(path)
             dtype, offset = np.dtype(token_dtype).newbyteorder("<"), 0
+            _check_raw(path, dtype)
             size = path.stat().st_size
             if size % dtype.itemsize:
                 raise UserError(
@@ -55,7 +57,7 @@ def open_token_file(path: Path, token_dtype: str) -> Part:
     return Part(str(path), ids.reshape(-1), shape[1] if len(shape) == 2 else None)
 
 
-def _check_raw(path: Path) -> None:
+def _check_raw(path: Path, dtype: np.dtype) -> None:
     """Rejects files of other types, which would otherwise be read as token ids."""
     with path.open("rb") as file:
         head = file.read(512)
@@ -63,6 +65,9 @@ def _check_raw(path: Path) -> None:
     # A safetensors file begins with the size of its JSON header, uint64.
     if head[8:].startswith(b'{"') and int.from_bytes(head[:8], "little") < 2**27:
         found.append("a safetensors file of model weights")
+    # Bytes may be ids, but 16 larger ids do not consist of printable bytes by chance.
+    if dtype.itemsize > 1 and len(head) >= 32 and _PRINTABLE.issuperset(head):
+        found.append('text, which data.source = "text" or "jsonl" reads')
     if found or path.suffix != ".bin":
         problem = f"is {found[0]}" if found else "has neither the suffix .npy nor .bin"
         raise UserError(
