@@ -27,7 +27,7 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompt
 
   --model FOLDER        run folder (its newest checkpoint) or Hugging Face checkpoint
   --prompt TEXT         text to continue; no chat template is applied
-  --prompt-file FILE    read the prompt from a UTF-8 text file; - reads standard input
+  --prompt-file FILE    read the prompt from a UTF-8 text file or pipe; - reads standard input
   --prompts FILE        continue many prompts, one after another: the lines of a text file, or the
                         field "prompt" of JSON lines (.jsonl); prints one JSON object per prompt,
                         with the fields of its line, text, tokens and stopped
