@@ -17,4 +17,7 @@ class Output(Console):
         """Continues, as with `| head`."""
         self.quiet = True
         redirect_to_devnull(sys.stdout.fileno())
-        print("note: the output is closed; the command continues", file=sys.stderr)
+        try:
+            print("note: the output is closed; the command continues", file=sys.stderr, flush=True)
+        except OSError:  # the same pipe, as with `2>&1 | head`
+            redirect_to_devnull(sys.stderr.fileno())

@@ -276,10 +276,13 @@ def test_a_closed_pipe_does_not_end_a_run():
         import os
         from mtraining_jax.reporting.progress import Display
         reader, writer = os.pipe()
-        os.dup2(writer, 1), os.close(writer), os.close(reader)
-        display = Display()
-        display.say("a line")
-        display.say("another")
+        os.close(reader)
+        for outputs in ((1,), (1, 2)):  # as with | and with 2>&1 |
+            for output in outputs:
+                os.dup2(writer, output)
+            display = Display()
+            display.say("a line")
+            display.say("another")
         os._exit(3)  # still runs
     """
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, check=False)
