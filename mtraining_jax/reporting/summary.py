@@ -43,7 +43,7 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
         rows["skipped"] = f"{newest['skipped_steps']} steps with non-finite values"
     rows["wrote"] = f"\n{' ' * 13}".join(wrote) or "nothing"
     lines = [f"  {name:<10} {text}" for name, text in rows.items()]
-    done = f"done: {history.count} steps in {history.seconds:.0f} s"
+    done = f"done: {counted(history.count, 'step')} in {history.seconds:.0f} s"
     return ["", done, *lines, "next:", *_next_steps(config, config.run.steps)]
 
 
@@ -71,12 +71,12 @@ def _next_steps(config: Config, done: int) -> list[str]:
     )
     if config.parallel.cpu_devices is not None:
         commands[
-            f"--run.name={config.run.name}_gpu --parallel.cpu_devices=none"
+            f"{shlex.quote(f'--run.name={config.run.name}_gpu')} --parallel.cpu_devices=none"
             " --parallel.replicas=1 --parallel.nodes=1 --parallel.devices_per_node=1"
         ] = "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')"
     if config.model.init_from is None:  # otherwise the checkpoint sets the size
         larger = f"--model.num_layers={2 * config.model.num_layers}"
-        commands[f"--run.name={config.run.name}_larger {larger}"] = (
+        commands[f"{shlex.quote(f'--run.name={config.run.name}_larger')} {larger}"] = (
             "a larger model; all fields can be set like this, see --help"
         )
     lines = [f"  {_command(options)}\n      {what}" for options, what in commands.items()]
@@ -87,7 +87,7 @@ def _next_steps(config: Config, done: int) -> list[str]:
 
 
 def _command(options: str) -> str:
-    names = {option.partition("=")[0] for option in options.split()}
+    names = {option.partition("=")[0] for option in shlex.split(options)}
     if "--run.steps" in names:
         # resume = false would start from scratch.
         names |= {"--checkpoint.resume", "--run.epochs"}

@@ -38,3 +38,9 @@ def test_no_larger_model_is_suggested_with_init_from(config):
     assert options in "\n".join(already_complete(config, 3))
     loaded = replace(config, model=replace(config.model, init_from="somewhere"))
     assert "num_layers" not in "\n".join(already_complete(loaded, 3))
+
+
+def test_commands_quote_names_for_the_shell(config, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config=tiny", "--run.name=a b"])
+    said = "\n".join(already_complete(changed(config, run={"name": "a b"}), 3))
+    assert "train.py --config=tiny '--run.name=a b_larger' --model.num_layers=4\n" in said
