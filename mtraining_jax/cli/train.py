@@ -71,7 +71,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     if options.dry_run_gpu is not None and options.dry_run is None:
         raise UserError(f"--dry-run-gpu={options.dry_run_gpu} needs --dry-run")
     config = selected_config(options)
-    for sentence in notes(config, [name for name, _ in options.overrides]):
+    for sentence in notes(config, [name for name, _ in options.overrides], options.config):
         print(f"note: {sentence}", file=sys.stderr)
     if options.print_config:
         return print_text(config_to_toml(config))

@@ -10,12 +10,20 @@ from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES
 
 
-def notes(config: Config, names: Iterable[str]) -> list[str]:
+def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
     """Hints, and a sentence for each of the named fields that has no effect.
 
-    The names are those of the command line, where such a field is most likely a mistake.
+    The names are those of the command line, where such a field is most likely a mistake; `path` is
+    the configuration file.
     """
-    found = []
+    found, folder = [], Path(path).resolve().parent
+    moved = folder != config.run.folder.resolve() and not {"run.name", "run.output_dir"} & {*names}
+    if moved and Path(path).name == "config.toml" and (folder / "checkpoints").is_dir():
+        found.append(
+            f"{path} belongs to a run folder that was moved or copied; this run writes into "
+            f"{config.run.folder}; to resume the moved one, set --run.output_dir={folder.parent} "
+            f"--run.name={folder.name}"
+        )
     for name in dict.fromkeys(RENAMED.get(name, name) for name in names):
         if reason := next(_reasons(config, name), None):
             found.append(f"{name} has no effect: {reason}")

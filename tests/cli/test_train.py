@@ -131,6 +131,17 @@ def test_note_on_documents_that_are_all_dense(runs, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_note_on_a_moved_run_folder(runs, capsys, tmp_path):
+    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
+    path = tmp_path / "moved" / "config.toml"
+    path.write_text('base = "tiny"')
+    assert main([f"--config={path}"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {path} belongs to a run folder that was moved or copied; ")
+    assert main([f"--config={path}", *line.split()[-2:]]) == 0
+    assert capsys.readouterr().err == "" and runs[-1].run.folder == tmp_path / "moved"
+
+
 def test_note_on_exporting_a_sparse_model(runs, capsys):
     assert main(["--config=tiny", "--checkpoint.export_hf=true"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
