@@ -119,7 +119,9 @@ def test_too_few_tokens_in_file(tmp_path):
 def test_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"abc\xff")
-    assert f"{path} is not UTF-8 text (byte 3)" in error_of(source="text", paths=(str(path),))
+    assert f"{path} is not UTF-8 text (byte 3); convert it" in error_of(
+        source="text", paths=(str(path),)
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class TextFiles(FileSource, DocumentSource):
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"data.paths: {path} is not UTF-8 text (byte {error.start})"
+                    f"data.paths: {path} is not UTF-8 text (byte {error.start}); convert it, or "
+                    'decompress it if it is compressed (data.source = "jsonl" reads .gz files)'
                 ) from error
             yield str(path), text
