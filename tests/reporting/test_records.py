@@ -166,7 +166,7 @@ def test_summary_of_a_long_run(config):
         history.add(found)
     assert len(history.last) == KEPT and history.count == len(losses)
     lines = summary(config, history, ["here"])
-    assert f"done: {len(losses)} steps in {0.5 * len(losses):.0f} s" in lines
+    assert f"done: {len(losses):,} steps in {0.5 * len(losses):.0f} s" in lines
     text = "\n".join(lines)
     assert f"0.500 s/step (median of the last {KEPT} steps after warm-up)" in text
     assert "loss       9.000 -> 1.000 (mean of the last 10 steps)" in text
