@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import os
@@ -232,6 +233,9 @@ def test_a_full_disk_is_reported_once(config, monkeypatch):
     early.write(record(config, 1))
     late.write(record(config, 1))
     monkeypatch.setattr(RecordWriter, "flush", full)
+    (later,) = open_writers(config, 0)
+    with pytest.raises(UserError, match="the first error"), contextlib.closing(later):
+        raise UserError("the first error")
     with pytest.raises(UserError, match="tensorboard cannot be written .No space left on device."):
         late.close()
     monkeypatch.setattr(tensorboard, "_PATIENCE", 0.0)

@@ -63,9 +63,11 @@ class TensorBoardWriter:
             if not self._failed:
                 self._file.flush()
         except OSError as error:
-            raise UserError(
-                f"{self.where} cannot be written ({error.strerror}): its last points are missing"
-            ) from error
+            if error.__context__ is None:  # else another error ends the run, and explains more
+                raise UserError(
+                    f"{self.where} cannot be written ({error.strerror}): its last points are "
+                    "missing"
+                ) from error
         finally:
             with contextlib.suppress(OSError):  # already raised
                 self._file.close()
