@@ -25,6 +25,8 @@ Batch = dict[str, np.ndarray]
 
 _SAMPLE = "checksum of a sample of its tokens"
 _SAMPLES, _SAMPLE_LEN = 64, 64
+# Names in older checkpoints.
+_FORMER_NAMES = {"data.documents": "data.mask_documents", "block size": "sparsity.block_size"}
 
 
 class Loader:
@@ -134,11 +136,11 @@ class Loader:
 
     def _identity(self) -> dict[str, Any]:
         """A saved state is only valid if all of these are equal."""
-        identity: dict[str, Any] = {}
-        if self.packs is not None:  # the name of the field in older checkpoints
-            identity = {"data.documents": True, "block size": self._block_size}
-        for name in ("source", "mode", "seq_len", "batch_size", "shuffle", "seed"):
-            identity[f"data.{name}"] = getattr(self._data, name)
+        fields = "source", "mode", "seq_len", "batch_size", "shuffle", "seed"
+        identity: dict[str, Any] = {f"data.{name}": getattr(self._data, name) for name in fields}
+        identity["data.mask_documents"] = self.packs is not None
+        if self.packs is not None:
+            identity["sparsity.block_size"] = self._block_size
         identity["number of tokens"] = len(self.corpus.stream)
         identity["number of sequences"] = self.num_sequences
         if self.packs is not None:
@@ -191,7 +193,9 @@ class Loader:
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state, for any number of processes and devices."""
         try:
-            iterator, saved = state["iterator"], dict(state["identity"])
+            iterator, identity = state["iterator"], dict(state["identity"])
+            saved = {_FORMER_NAMES.get(name, name): value for name, value in identity.items()}
+            saved.setdefault("data.mask_documents", False)  # absent from older checkpoints
             step = iterator["next_index"]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError("the saved state of the data loader is not readable") from error

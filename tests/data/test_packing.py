@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -271,7 +272,14 @@ def test_resuming_requires_the_same_packs(tmp_path):
     resumed.set_state(state)
     for name, values in next(resumed).items():
         np.testing.assert_array_equal(values, expected[name])
-    with pytest.raises(UserError, match="checkpoint's data loader had block size = 4"):
+    saved = state["identity"]
+    masked, saved["block size"] = saved.pop("data.mask_documents"), saved.pop("sparsity.block_size")
+    loader(data).set_state(state | {"identity": saved | {"data.documents": masked}})  # older
+    saved |= {"data.mask_documents": masked, "data.mode": "concat"}
+    with pytest.raises(UserError, match="had data.mask_documents = true, but this run has false"):
+        loader_of(replace(data, mode="concat"), 10_000).set_state(state)
+    saved["data.mode"] = "pack"
+    with pytest.raises(UserError, match="checkpoint's data loader had sparsity.block_size = 4"):
         loader_of(data, 10_000, block_size=8).set_state(state)
     write(tmp_path, [9, 5, 40, 3, 20, 2, 30, 11, 11, 11])
     with pytest.raises(UserError, match="had digest of the packed documents = "):
