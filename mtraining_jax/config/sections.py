@@ -20,6 +20,7 @@ from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.limits import (
     Decay,
     Ge,
+    Le,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -177,7 +178,7 @@ class ParallelConfig:
     capability 8.x, with the extra ampere), and xla elsewhere."""
     fsdp: bool = False
     """Shard parameters and optimizer state over the devices instead of replicating them."""
-    cpu_devices: PositiveInt | None = None
+    cpu_devices: Annotated[int, Ge(1), Le(1024)] | None = None
     """Number of virtual CPU devices per process. A number forces the CPU even if there is a GPU;
     none uses the devices that JAX finds, GPUs before the CPU."""
 

@@ -145,7 +145,9 @@ def _sparsity(config: Config) -> Iterator[str]:
         )
         return
     value = getattr(pattern, fraction.name)
-    if not sparsity.tune_min <= value <= sparsity.tune_max:
+    if sparsity.tune_min > sparsity.tune_max:
+        yield f"{named.sparsity.tune_min} is more than {named.sparsity.tune_max}"
+    elif not sparsity.tune_min <= value <= sparsity.tune_max:
         limits = f"{named.sparsity.tune_min} and {named.sparsity.tune_max}"
         start = f"{named.sparsity.tune} starts from sparsity.{fraction.name} = {value}"
         yield f"{start}, which must lie between {limits}"

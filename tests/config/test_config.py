@@ -352,7 +352,7 @@ def test_missing_fields(write):
         ("sparsity.kind", '"x"', 'one of "dense", '),
         ("sparsity.tau", "1.5", "a finite number (greater than 0 and at most 1)"),
         ("parallel.fsdp", "1", "true or false"),
-        ("parallel.cpu_devices", "0", "an integer (at least 1) or none"),
+        ("parallel.cpu_devices", "0", "an integer (at least 1 and at most 1024) or none"),
         ("data.seq_len", "1", "an integer (at least 2)"),
         ("eval.data", "3", "a table of source, tokenizer, "),
         ("data.eos", "-1", "an integer (at least 0) or a non-empty string or none"),
@@ -558,6 +558,10 @@ def test_wrong_overrides(minimal):
             {"sparsity__kind": "sampled_rows", "sparsity__tau": "0.8", "sparsity__tune": "max"},
             'sparsity.tune = "max" starts from sparsity.tau = 0.8, which must lie between '
             "sparsity.tune_min = 0.85 and sparsity.tune_max = 0.97",
+        ),
+        (
+            {"sparsity__tune": "max", "sparsity__tune_min": "0.9", "sparsity__tune_max": "0.8"},
+            "sparsity.tune_min = 0.9 is more than sparsity.tune_max = 0.8",
         ),
         (
             {"run__steps": "9", "sparsity__dense_first": "4", "sparsity__dense_last": "6"},
