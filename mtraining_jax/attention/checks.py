@@ -20,6 +20,8 @@ from pallas_kernels.index import Index
 
 def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
     """Checks shapes and dtypes of the inputs, independently of the mesh."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={shortened(repr(causal))} must be True or False")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
             raise ValueError(
@@ -174,7 +176,8 @@ def _check_hashable(pattern: Pattern) -> None:
     except TypeError as error:
         raise ValueError(
             f"pattern={type(pattern).__name__}(...) cannot be hashed ({error}); make its class a "
-            "frozen dataclass, @dataclasses.dataclass(frozen=True), with hashable fields"
+            "frozen dataclass, @dataclasses.dataclass(frozen=True), with hashable fields, such as "
+            "Python numbers instead of JAX arrays"
         ) from None
 
 

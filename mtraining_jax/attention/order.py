@@ -143,19 +143,24 @@ def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:
     NumPy arrays stay NumPy arrays, and x keeps its sharding if its type is Explicit. Raises
     ValueError if the length of `axis` differs from the layout's.
     """
-    return _permute(x, layout, axis, layout.permutation())
+    return _permute(x, layout, axis, inverse=False)
 
 
 def unstripe(x: Any, layout: Layout, axis: int = 1) -> Any:
     """Reorders the tokens of an array from a layout to sequence order; inverse of `stripe`."""
-    return _permute(x, layout, axis, layout.inverse())
+    return _permute(x, layout, axis, inverse=True)
 
 
-def _permute(x: Any, layout: Layout, axis: int, order: np.ndarray) -> Any:
+def _permute(x: Any, layout: Layout, axis: int, *, inverse: bool) -> Any:
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout={layout!r} must be a Layout; make one with sequence_layout()")
+    order = layout.inverse() if inverse else layout.permutation()
+
     def permute_one(x: Array | np.ndarray) -> Array | np.ndarray:
-        if not -x.ndim <= axis < x.ndim or x.shape[axis] != layout.seq_len:
+        shape = np.shape(x)
+        if not -len(shape) <= axis < len(shape) or shape[axis] != layout.seq_len:
             raise ValueError(
-                f"x has shape {x.shape}; the layout needs {layout.seq_len} tokens along axis={axis}"
+                f"x has shape {shape}; the layout needs {layout.seq_len} tokens along axis={axis}"
             )
         return np.take(x, order, axis) if isinstance(x, np.ndarray) else take(x, order, axis)
 

@@ -108,6 +108,11 @@ def find_placement(
     given = {name: as_axes(value) for name, value in arguments.items() if value is not None}
     if not isinstance(mesh, Mesh | AbstractMesh | None):
         raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh, or None")
+    if jax.typeof(q).manual_axis_type.varying:
+        raise ValueError(
+            "q is in a jax.shard_map with check_vma=True, which sparse_attention does not support; "
+            "pass check_vma=False to that shard_map"
+        )
     own_mesh, own_axes = _explicit_axes(q)
     named = [f"{name}={axes}" for name, axes in given.items() if axes]
     mesh = own_mesh if mesh is None else mesh
@@ -132,6 +137,11 @@ def find_placement(
     axes = own_axes | given
     check_axes(axes, mesh)
     batch, sequence, heads = axes.values()
+    if set(sequence) & set(jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(
+            f"sequence_axes={sequence} are sharded by a jax.shard_map around this call; call "
+            "sparse_attention outside of it, or without mesh and axes to attend within each shard"
+        )
     return Placement(mesh, batch, sequence, heads)
 
 
@@ -142,6 +152,8 @@ def as_axes(value: str | Axes) -> Axes:
 
 def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
     """Checks that the axes exist and are used once, and that the sequence has at most two."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh")
     used: dict[str, str] = {}
     for name, value in axes.items():
         for axis in value:

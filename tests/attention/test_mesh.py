@@ -184,6 +184,22 @@ def test_inside_a_user_shard_map_each_shard_is_independent(axis_type):
     assert_close(out, alone("dense")[0])
 
 
+@pytest.mark.parametrize(
+    ("options", "checked", "sentence"),
+    [
+        ({}, True, "q is in a jax.shard_map with check_vma=True.* pass check_vma=False"),
+        ({"sequence_axes": "rows"}, False, "sequence_axes=.* are sharded by a jax.shard_map"),
+    ],
+)
+def test_unsupported_calls_inside_a_user_shard_map_raise(options, checked, sentence):
+    attend = functools.partial(sparse_attention, pattern=PATTERN, **options)
+    mapped = jax.shard_map(
+        attend, mesh=MESH, in_specs=P("rows"), out_specs=P("rows"), check_vma=checked
+    )
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(mapped, *inputs())
+
+
 def test_named_axes_use_the_mesh_in_context():
     mesh = make_mesh((2, 2), ("node", "device"))
     attend = functools.partial(
@@ -250,3 +266,7 @@ def test_a_layout_over_missing_axes_raises():
         sequence_layout(TOKENS, MESH)
     with pytest.raises(ValueError, match="seq_len=100 must be a multiple of 512 .* nearest: 512"):
         sequence_layout(100, MESH, sequence_axes="context")
+    with pytest.raises(TypeError, match="mesh=8 must be a jax.sharding.Mesh"):
+        sequence_layout(TOKENS, 8)
+    with pytest.raises(ValueError, match="layout='striped' must be a Layout; .*sequence_layout"):
+        stripe(inputs()[0], "striped")
