@@ -101,8 +101,8 @@ class Inspection:
         """
         if not str(path).endswith(".png"):
             raise ValueError(f"path={str(path)!r} must end in .png")
-        if not heads:
-            raise ValueError("heads is empty; pass one or more heads")
+        if not isinstance(heads, Sequence) or not heads:
+            raise ValueError(f"heads={heads!r} must be a list of one or more heads")
         panels = []
         for head in heads:
             self._check_head(batch, head)
@@ -228,6 +228,8 @@ def _rows(rows: int | Sequence[int], seq_len: int, seed: int) -> np.ndarray:
     if isinstance(rows, int):
         if not 1 <= rows:
             raise ValueError(f"rows={rows} must be at least 1")
+        if not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed={seed!r} must be an integer, at least 0")
         # One query from each of `rows` equal intervals, so that the whole sequence is covered.
         edges = np.linspace(0, seq_len, min(rows, seq_len) + 1).astype(np.int64)
         return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).astype(np.int32)

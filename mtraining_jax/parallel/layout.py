@@ -50,8 +50,9 @@ class Layout:
             allowed = ", ".join(KINDS)
             raise UserError(f"layout {self.kind!r} is unknown; it must be one of {allowed}")
         for field in ("seq_len", "num_ranks", "block_size", "nodes"):
-            if getattr(self, field) < 1:
-                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+            value = getattr(self, field)
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise UserError(f"{field}={value!r} must be an integer, at least 1")
         if self.num_ranks % self.nodes:
             raise UserError(f"num_ranks={self.num_ranks} is not a multiple of nodes={self.nodes}")
         unit = self.num_ranks * self.block_size * (2 if self.kind == "zigzag" else 1)

@@ -85,6 +85,10 @@ class Documents:
             UserError: if a boundary is invalid; the message names the first one.
         """
         _check_sizes(seq_len, block_size)
+        if not isinstance(cu_seqlens, Sequence | np.ndarray | Array) or not len(cu_seqlens):
+            raise UserError(
+                f"cu_seqlens={cu_seqlens!r} must be the offsets of each document, from 0 on"
+            )
         one = np.ndim(cu_seqlens[0]) == 0
         many = [cu_seqlens] if one else list(cu_seqlens)
         real = [None] * len(many) if lengths is None else [lengths] if one else list(lengths)
@@ -179,7 +183,10 @@ def _integers(name: str, x: Any, axes: tuple[int, ...] = (1,)) -> np.ndarray:
             f"{name} is a traced array; its values must be known at trace time. Build Documents "
             "outside of jax.jit and pass them as an argument"
         )
-    x = np.asarray(x)
+    try:
+        x = np.asarray(x)
+    except ValueError:  # rows of different lengths
+        x = np.asarray(x, object)
     if x.ndim not in axes or not (np.issubdtype(x.dtype, np.integer) or not x.size):
         wanted = " or ".join("1 axis" if n == 1 else f"{n} axes" for n in axes)
         raise UserError(f"{name} is {x.dtype} {list(x.shape)}; expected integers with {wanted}")
@@ -187,9 +194,10 @@ def _integers(name: str, x: Any, axes: tuple[int, ...] = (1,)) -> np.ndarray:
 
 
 def _check_sizes(seq_len: int, block_size: int) -> None:
-    if block_size < 1:
-        raise UserError(f"block_size={block_size} must be at least 1")
-    if seq_len % block_size or seq_len < 1:
+    for name, value in (("block_size", block_size), ("seq_len", seq_len)):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise UserError(f"{name}={value!r} must be an integer, at least 1")
+    if seq_len % block_size:
         raise UserError(f"seq_len={seq_len} must be a multiple of block_size={block_size}")
 
 

@@ -182,6 +182,7 @@ def test_pictures_without_matplotlib_name_the_package_to_install(tmp_path, monke
         (("index", "q", "k"), {"documents": 1}, "documents is a int; it must be a Documents"),
         (("index", "q", "k"), {"scale": "a"}, "scale='a' must be a positive number"),
         (("index", "q", "k"), {"rows": 0}, "rows=0 must be at least 1"),
+        (("index", "q", "k"), {"seed": -1}, "seed=-1 must be an integer, at least 0"),
         (("index", "q", "k"), {"rows": [128]}, "rows=.128. must be positions in 0 .. 127"),
         (("index", "q", "k"), {"layout": Layout("striped", 64, 2, 8)}, "layout has seq_len=64"),
     ],
@@ -206,7 +207,8 @@ def test_invalid_arguments_raise(arguments, options, sentence):
         ("mask.pdf", {}, "must end in .png"),
         ("mask.png", {"batch": 2}, "batch=2 must be in 0 .. 1"),
         ("mask.png", {"heads": [4]}, "head=4 must be in 0 .. 3"),
-        ("mask.png", {"heads": []}, "heads is empty"),
+        ("mask.png", {"heads": []}, "heads=.. must be a list of one or more heads"),
+        ("mask.png", {"heads": 0}, "heads=0 must be a list of one or more heads"),
     ],
 )
 def test_invalid_picture_arguments_raise(tmp_path, path, options, sentence):

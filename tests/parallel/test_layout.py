@@ -79,7 +79,8 @@ def test_a_traced_rank_gives_the_same_blocks(kind):
         (("zigzag", 768, 4, 64), "seq_len=768 must be a multiple of 512 .*: 512 or 1024"),
         (("striped", 100, 4, 64), "nearest: 256$"),
         (("stripe", 256, 4, 64), "'stripe' is unknown; it must be one of striped, zigzag"),
-        (("striped", 256, 0, 64), "num_ranks=0 must be at least 1"),
+        (("striped", 256, 0, 64), "num_ranks=0 must be an integer, at least 1"),
+        (("striped", 256.0, 4, 64), "seq_len=256.0 must be an integer, at least 1"),
         (("striped", 256, 4, 64, 3), "num_ranks=4 is not a multiple of nodes=3"),
     ],
 )
