@@ -84,7 +84,9 @@ def _read(path: Path) -> dict[str, Any]:
         hint = f"; did you mean {close[0]}?" if close and not path.is_symlink() else ""
         raise UserError(f"the configuration file {path} {absence(path)}{hint}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        inside = path / "config.toml"
+        hint = f"; did you mean {inside}?" if inside.is_file() else ""
+        raise UserError(f"{path} cannot be read: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: invalid byte at {error.start}") from error
     try:

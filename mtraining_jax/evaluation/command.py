@@ -12,6 +12,7 @@ import jax
 from rich.console import Console
 
 from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.evaluation.load import no_model
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.results import Results
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
@@ -94,10 +95,7 @@ def _identity(folder: Path) -> dict[str, Any]:
         return {"step": step}
     config = folder / CONFIG_FILE
     if not config.is_file():
-        raise UserError(
-            f"{folder} is not a run folder (no {CHECKPOINTS_NAME}/STEP) and not a "
-            f"Hugging Face checkpoint (no {CONFIG_FILE})"
-        )
+        raise no_model(folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {"config": hashlib.sha256(config.read_bytes()).hexdigest()[:16], "bytes": size}
 

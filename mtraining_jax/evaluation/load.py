@@ -27,6 +27,7 @@ from mtraining_jax.training.checkpoint import newest_step, read_parameters, read
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import check_devices
+from mtraining_jax.utils.text import counted
 
 AttentionKind = Literal["dense", "sparse"]
 Overrides = Sequence[tuple[str, str]]
@@ -77,10 +78,7 @@ def load(
     checkpoints = folder / CHECKPOINTS_NAME
     step = newest_step(checkpoints)
     if step is None and not (folder / CONFIG_FILE).is_file():
-        raise UserError(
-            f"{folder} contains no model: neither {CHECKPOINTS_NAME}/STEP of a run nor "
-            f"{CONFIG_FILE} of a Hugging Face checkpoint"
-        )
+        raise no_model(folder)
     if attention not in ("dense", "sparse"):
         raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
     check_devices()
@@ -109,6 +107,13 @@ def load(
         overrides = [*overrides, ("sparsity.kind", "dense")]
     config = config_of_model(table, source, overrides)
     parallel = config.parallel
+    if config.devices > (count := jax.device_count()) or parallel.replicas > 1:
+        factors = f"{parallel.replicas} * {parallel.nodes} * {parallel.devices_per_node}"
+        raise UserError(
+            f"{source}: parallel.replicas * parallel.nodes * parallel.devices_per_node = {factors} "
+            f"does not fit: there is one replica, of at most {counted(count, 'device')}; set fewer "
+            "or, on a CPU, more --cpu-devices"
+        )
     try:
         spec = ModelSpec.from_config(config.model)
         mesh = make_mesh(1, parallel.nodes, parallel.devices_per_node)
@@ -133,6 +138,18 @@ def load(
         state = _read_run(checkpoints, step, spec, shardings)
     state = in_compute_dtype(state, spec)
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
+
+
+def no_model(folder: Path) -> UserError:
+    """Returns the error of a folder without a model, with one close by that has one."""
+    near = (x for x in folder.parents[:2] if newest_step(x / CHECKPOINTS_NAME) is not None)
+    hf = folder / "hf"  # of checkpoint.export_hf
+    close = hf if (hf / CONFIG_FILE).is_file() else next(near, None)
+    hint = f"; did you mean {close}?" if close else ""
+    return UserError(
+        f"{folder} contains no model: neither {CHECKPOINTS_NAME}/STEP of a run nor {CONFIG_FILE} "
+        f"of a Hugging Face checkpoint{hint}"
+    )
 
 
 def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:

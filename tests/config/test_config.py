@@ -153,6 +153,8 @@ def test_missing_file_suggests_the_nearest(tmp_path, minimal):
 def test_a_folder_is_not_a_file(tmp_path):
     (path := tmp_path / "folder.toml").mkdir()
     assert messages(path) == [f"{path} cannot be read: Is a directory"]
+    (path / "config.toml").touch()
+    assert messages(path)[0].endswith(f"Is a directory; did you mean {path / 'config.toml'}?")
 
 
 def test_malformed_toml_names_the_line(write):

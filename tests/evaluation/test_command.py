@@ -81,5 +81,5 @@ def test_what_does_not_fit_the_model_is_refused_and_nothing_is_written(command, 
     status, printed = command("--lengths 128 --tasks mqar,needle")
     assert status == 2 and 'task "needle" uses text, but recall_tiny has no tokenizer' in printed
     status, printed = command(f"--lengths 128 --second-model {tmp_path}")
-    assert status == 2 and printed.startswith(f"error: {tmp_path} is not a run folder")
+    assert status == 2 and printed.startswith(f"error: {tmp_path} contains no model")
     assert not (tmp_path / "out").exists()

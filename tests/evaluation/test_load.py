@@ -148,6 +148,7 @@ def test_errors_are_reported(run, tmp_path):
     dense = ("sparsity.kind", "dense")
     for path, how, message in [
         (tmp_path, {}, f"{tmp_path} contains no model: neither checkpoints/STEP of a run nor con"),
+        (folder / "checkpoints" / "3", {}, rf"Hugging Face checkpoint; did you mean {folder}\?"),
         (other, {}, r"model_type gpt2\); supported model types are"),
         (folder, {"attention": "all"}, 'attention = "all" must be "dense" or "sparse"'),
         (folder, {"overrides": [dense], "attention": "sparse"}, "needs a sparse pattern, but"),
@@ -158,7 +159,8 @@ def test_errors_are_reported(run, tmp_path):
             {"overrides": [("sparsity.num_probe_queries", "64")], "attention": "sparse"},
             "sparsity.num_probe_queries = 64",
         ),
-        (folder, {"overrides": [("parallel.nodes", "9")]}, "but there are 8"),
+        (folder, {"overrides": [("parallel.nodes", "9")]}, "one replica, of at most 8 devices"),
+        (folder, {"overrides": [("parallel.replicas", "2")]}, r"2 \* 1 \* 8 does not fit"),
         (folder, {"tokenizer": "bytes"}, "has 257 ids, but the model in .* has only 61"),
     ]:
         with pytest.raises(UserError, match=message):

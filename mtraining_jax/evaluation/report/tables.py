@@ -162,7 +162,7 @@ def _losses(lines: Lines, length: int) -> TextTable:
         f"Loss by position, {length} tokens",
         f"Nats, mean over {count}. Each row covers the tokens from its "
         "position to that of the next row, predicted from that much context. The last row covers "
-        "the last 64 tokens of documents, from which sparse attention selects its index.",
+        "the last 64 tokens of documents, from which vertical-slash selects its index.",
         ("tokens", *columns),
         list(zip(first, *columns.values(), strict=True)),
         left=1,
