@@ -106,11 +106,20 @@ def select_pairs(pattern: Pattern, q: Array, k: Array, context: SelectionContext
             "select(self, q, k, context)"
         ) from None
     selection = pattern.select(*lax.stop_gradient((q, k)), context)
-    if not isinstance(selection, Selection):
+    name = type(pattern).__name__
+    if not isinstance(selection, Selection) or not isinstance(selection.index, Index):
+        found = type(selection).__name__
+        if isinstance(selection, Selection):
+            found += f" of {type(selection.index).__name__}"
         raise UserError(
-            f"{type(pattern).__name__}.select returned {type(selection).__name__}; "
-            "it must return Selection(index, statistics)"
+            f"{name}.select returned {found}; it must return Selection(index, statistics), with an "
+            "index such as BlockMaskIndex"
         )
+    for field, needed in (("block_size", pattern.block_size), ("causal", context.causal)):
+        if (value := getattr(selection.index, field)) != needed:
+            raise UserError(
+                f"{name}.select returned an index with {field}={value}; {field}={needed} is needed"
+            )
     leaves, structure = jax.tree.flatten(selection.index)
     leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
     return Selection(jax.tree.unflatten(structure, leaves), selection.statistics)

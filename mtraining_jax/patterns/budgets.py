@@ -60,6 +60,8 @@ class BudgetPattern(ProbePattern):
         spans = probed.spans
         budgets = jnp.stack([jnp.asarray(self.verticals), jnp.asarray(self.slashes)])
         caps = per_kind(self.most_columns(spans), self.max_slashes)
+        if not jnp.issubdtype(budgets.dtype, jnp.integer):
+            raise ValueError(f"verticals or slashes are {budgets.dtype}; they must be integers")
         budgets = budgets[:, probed.heads, None]
         budgets = jnp.clip(budgets, 0, jnp.minimum(caps, spans.tokens))
         return top_p.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
@@ -75,8 +77,8 @@ class FixedBudget(BudgetPattern):
     Attributes:
         verticals: int32 [Hq], number of columns kept by each head.
         slashes: int32 [Hq], number of diagonals kept by each head.
-        max_verticals: Static cap, at least the largest entry of `verticals`.
-        max_slashes: Static cap, at least the largest entry of `slashes`.
+        max_verticals: Static cap; larger entries of `verticals` are reduced to it.
+        max_slashes: Static cap; larger entries of `slashes` are reduced to it.
         sink_tokens: Number of first columns that rank above all others.
         sliding_window: Number of nearest diagonals that rank above all others.
         num_probe_queries, block_size, min_sparse_tokens: As in `FixedBudgetOptions`.
@@ -98,9 +100,9 @@ class FixedBudget(BudgetPattern):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             least = 1 if field.name in ("block_size", "num_probe_queries") else 0
-            if field.name not in self.arrays and getattr(self, field.name) < least:
-                value = getattr(self, field.name)
-                raise ValueError(f"{field.name}={value} must be at least {least}")
+            value = getattr(self, field.name)
+            if field.name not in self.arrays and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{field.name}={value!r} must be an integer, at least {least}")
         check_at_most(self, "num_probe_queries", "block_size")
 
     @classmethod

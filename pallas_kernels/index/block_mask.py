@@ -57,6 +57,11 @@ class BlockMaskIndex(TiledIndex):
         """
         if rows is None:
             rows = jnp.arange(mask.shape[-2], dtype=jnp.int32)
+        if mask.dtype != bool or mask.ndim != 4 or mask.shape[2:3] != rows.shape:
+            raise ValueError(
+                f"mask is {mask.dtype} {list(mask.shape)}; expected bool [batch, heads, "
+                f"{rows.size}, key blocks], with one row for each of `rows`"
+            )
         num_blocks = mask.shape[-1]
         seen = jnp.arange(num_blocks, dtype=jnp.int32) <= rows[:, None]
         return cls(sets.pack(mask & seen), num_blocks, block_size)
@@ -68,6 +73,11 @@ class BlockMaskIndex(TiledIndex):
         `tokens`, int32 [B, Hq, C], are global positions in any order, or padding outside of the
         sequence. `rows`, int32 [rows], is the block number of each row.
         """
+        if tokens.ndim != 3 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens is {tokens.dtype} {list(tokens.shape)}; expected integers [batch, heads, "
+                "columns]"
+            )
         seq_len = self.known_seq_len()
         tokens = jnp.where((tokens >= 0) & (tokens < seq_len), tokens, seq_len)
         every = marked(tokens, jnp.full(tokens.shape[:-1], tokens.shape[-1]), seq_len)

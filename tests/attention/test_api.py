@@ -25,7 +25,7 @@ from mtraining_jax import (
     unstripe,
 )
 from mtraining_jax.utils.errors import UserError
-from pallas_kernels.index import BlockSparseIndex
+from pallas_kernels.index import BlockSparseIndex, DenseIndex
 from pallas_kernels.reference import reference_attention
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
@@ -295,6 +295,8 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped(), {"sequence_axes": "x"}, "sequence_axes=..x',. but no mesh: pass mesh="),
         (shaped(), {"pattern": FixedBudget(np.zeros(3, int), np.zeros(3, int), 8, 8)},
           r"pattern.verticals has shape \(3,\); expected one entry for each of the 4 query"),
+        (shaped(), {"pattern": FixedBudget(np.zeros(4), np.zeros(4, int), 8, 8)},
+         "verticals or slashes are float.*; they must be integers"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_raise(arrays, options, sentence):
@@ -304,6 +306,11 @@ def test_invalid_arguments_raise(arrays, options, sentence):
 
 
 def test_an_incomplete_pattern_class_raises():
+    with pytest.raises(ValueError, match="max_slashes='8' must be an integer, at least 0"):
+        FixedBudget(np.zeros(4, int), np.zeros(4, int), 8, "8")
+    with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
+        Mistaken(block_size=0)
+
     @dataclasses.dataclass(frozen=True)
     class Unfinished(mtraining_jax.Pattern):
         block_size: int = 8
@@ -313,8 +320,18 @@ def test_an_incomplete_pattern_class_raises():
         def select(self, q, k):
             return None
 
+    @dataclasses.dataclass(frozen=True)
+    class Returns(Unfinished):
+        result: object = None
+
+        def select(self, q, k, context):
+            return mtraining_jax.Selection(self.result)
+
     for pattern, sentence in (
         (Mistaken(), "Mistaken.select returned NoneType; it must return Selection"),
+        (Returns(), "Returns.select returned Selection of NoneType; it must return Selection"),
+        (Returns(result=DenseIndex(16)), "index with block_size=16; block_size=8 is needed"),
+        (Returns(result=DenseIndex(8, causal=False)), "index with causal=False; causal=True is"),
         (Unfinished(), r"Unfinished must implement select\(self"),
         (Short(), r"Short has select\(self, q, k\); it must be select\(self, q, k, context\)"),
     ):

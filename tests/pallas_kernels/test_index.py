@@ -131,6 +131,8 @@ def test_masks_need_a_fitting_length():
         (lambda: listed.on_one_device(1, 64, 2, 64), "seq_len=64, but the index has 32 tokens"),
         (lambda: listed.shards(1, 2, 1, 4), "seq_len=16, but the index has 32 tokens"),
         (lambda: dense.to_mask(SEQ_LEN), "seq_len=32, but the index has 12 tokens"),
+        (lambda: dense.with_columns(column[0]), r"tokens is int32 \[1, 1\]; expected integers"),
+        (lambda: BlockMaskIndex.from_block_mask(every + 0, SIZE), r"mask is int32 \[1, 1, 3, 3\]"),
         (lambda: DenseIndex(SIZE).to_mask(2**17), r"\[1, 1, 131072, 131072\] would have"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -77,6 +77,8 @@ class PatternOptions:
         if not hasattr(self, "block_size"):
             raise ValueError(f"{type(self).__name__} lacks the field block_size, tokens per block")
         check_limits(self)
+        if self.block_size < 1:  # in a class of the user's, whose fields may have no limits
+            raise ValueError(f"block_size={self.block_size} must be at least 1")
 
     def pattern(self, model: ModelSizes) -> Any:
         """Returns the `Pattern` for a model; arrays that differ between layers lead with that axis.
