@@ -88,8 +88,8 @@ def _run(arguments: list[str]) -> int:
     try:
         options = GenerateOptions(**numbers, stop=tuple(found.stop))
     except UserError as error:  # its message starts with the field
-        field, _, rest = str(error).replace(" = ", "=", 1).partition(" ")
-        raise UserError(f"--{field.replace('_', '-')} {rest}") from None
+        field, _, rest = str(error).partition("=")
+        raise UserError(f"--{field.replace('_', '-')}={rest}") from None
     prompts, several = _prompts(found), found.prompts is not None
     set_platform(found.cpu_devices)
     # Imported here, because it imports JAX, which reads the number of devices when it starts.

@@ -113,7 +113,19 @@ def _file_layers(name_or_path: str | Path) -> list[Layer]:
     return [(str(path), with_current_names(table, str(path))) for path, table in chain]
 
 
+def check_overrides(overrides: Overrides) -> None:
+    """Raises a UserError unless overrides are pairs of field and value as text, or None."""
+    for pair in [overrides] if isinstance(overrides, str | Mapping) else overrides:
+        texts = isinstance(pair, tuple | list) and [isinstance(x, str | None) for x in pair]
+        if texts != [True, True]:
+            raise UserError(
+                f"overrides={overrides!r} must be pairs of a field and its value as text, such as "
+                '[("run.steps", "10")]'
+            )
+
+
 def _load(layers: Layers, overrides: Overrides = (), stored: bool = False) -> Config:
+    check_overrides(overrides)
     notify(_COMMAND_LINE, *(name for name, _ in overrides if name in RENAMED))
     overrides = [(RENAMED.get(name, name), text) for name, text in overrides]
     for _, values in layers:

@@ -71,6 +71,12 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
         engine.encode(["a", "b" * 400], 200)
     with pytest.raises(UserError, match="^the text is not Unicode .*surrogates not allowed"):
         engine.encode(["\ud800"], 1)
+    with pytest.raises(UserError, match="^prompt 1: a int is not a text; for token ids use Eng"):
+        mtraining_jax.generate(engine, [3, 4], options)
+    with pytest.raises(UserError, match="^options is a dict; pass GenerateOptions"):
+        mtraining_jax.generate(engine, "a", {"seed": 1})
+    with pytest.raises(UserError, match="^max_new_tokens: not allowed .*=GenerateOptions"):
+        mtraining_jax.generate(engine, "a", max_new_tokens=1)
 
 
 class ClosedPipe(io.StringIO):
@@ -90,10 +96,10 @@ def test_a_closed_pipe_ends_the_command(command, monkeypatch):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--max-new-tokens=0", "--max-new-tokens=0 must be at least 1"),
-        ("--temperature=-1", "--temperature=-1.0 must be a finite number >= 0"),
-        ("--seed=-1", "--seed=-1 must be from 0 to"),
-        ("--stop=", "--stop contains an empty text"),
+        ("--max-new-tokens=0", "--max-new-tokens=0 must be an integer (at least 1)"),
+        ("--temperature=-1", "--temperature=-1.0 must be a finite number (at least 0)"),
+        ("--seed=-1", "--seed=-1 must be an integer (at least 0"),
+        ("--stop=", "--stop=('',) must be a list of non-empty strings"),
     ],
 )
 def test_numbers_are_checked_before_jax_starts(command, monkeypatch, argument, message):

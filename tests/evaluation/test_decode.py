@@ -155,14 +155,18 @@ def test_the_end_of_a_prompt_sees_all_of_it_unless_the_settings_say_otherwise():
 def test_invalid_tokens_are_reported():
     model = engine(ONE, "sparse")
     for call, message in [
-        (lambda: model.token_losses([3]), "at least 2 tokens"),
+        (lambda: model.token_losses([3]), "at least 2 token ids"),
         (lambda: model.token_losses([3, 288]), "from 0 to 287"),
         (lambda: model.token_losses(np.zeros(514, int)), "513 tokens are more than the 512"),
         (
             lambda: model.generate(np.zeros(400, int), GenerateOptions(200)),
             "400 tokens and 200 new ones are more than the 512 positions",
         ),
-        (lambda: model.forced(TEXT, []), "at least one token"),
+        (lambda: model.forced(TEXT, []), "at least 1 token id"),
+        (lambda: model.generate("text"), r"have shape \[\]; expected a list of .* 1 token id"),
     ]:
         with pytest.raises(UserError, match=message):
             call()
+    for overrides in ({"sparsity.tau": "0.5"}, ["sparsity.tau=0.5"], [("sparsity.tau", 0.5)]):
+        with pytest.raises(UserError, match="^overrides=.* must be pairs of a field and its value"):
+            Engine.load("tests/checkpoints/qwen2_tiny", overrides=overrides)

@@ -38,12 +38,14 @@ def test_tokens_are_sampled_by_their_probability_and_reproducibly():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
-        ({"temperature": -1.0}, "temperature = -1.0 must be"),
-        ({"temperature": float("nan")}, "temperature = nan must be"),
-        ({"top_p": 0.0}, "top_p = 0.0 must be above 0 and at most 1"),
-        ({"seed": -1}, "seed = -1 must be from 0"),
-        ({"stop": ("a", "")}, "stop contains an empty text"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer .at least 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be an integer"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be"),
+        ({"temperature": float("nan")}, "temperature=nan must be"),
+        ({"top_p": 0.0}, "top_p=0.0 must be .*greater than 0 and at most 1"),
+        ({"seed": -1}, "seed=-1 must be an integer .at least 0"),
+        ({"stop": ("a", "")}, "stop=.* must be a list of non-empty strings"),
+        ({"stop": "ab"}, "stop='ab' must be a list of"),
     ],
 )
 def test_impossible_options_are_refused(fields, message):

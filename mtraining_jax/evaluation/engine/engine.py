@@ -10,6 +10,7 @@ from typing import Any, Self, overload
 import jax
 import numpy as np
 
+from mtraining_jax.config.load import check_overrides
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import Programs, first_token
@@ -69,6 +70,7 @@ class Engine:
 
         Raises UserError if the folder has no readable model, or an argument does not fit it.
         """
+        check_overrides(overrides)
         return cls(load(path, attention, overrides, dtype, tokenizer, sparse_answers))
 
     def with_pattern(self, settings: PatternOptions) -> Self:
@@ -128,6 +130,9 @@ class Engine:
         encode, found = self.loaded.needed_tokenizer().encode_prompt, []
         for number, prompt in enumerate(prompts, 1):
             try:
+                if not isinstance(prompt, str):
+                    kind = type(prompt).__name__
+                    raise UserError(f"a {kind} is not a text; for token ids use Engine.generate")
                 with errors_as(UserError, "the text is not Unicode", UnicodeEncodeError, TypeError):
                     ids = encode(prompt)
                 found.append(self._checked(ids, least=1))
@@ -189,13 +194,15 @@ class Engine:
     def _checked(self, ids: Sequence[int] | np.ndarray, least: int) -> np.ndarray:
         ids = np.asarray(ids)
         if ids.ndim != 1 or len(ids) < least:
-            what = "one token" if least == 1 else f"{least} tokens"
-            raise UserError(f"the tokens have shape {list(ids.shape)}; at least {what} is needed")
+            raise UserError(
+                f"the tokens have shape {list(ids.shape)}; expected a list of at least "
+                f"{counted(least, 'token id')}"
+            )
         size = self.vocab_size
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= size:
             raise UserError(
-                f"the tokens range from {ids.min()} to {ids.max()}; they must be ids from 0 to "
-                f"{size - 1} (model.vocab_size = {size})"
+                f"the tokens range from {ids.min()} to {ids.max()}; they must be integers from 0 "
+                f"to {size - 1} (model.vocab_size = {size})"
             )
         return ids.astype(np.int32)
 
@@ -249,8 +256,13 @@ def generate(
     if not isinstance(model, Engine):
         model = Engine.load(model, **how)
     elif how:
-        raise UserError(f"{', '.join(how)}: not allowed with a loaded engine; give its folder")
+        raise UserError(
+            f"{', '.join(how)}: not allowed with a loaded engine; give arguments of Engine.load "
+            "with the folder of a model, and options of generation as options=GenerateOptions(...)"
+        )
     options = GenerateOptions() if options is None else options
+    if not isinstance(options, GenerateOptions):
+        raise UserError(f"options is a {type(options).__name__}; pass GenerateOptions(...)")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     ids = model.encode(prompts, options.max_new_tokens)
     results = [model.generate(each, options, on_text) for each in ids]

@@ -1,9 +1,16 @@
 """Options of text generation. Does not import JAX."""
 
 import dataclasses
-import math
 
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.limits import (
+    NonNegativeFloat,
+    PositiveFraction,
+    PositiveInt,
+    Seed,
+    TextList,
+    check_limits,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,23 +29,17 @@ class GenerateOptions:
         UserError: for an invalid value.
     """
 
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = 0.0
+    top_p: PositiveFraction = 1.0
+    seed: Seed = 0
+    stop: TextList = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens = {self.max_new_tokens} must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature = {self.temperature} must be a finite number >= 0")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p = {self.top_p} must be above 0 and at most 1")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed = {self.seed} must be from 0 to {2**32 - 1}")
-        if any(not text for text in self.stop):
-            raise UserError("stop contains an empty text, which would match immediately")
+        try:
+            check_limits(self)
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
     @property
     def kind(self) -> str:
