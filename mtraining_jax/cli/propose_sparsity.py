@@ -132,6 +132,8 @@ def _run(arguments: list[str]) -> int:
     say(f"{why} within {limits}:\n[sparsity]\nkind = {toml_value(kind)}")
     for key in options:
         say(f"{key} = {toml_value(getattr(settings[best.text], key))}")
+    if best.density > 0.999:
+        say("note: this computes all pairs; use a longer --length or a smaller block_size")
     return 0
 
 

@@ -175,6 +175,8 @@ def _unknown(name: str, fields: Fields) -> str:
         return f"{name} was renamed to {RENAMED[name]}"
     if not head and (close := difflib.get_close_matches(name, sections, 1)):
         return f"{name} is not a section; did you mean {close[0]}?"
+    if name.endswith(".base"):
+        return f"{name} is not a field; write base = ... above the first [section]"
     if near := nearest(name, fields):
         return f"{name} is not {what}; did you mean {near}?"
     if inside := [n for n in fields if n.rpartition(".")[0] == head and head]:

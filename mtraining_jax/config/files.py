@@ -65,7 +65,8 @@ def find_config(name: str, folder: Path = Path()) -> Path:
     if name in names:
         path, here = config_folder() / f"{name}.toml", Path.cwd()
         return path.relative_to(here) if path.is_relative_to(here) else path  # for messages
-    close = difflib.get_close_matches(name, names, 1)
+    file = f"{name}.toml"
+    close = [file] if (folder / file).is_file() else difflib.get_close_matches(name, names, 1)
     hint = f"did you mean {close[0]}? Choose" if close else "choose"
     raise UserError(
         f'unknown configuration "{name}"; {hint} one of {", ".join(names)} or pass the path of a '

@@ -24,7 +24,7 @@ DENSE_STEPS = (
 )
 
 
-def validate(config: Config, device_count: int | None = None) -> None:
+def validate(config: Config, device_count: int | None = None, platform: str = "") -> None:
     """Rejects a configuration with contradictory fields.
 
     Raises:
@@ -39,7 +39,7 @@ def validate(config: Config, device_count: int | None = None) -> None:
         *_sparsity(config),
         *_dense_steps(config),
         *_audit(config),
-        *_devices(config, device_count),
+        *_devices(config, device_count, platform),
         *_data(config),
         *(problem for problem in _held_out(config) if problem not in common),
         *_distributed(config),
@@ -206,7 +206,7 @@ def _audit(config: Config) -> Iterator[str]:
         yield _not_a_multiple(named.audit.gradient_tokens, tokens, words, unit)
 
 
-def _devices(config: Config, device_count: int | None) -> Iterator[str]:
+def _devices(config: Config, device_count: int | None, platform: str) -> Iterator[str]:
     parallel, distributed, named = config.parallel, config.distributed, _Named(config)
     factors = "parallel.replicas", "parallel.nodes", "parallel.devices_per_node"
     words, cpus = f"{_product(config, *factors)} devices", named.parallel.cpu_devices
@@ -219,7 +219,8 @@ def _devices(config: Config, device_count: int | None) -> Iterator[str]:
         available = parallel.cpu_devices * processes
     if available is None or config.devices <= available:
         return
-    why = f"but only {available} are available; reduce one of these fields or add processes"
+    found = counted(available, f"{platform} device".lstrip())
+    why = f"but JAX finds only {found}; reduce one of these fields or add processes"
     if parallel.cpu_devices is not None:
         processes = available // parallel.cpu_devices
         why = f"more than the {available} of {cpus} in {counted(processes, 'process')}; reduce one"

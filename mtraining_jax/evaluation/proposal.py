@@ -55,11 +55,14 @@ def read_sequences(engine: Engine, paths: Sequence[str], length: int, count: int
     files = TextFiles(paths=tuple(str(Path(path).expanduser()) for path in paths))
     found: list[np.ndarray] = []
     have = 0
-    for where, text in files.documents():
-        found.append(encoder.encode(text, where))
-        have += len(found[-1])
-        if have >= length * count:
-            break
+    try:
+        for where, text in files.documents():
+            found.append(encoder.encode(text, where))
+            have += len(found[-1])
+            if have >= length * count:
+                break
+    except UserError as error:
+        raise UserError(str(error).replace("data.paths", "--text")) from None
     if have < length:
         raise UserError(f"--text has {have:,} tokens, fewer than one sequence of {length:,}")
     whole = min(have // length, count)

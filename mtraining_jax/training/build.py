@@ -17,7 +17,7 @@ from mtraining_jax.utils.errors import UserError
 
 def build_mesh(config: Config) -> Mesh:
     """Builds the mesh over all processes; raises a UserError if the devices do not fit."""
-    validate(config, jax.device_count())
+    validate(config, jax.device_count(), jax.default_backend())
     try:
         return make_mesh(*config.mesh_shape)
     except ValueError as error:

@@ -52,7 +52,7 @@ def test_settings_are_measured_and_the_cheapest_that_loses_little_is_proposed(
     asked = ("--settings", ALL, FEW, "--sequences", "2", "--output", str(out))
     assert propose(text, *asked, "--most-rise=99", "--most-copies=99") == 0
     printed = capsys.readouterr().out
-    assert "2 sequences of 512 tokens" in printed
+    assert "2 sequences of 512 tokens" in printed and "all pairs" not in printed
     assert '[sparsity]\nkind = "sampled_rows"\ntau = 0.1\nblock_size = 16\n' in printed
     found = json.loads(out.read_text())
     dense, everything, few = found["settings"]
@@ -93,7 +93,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(text, tmp_path, capsys
         (("--config", "no_such_run"), 2, 'unknown configuration "no_such_run"'),
         (("--sequences", "0"), 2, "argument --sequences: 0 must be an integer of at least 1"),
         (("--sparsity.tau=1",), 2, "unknown option --sparsity.tau=1"),
-        (("--text", str(tmp_path / "none")), 2, "none"),
+        (("--text", str(tmp_path / "none")), 2, f'error: --text: "{tmp_path}/none" does not'),
         (("--output", str(tmp_path)), 2, "must be a file in an existing folder"),
     ):
         settings = () if "--settings" in options else ("--settings", ALL)

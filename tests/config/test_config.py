@@ -142,6 +142,8 @@ def test_a_name_is_not_the_name_of_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (line,) = messages("tiny.toml")
     assert line == ("the configuration file tiny.toml does not exist; did you mean --config tiny?")
+    Path("mine.toml").touch()
+    assert messages("mine")[0].startswith('unknown configuration "mine"; did you mean mine.toml? ')
 
 
 def test_missing_file_suggests_the_nearest(tmp_path, minimal):
@@ -274,6 +276,7 @@ def test_a_mistake_in_a_base_names_its_file(tmp_path, write):
         ("[sparcity]\nkind = 'dense'", "sparcity is not a section; did you mean sparsity?"),
         ("[optimizer]\nlearn_rate = 1.0", "optimizer.learn_rate is not a field; "),
         ("[optimizer]\nlrr = 1.0", "optimizer.lrr is not a field; did you mean optimizer.lr?"),
+        ('[run]\nbase = "tiny"', "run.base is not a field; write base = ... above the first"),
         ("[run]\nlr = 1.0", "run.lr is not a field; did you mean optimizer.lr?"),
         ("[loss]\nxyz = 1", "loss.xyz is not a field; loss has chunk_size"),
         ("xyz = 1", "xyz is not a section or field; the sections are run, model, "),
@@ -752,7 +755,9 @@ def test_valid_combinations(columns):
 def test_more_devices_than_there_are(columns):
     config = override(columns, parallel__replicas="2", parallel__nodes="4", data__batch_size="2")
     validate(config, device_count=8)
-    with pytest.raises(UserError, match="= 8 devices, but only 7 are available; reduce one of "):
+    with pytest.raises(
+        UserError, match="= 8 devices, but JAX finds only 7 devices; reduce one"
+    ):
         validate(config, device_count=7)
 
 

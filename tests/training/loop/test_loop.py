@@ -70,7 +70,7 @@ def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plai
     assert "change nothing:\n  optimizer.lr = 0.5, was 0.01\nnext:" in capsys.readouterr().out
     for other, sentence in (
         ({"model": {"num_layers": 3}}, "it has model.num_layers = 2, but this run has 3"),
-        ({"parallel": {"devices_per_node": 16}}, "16 devices, but only 8 are available"),
+        ({"parallel": {"devices_per_node": 16}}, "16 devices, but JAX finds only 8 cpu devices"),
         ({"data": {"paths": ("nope.npy",)}}, '"nope.npy" does not exist'),
         ({"data": {"seed": 1}}, "resume with the same data"),
     ):
@@ -281,7 +281,7 @@ def test_demands_that_cannot_be_met(config):
     with pytest.raises(UserError, match="checkpoint.resume = true, but .* has no checkpoint"):
         run(changed(config, checkpoint={"resume": True}))
     many = changed(config, parallel={"nodes": 4, "devices_per_node": 4})
-    with pytest.raises(UserError, match="16 devices, but only 8 are available"):
+    with pytest.raises(UserError, match="16 devices, but JAX finds only 8 cpu devices"):
         run(config_from_dict(config_to_dict(many), "a test"))
     with pytest.raises(UserError, match="pattern 'self_attm' matches no parameter"):
         run(changed(config, optimizer={"trainable": ("self_attm",)}))
