@@ -190,7 +190,7 @@ def _lists(
     # The chunk of a block is number block // width, or the previous one if that begins within.
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     near = jnp.broadcast_to(blocks // width, (*tiles.shape[:2], num_blocks))
-    chunk = near - (_at(near, starts) > blocks)
+    chunk = near - (_at(near, starts) > blocks).astype(jnp.int32)
     safe = jnp.maximum(chunk, 0)
     inside = (chunk >= 0) & (blocks < _at(safe, starts) + width)
     return BlockSparseIndex(

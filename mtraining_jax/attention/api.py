@@ -21,6 +21,7 @@ Axes = str | tuple[str, ...] | None
 
 
 @jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
 def sparse_attention(
     q: Array,
     k: Array,

@@ -133,7 +133,7 @@ def test_layers_under_scan_and_remat_with_a_policy_match_a_plain_loop():
 
 @pytest.mark.parametrize("name", ["vertical_slash", "sampled_rows", "moba", "flex_prefill"])
 @pytest.mark.parametrize("option", ["valid_len", "documents"])
-def test_programs_that_forbid_rank_promotion_are_traced(name, option):
+def test_programs_that_forbid_promotion_are_traced(name, option):
     pattern = {
         "vertical_slash": PATTERN,
         "sampled_rows": SampledRows(block_size=BLOCK, probe_queries_per_block=4),
@@ -146,7 +146,7 @@ def test_programs_that_forbid_rank_promotion_are_traced(name, option):
     def value(q, k, v):
         return sparse_attention(q, k, v, pattern=pattern, **options).sum()
 
-    with jax.numpy_rank_promotion("raise"):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(jax.grad(value, argnums=(0, 1, 2)), *inputs())
 
 
