@@ -5,7 +5,7 @@ Rows may be concatenated from several queries (XAttention's antidiagonals, arXiv
 
 # pyright: reportPrivateImportUsage=false
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.masses import BlockScores, ScoreCall, ScoreTiles
-from pallas_kernels.mosaic_gpu.common import LOG2E, ROW_LAYOUT, ROWS, full, launch
+from pallas_kernels.mosaic_gpu.common import (
+    LOG2E,
+    ROW_LAYOUT,
+    ROWS,
+    fold,
+    full,
+    launch,
+    rows_to_tile,
+)
 from pallas_kernels.mosaic_gpu.device import multiprocessors
 from pallas_kernels.mosaic_gpu.kernels.row_products import LongRows, ShortRows
-from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles, row_inputs
+from pallas_kernels.mosaic_gpu.kernels.row_tiles import Item, RowTiles, row_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +45,16 @@ class HopperBlockScores(BlockScores):
         num_blocks = min(multiprocessors(self.interpret), items)
 
         def kernel(refs: dict[str, Any]) -> None:
-            walk = RowTiles(refs, kind.width, block_columns, scale * LOG2E)
+            row_tiles = batch, num_heads, num_rows // kind.tile_rows
+            walk = RowTiles(refs, row_tiles, kind.width, num_blocks)
             products = kind(refs, walk, group)
-            warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
-            count = lax.div(items - block + num_blocks - 1, num_blocks)
+            warpgroup, count = lax.axis_index("wg"), walk.count()
 
             def memory_warpgroup() -> None:
                 plgpu.set_max_registers(kind.memory_registers, action="decrease")
 
                 def load_item(n: Array, done: Array) -> Array:
-                    return products.load_item(n, walk.item(block + n * num_blocks), done)
+                    return products.load_item(n, walk.item(n), done)
 
                 products.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
 
@@ -54,15 +62,15 @@ class HopperBlockScores(BlockScores):
                 plgpu.set_max_registers(kind.compute_registers, action="increase")
 
                 def score_item(n: Array, done: Array) -> Array:
-                    it = walk.item(block + n * num_blocks)
+                    it = walk.item(n)
                     rows = pl.ds(it.row_tile * kind.tile_rows + warpgroup * ROWS, ROWS)
-                    seen = walk.seen(it, rows)
+                    blocks = _Blocks(rows, walk.seen(it, rows), block_columns, scale * LOG2E)
                     first, tiles = walk.columns(it)
                     products.begin_item()
 
                     def score(j: Array, peak: Array) -> Array:
                         logits = products.product(warpgroup, products.step(done, j, first))
-                        return walk.score(it, j, logits, rows, seen, peak)
+                        return _score(walk, it, j, logits, blocks, peak)
 
                     peak = lax.fori_loop(first, tiles, score, full((ROWS,), -jnp.inf, ROW_LAYOUT))
                     products.end_item()
@@ -83,6 +91,38 @@ class HopperBlockScores(BlockScores):
         resources = kind.memory(length, q.dtype), kind.barriers(), num_blocks, self.interpret
         results = launch(kernel, inputs, outputs, *resources, warpgroups=kind.warpgroups)
         return results["scores"], results["peak"]
+
+
+class _Blocks(NamedTuple):
+    """How 64 rows score key blocks."""
+
+    rows: Any
+    seen: list[Array]  # of `RowTiles.seen`
+    size: int  # columns of a key block
+    log2_scale: float
+
+
+def _score(
+    walk: RowTiles, it: Item, tile: Array, logits: Array, blocks: _Blocks, peak: Array
+) -> Array:
+    """Writes the scores of 64 rows for the key blocks of a column tile; returns the new peak."""
+    rows, seen, size, log2_scale = blocks
+    count = walk.width // size
+    of_blocks = [logits[:, n * size : (n + 1) * size] for n in range(count)]
+
+    def mask(of_blocks: list[Array]) -> list[Array]:
+        first = tile * walk.width
+        return [walk.mask(first + n * size, x, seen) for n, x in enumerate(of_blocks)]
+
+    of_blocks = lax.cond(walk.is_cut(it, tile), mask, lambda x: x, of_blocks)
+    for n, x in enumerate(of_blocks):
+        own = fold(jnp.maximum, x).max(axis=1) * log2_scale
+        base = jnp.where(own > -jnp.inf, own, 0.0)
+        total = fold(jnp.add, jnp.exp2(x * log2_scale - rows_to_tile(base, x))).sum(axis=1)
+        score = walk.refs["scores"].at[it.batch, it.head, tile * count + n, rows]
+        score[...] = base + jnp.log2(total)
+        peak = jnp.maximum(peak, own)
+    return peak
 
 
 def _products_of(length: int) -> type[LongRows]:

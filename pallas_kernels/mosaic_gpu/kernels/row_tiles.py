@@ -1,4 +1,4 @@
-"""Tiles of rows and their visible columns, as traversed by the block score kernels."""
+"""Tiles of rows and the columns that they see, as the kernels that score key blocks take them."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, fold, iota, rows_to_tile
+from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, iota, rows_to_tile
 
 
 class Item(NamedTuple):
@@ -16,16 +16,35 @@ class Item(NamedTuple):
 
 
 class RowTiles:
-    """Column tiles to process for each row tile, and where masks are needed; see `row_inputs`."""
+    """Row tiles of each thread block, the column tiles that they see, and where masks are needed.
 
-    def __init__(self, refs: dict[str, Any], width: int, block_columns: int, log2_scale: float):
-        self.refs, self.width, self.log2_scale = refs, width, log2_scale
-        self.block_columns = block_columns
-        batch, self.heads = refs["q"].shape[:2]
-        self.pairs, self.row_tiles = batch * self.heads, refs["tiles"].shape[1]
+    Args:
+        refs: the inputs of the kernel, those of `row_inputs` among them.
+        shape: batch entries, heads, and row tiles of each head.
+        width: columns of a tile.
+        programs: thread blocks.
+    """
+
+    def __init__(
+        self, refs: dict[str, Any], shape: tuple[int, int, int], width: int, programs: int
+    ) -> None:
+        self.refs, self.width, self.programs = refs, width, programs
+        batch, self.heads, self.row_tiles = shape
+        self.pairs = batch * self.heads
         self.one_for_all, self.from_zero = refs["places"].shape[0] == 1, "starts" not in refs
 
-    def item(self, number: Array) -> Item:
+    def count(self) -> Array:
+        """Returns the number of items of this thread block."""
+        whole, rest = divmod(self.pairs * self.row_tiles, self.programs)
+        return whole + (self._place(jnp.int32(whole)) < rest).astype(jnp.int32)
+
+    def item(self, n: Array) -> Item:
+        """Returns the n-th item of this thread block.
+
+        The longest items come first. Every other round is assigned in reverse order, so that all
+        thread blocks have about as much to do.
+        """
+        number = n * self.programs + self._place(n)
         pair = lax.rem(number, self.pairs)
         row_tile = self.row_tiles - 1 - lax.div(number, self.pairs)
         batch = lax.div(pair, self.heads)
@@ -33,10 +52,14 @@ class RowTiles:
             row_tile = self.refs["order"][batch, row_tile]
         return Item(batch, lax.rem(pair, self.heads), row_tile)
 
+    def _place(self, n: Array) -> Array:
+        block = lax.axis_index("block")
+        return jnp.where(lax.rem(n, 2) == 0, block, self.programs - 1 - block)
+
     def columns(self, it: Item) -> tuple[Array, Array]:
         """Returns the first column tile that a row tile sees, and one past the last."""
-        tiles = self._at("tiles", it)
-        return jnp.int32(0) if self.from_zero else self._at("first", it), tiles
+        end = self._at("tiles", it)
+        return jnp.int32(0) if self.from_zero else self._at("first", it), end
 
     def seen(self, it: Item, rows: Any) -> list[Array]:
         """Returns the last visible column of some rows, and the first one if it may not be 0."""
@@ -47,39 +70,23 @@ class RowTiles:
             for name in names
         ]
 
-    def score(
-        self, it: Item, j: Array, logits: Array, rows: Any, seen: list[Array], peak: Array
-    ) -> Array:
-        """Writes the scores of 64 rows and of the blocks of column tile j; returns the new peak."""
-        size, scores = self.block_columns, self.refs["scores"]
-        blocks = self.width // size
-        of_blocks = [logits[:, n * size : (n + 1) * size] for n in range(blocks)]
-        of_blocks = self._masked(it, j, of_blocks, seen)
-        for n, x in enumerate(of_blocks):
-            own = fold(jnp.maximum, x).max(axis=1) * self.log2_scale
-            base = jnp.where(own > -jnp.inf, own, 0.0)
-            terms = jnp.exp2(x * self.log2_scale - rows_to_tile(base, x))
-            total = fold(jnp.add, terms).sum(axis=1)
-            scores.at[it.batch, it.head, j * blocks + n, rows][...] = base + jnp.log2(total)
-            peak = jnp.maximum(peak, own)
-        return peak
+    def is_cut(self, it: Item, tile: Array) -> Array:
+        """Whether some row of a row tile does not see all of a column tile."""
+        cut = tile >= self._at("whole", it)
+        return cut if self.from_zero else cut | (tile < self._at("whole_from", it))
 
-    def _masked(self, it: Item, j: Array, of_blocks: list[Array], seen: list[Array]) -> list[Array]:
-        cut = j >= self._at("whole", it)
+    def mask(self, first: Array, x: Array, seen: list[Array]) -> Array:
+        """Sets what rows do not see of columns from `first` on to -inf."""
+        column = iota(x, 1) + first
+        x = jnp.where(column <= rows_to_tile(seen[0], x), x, -jnp.inf)
         if not self.from_zero:
-            cut |= j < self._at("whole_from", it)
+            x = jnp.where(column >= rows_to_tile(seen[1], x), x, -jnp.inf)
+        return x
 
-        def mask(of_blocks: list[Array]) -> list[Array]:
-            found = []
-            for n, tile in enumerate(of_blocks):
-                column = iota(tile, 1) + (j * self.width + n * tile.shape[1])
-                tile = jnp.where(column <= rows_to_tile(seen[0], tile), tile, -jnp.inf)
-                if not self.from_zero:
-                    tile = jnp.where(column >= rows_to_tile(seen[1], tile), tile, -jnp.inf)
-                found.append(tile)
-            return found
-
-        return lax.cond(cut, mask, lambda tiles: tiles, of_blocks)
+    def sees_all(self, first: Array, count: int, seen: list[Array]) -> Array:
+        """Whether rows see all of `count` columns from `first` on."""
+        whole = seen[0] >= first + (count - 1)
+        return whole if self.from_zero else whole & (seen[1] <= first)
 
     def _at(self, name: str, it: Item) -> Array:
         return self.refs[name][0 if self.one_for_all else it.batch, it.row_tile]
