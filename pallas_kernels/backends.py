@@ -7,6 +7,7 @@ import logging
 import jax
 
 from pallas_kernels.checks import Shaped
+from pallas_kernels.coded import CodedScores
 from pallas_kernels.interface import Backend, Estimate
 from pallas_kernels.masses import BlockScores
 from pallas_kernels.mosaic_gpu import device
@@ -90,6 +91,11 @@ def block_score_kernels(
     kernels = resolve(name, q, block_size).block_scores
     reason = None if kernels is None else kernels.unsupported(rows, keys)
     return kernels if reason is None else _leave_to_xla(name, reason, _BLOCK_SCORES_COST)
+
+
+def coded_score_kernels(name: str | None, q: Shaped, block_size: int) -> CodedScores | None:
+    """Returns the kernels that score coded keys for queries q [B, n, Hq, D], or None; `resolve`."""
+    return resolve(name, q, block_size).coded_scores
 
 
 def _leave_to_xla(name: str | None, reason: str, cost: str) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.checks import Shaped
+from pallas_kernels.coded import CodedScores
 from pallas_kernels.gradients import Gradients
 from pallas_kernels.masses import BlockScores
 from pallas_kernels.plans import Plan
@@ -95,6 +96,7 @@ class Backend(abc.ABC):
     name: str
     estimate: Estimate | None = None
     block_scores: BlockScores | None = None
+    coded_scores: CodedScores | None = None
 
     @abc.abstractmethod
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:

@@ -12,10 +12,9 @@ from pallas_kernels.checks import BLOCK_SIZE, Shaped
 LOG2E = math.log2(math.e)
 DEPTH = 64  # rows of a kernel have a multiple of this many components
 WIDTH = 128  # a multiple of the columns per block, and a divisor of the columns per tile
-_MOST_BLOCKS = 1 << 13  # more would overflow the sums of `_HIGH_BITS`
-_HIGH_BITS = 17
-_LOW_BITS = 13
-_MASS_BITS = 30
+_MOST_BLOCKS = 1 << 16  # more would overflow the sums of `_HIGH_BITS`
+_HIGH_BITS = _LOW_BITS = 14
+MASS_BITS = 30
 _SCORE_BYTES = 1 << 29  # of scores in memory at a time; up to twice that if clearly faster
 _CLEARLY = 1.02  # speedup that justifies the additional memory
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -186,7 +185,7 @@ def _masses(
     # The product is exact (a power of two), so contraction cannot change this sum.
     total = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
     total = jnp.where(total > 0, total, 1.0)[:, :, None]  # for rows without keys
-    shares = jnp.round(weights / total * float((1 << _MASS_BITS) // num_rows)).astype(jnp.int32)
+    shares = jnp.round(weights / total * float((1 << MASS_BITS) // num_rows)).astype(jnp.int32)
     of_blocks = shares.reshape(*shares.shape[:3], -1, num_rows).sum(-1, dtype=jnp.int32)
-    masses = jnp.swapaxes(of_blocks.astype(jnp.float32) * 2.0**-_MASS_BITS, 2, 3)
+    masses = jnp.swapaxes(of_blocks.astype(jnp.float32) * 2.0**-MASS_BITS, 2, 3)
     return masses, (base + jnp.log2(total))[:, :, 0]

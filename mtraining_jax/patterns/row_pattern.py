@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from jax import Array
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
 
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.rows import RowOptions
@@ -10,7 +12,13 @@ from mtraining_jax.selection import collectives
 from mtraining_jax.selection.checks import check_selection
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.rules.row_rule import RowRule, kept_blocks
+from pallas_kernels.coded import CodedKeys
 from pallas_kernels.index import BlockMaskIndex
+from pallas_kernels.index import bits as sets
+
+Keys = Array | CodedKeys
+
+_MASS_BYTES = 1 << 26  # of fp32 masses at a time
 
 
 class RowPattern(Pattern, RowOptions):
@@ -21,19 +29,24 @@ class RowPattern(Pattern, RowOptions):
     row's mass. No row is ever empty.
 
     The keys of all ranks are gathered before the selection. The rest needs no communication, and
-    each rank keeps its own rows of the index (`BlockMaskIndex`).
+    each rank keeps its own rows of the index (`BlockMaskIndex`). Scores of some rows of blocks at a
+    time become bits, so memory grows with the length of the sequence, not with its square.
 
     Causality: the blocks that a row of blocks computes depend on all queries of that row. Through
     the selection, a query can be influenced by up to `block_size` - 1 later tokens of its own
     block, and by nothing beyond it.
     """
 
-    def scores(self, q: Array, k: Array, context: SelectionContext) -> Array:
+    def keys(self, q: Array, k: Array, context: SelectionContext) -> Keys:
+        """Returns what `scores` needs of the local keys [B, n, Hk, D], before they are gathered."""
+        return k
+
+    def scores(self, q: Array, k: Keys, context: SelectionContext) -> Array:
         """Scores each key block for each local row of blocks.
 
         Args:
             q: [B, n, Hq, D], local queries.
-            k: [B, S, Hk, D], all keys, in sequence order.
+            k: [B, S, Hk, D], all keys, in sequence order, or what `keys` makes of them.
             context: the shards of the sequence.
 
         Returns:
@@ -67,10 +80,35 @@ class RowPattern(Pattern, RowOptions):
         check_selection(q, k, context, self.block_size)
         documents = context.documents.dense_below(self.blocks(self.min_sparse_tokens))
         context = dataclasses.replace(context, documents=documents)
-        return Selection(self.index(q, collectives.all_blocks(k, *context.shards), context))
+        keys = self.keys(q, k, context)
+        keys = jax.tree.map(lambda x: collectives.all_blocks(x, *context.shards), keys)
+        return Selection(self.index(q, keys, context))
 
-    def index(self, q: Array, k: Array, context: SelectionContext) -> BlockMaskIndex:
+    def index(self, q: Array, k: Keys, context: SelectionContext) -> BlockMaskIndex:
         """Builds the index of the local rows of blocks; arguments as in `scores`."""
-        scores, rule = self.scores(q, k, context), self.rule(context)
-        bits = kept_blocks(scores, context.block_ids, rule, context.documents)
-        return BlockMaskIndex(bits, context.num_blocks, self.block_size)
+        size, num_local = self.block_size, context.block_ids.shape[0]
+        count = self.rows_at_once(q, k, context)
+
+        def bits(first: Array | int) -> Array:
+            ids = lax.dynamic_slice_in_dim(context.block_ids, first, count)
+            part = dataclasses.replace(context, block_ids=ids)
+            rows = lax.dynamic_slice_in_dim(q, first * size, count * size, axis=1)
+            return kept_blocks(self.scores(rows, k, part), ids, self.rule(part), part.documents)
+
+        if count >= num_local:
+            return BlockMaskIndex(bits(0), context.num_blocks, size)
+
+        def add(i: Array, found: Array) -> Array:
+            # The last part starts early enough to end with the last row.
+            first = jnp.minimum(i * count, num_local - count)
+            return lax.dynamic_update_slice_in_dim(found, bits(first), first, axis=2)
+
+        words = sets.words_for(context.num_blocks)
+        found = jnp.zeros((q.shape[0], q.shape[2], num_local, words), jnp.uint32)
+        found = lax.fori_loop(0, -(-num_local // count), add, found)
+        return BlockMaskIndex(found, context.num_blocks, size)
+
+    def rows_at_once(self, q: Array, k: Keys, context: SelectionContext) -> int:
+        """Returns how many local rows of blocks are scored at a time."""
+        bytes_per_row = 4 * q.shape[0] * q.shape[2] * context.num_blocks
+        return max(min(_MASS_BYTES // bytes_per_row, context.block_ids.shape[0]), 1)

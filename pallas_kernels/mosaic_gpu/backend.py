@@ -22,6 +22,7 @@ from pallas_kernels.mosaic_gpu.configs import CONFIGS, Configs
 from pallas_kernels.mosaic_gpu.fused_backward.kernel import fused_kernel
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.block_scores import HopperBlockScores
+from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
 from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
@@ -50,6 +51,7 @@ class MosaicGpu(Backend):
 
     estimate = HopperEstimate()
     block_scores = HopperBlockScores()
+    coded_scores = HopperCodedScores()
 
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         reason = None if self.interpret else device.no_hopper_gpu()

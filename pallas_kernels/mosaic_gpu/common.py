@@ -131,12 +131,12 @@ def iota(tile: Array, axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, tile.shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def product(a: Any, b: Any, shape: tuple[int, int]) -> Array:
+def product(a: Any, b: Any, shape: tuple[int, int], dtype: Any = jnp.float32) -> Array:
     def run(ref: Any) -> Array:
         plgpu.wgmma(ref, a, b)
         return ref[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC(shape, dtype))
 
 
 def rows_to_tile(x: Array, tile: Array) -> Array:

@@ -1,5 +1,7 @@
 """Scores of row patterns against their definitions in fp64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,9 @@ from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.row_scores import rows_at_once
+from pallas_kernels import backends
+from pallas_kernels.coded import CodedScores
+from pallas_kernels.masses import ScoreTiles
 from tests.patterns import inputs, oracle
 
 BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
@@ -128,3 +133,51 @@ def test_invalid_settings_raise():
         ValueError, match="tau=0 must be a finite number .greater than 0 and at most 1"
     ):
         SampledRows(tau=0)
+
+
+class Decoded(CodedScores):
+    """Weights by XLA, of three query blocks at a time."""
+
+    def tiles(self):
+        return ScoreTiles(16, 128, 1)
+
+    def rows_at_once(self, batch, heads, rows, local, blocks):
+        return 3
+
+    def weights(self, call):
+        codes, means, units = call.keys
+        keys = codes.astype(jnp.float32).reshape(*means.shape[:2], 128, *means.shape[2:])
+        keys = keys * units[:, :, None, :, None] + means[:, :, None].astype(jnp.float32)
+        logits = jnp.einsum("brhd,bnchd->bhnrc", call.q, keys) * call.scale
+        numbers = jnp.arange(keys.shape[1] * 128).reshape(-1, 1, 128)
+        logits = jnp.where(numbers <= call.places[:, None, None, :, None], logits, -jnp.inf)
+        weights = jax.nn.logsumexp(logits, axis=-1) / np.log(2)
+        return weights, jax.nn.logsumexp(logits, axis=(2, 4)) / np.log(2)
+
+
+def test_coded_keys_of_two_ranks_select_what_those_of_one_select(monkeypatch):
+    monkeypatch.setattr(backends, "coded_score_kernels", lambda *_: Decoded())
+    blocks, pattern = 16, SampledRows(tau=0.7)
+    q, k = (x.astype(jnp.bfloat16) for x in inputs.random(0, 1, blocks * 128, 2, 1, 64))
+
+    @functools.partial(jax.vmap, in_axes=(1, 1, 0), axis_name="rank")
+    def on_rank(q, k, ids):
+        return pattern.select(q, k, SelectionContext(ids, blocks, ("rank",))).index.bits
+
+    def ranks(x):  # every other block
+        return (
+            x.reshape(1, blocks // 2, 2, 128, *x.shape[2:])
+            .swapaxes(1, 2)
+            .reshape(1, 2, -1, *x.shape[2:])
+        )
+
+    every = jnp.arange(blocks, dtype=jnp.int32)
+    one = jax.jit(lambda q, k: pattern.select(q, k, SelectionContext(every, blocks)).index.bits)
+    two = jax.jit(on_rank)(ranks(q), ranks(k), every.reshape(-1, 2).T)
+    one, exact = np.asarray(one(q, k)), np.asarray(two)
+    for rank in range(2):
+        np.testing.assert_array_equal(exact[rank], one[:, :, rank::2])
+    monkeypatch.undo()
+    other = jax.jit(lambda q, k: pattern.select(q, k, SelectionContext(every, blocks)).index.bits)
+    different = np.bitwise_count(np.asarray(other(q, k)) ^ one).sum()
+    assert different < 0.1 * np.bitwise_count(one).sum()

@@ -1,10 +1,11 @@
-"""Exact attention of a few queries of each query block."""
+"""Attention of a few queries of each query block."""
 
 import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import row_scores
+from pallas_kernels.coded import CodedKeys, CodedScores
 
 
 def block_masses(q: Array, k: Array, context: SelectionContext, count: int) -> Array:
@@ -19,7 +20,7 @@ def block_masses(q: Array, k: Array, context: SelectionContext, count: int) -> A
     """
     rows, positions = probe_rows(q, context, count)
     return row_scores.block_masses(
-        rows,
+        by_heads(rows),
         row_scores.by_blocks(k, k.shape[1] // context.num_blocks),
         positions,
         context.first_blocks(context.block_ids),
@@ -29,6 +30,15 @@ def block_masses(q: Array, k: Array, context: SelectionContext, count: int) -> A
     )
 
 
+def coded_masses(
+    q: Array, keys: CodedKeys, context: SelectionContext, count: int, kernels: CodedScores
+) -> Array:
+    """Estimates `block_masses` with coded keys; undefined for blocks that a row does not see."""
+    rows, positions = probe_rows(q, context, count)
+    first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
+    return kernels.block_masses(rows, keys, positions, first, scale=scale)
+
+
 def probe_rows(q: Array, context: SelectionContext, count: int) -> tuple[Array, Array]:
     """Gathers r = `count` probe queries of each block, evenly spaced, including the last one.
 
@@ -36,7 +46,7 @@ def probe_rows(q: Array, context: SelectionContext, count: int) -> tuple[Array, 
     several times.
 
     Returns:
-        [B, Hq, n/g, r, D], and int32 [B or 1, n/g, r], their global positions; -1 for queries
+        [B, n/g, r, Hq, D], and int32 [B or 1, n/g, r], their global positions; -1 for queries
         without keys.
     """
     block_size = q.shape[1] // context.block_ids.shape[0]
@@ -50,6 +60,11 @@ def probe_rows(q: Array, context: SelectionContext, count: int) -> tuple[Array, 
         numbers * real // count - 1, (1 if ends is None else len(ends), len(first), count)
     )
     positions = jnp.where(within < 0, -1, first + within)
-    blocks = row_scores.by_blocks(q, block_size)
-    rows = jnp.take_along_axis(blocks, within[:, None, :, :, None], axis=3, mode="clip")
+    blocks = q.reshape(q.shape[0], -1, block_size, *q.shape[2:])
+    rows = jnp.take_along_axis(blocks, within[..., None, None], axis=2, mode="clip")
     return rows, positions
+
+
+def by_heads(rows: Array) -> Array:
+    """Reorders [B, n/g, r, Hq, D] to [B, Hq, n/g, r, D]."""
+    return rows.transpose(0, 3, 1, 2, 4)

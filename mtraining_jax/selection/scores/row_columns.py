@@ -17,6 +17,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import estimate, row_scores
+from mtraining_jax.selection.scores.probe_rows import by_heads
 from mtraining_jax.selection.spans import PackedSpans, Spans
 from pallas_kernels.tiles import gather_columns
 
@@ -124,7 +125,7 @@ def masses_without(
         fp32 [B, Hq, n, NB], mass of key blocks without columns, and fp32 [B, Hq, n], mass of the
         columns. Their sum is the result of `row_scores.block_masses`.
     """
-    block_size = k.shape[1] // context.num_blocks
+    rows, block_size = by_heads(rows), k.shape[1] // context.num_blocks
     masses, levels = row_scores.block_masses_and_levels(
         rows,
         row_scores.by_blocks(k, block_size),

@@ -1,0 +1,285 @@
+"""Hopper kernel that scores key blocks for rows of queries with keys in 8 bits."""
+
+# pyright: reportPrivateImportUsage=false
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.coded import CODE, CodedCall, CodedScores
+from pallas_kernels.masses import ScoreTiles
+from pallas_kernels.mosaic_gpu.common import (
+    EDGE,
+    LOG2E,
+    ROW_LAYOUT,
+    ROWS,
+    TILE,
+    await_last,
+    fold,
+    full,
+    iota,
+    launch,
+    product,
+    rows_to_tile,
+    tiled,
+)
+from pallas_kernels.mosaic_gpu.device import multiprocessors
+from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles, row_inputs
+
+_WARPGROUPS = 4
+_TILE_ROWS = _WARPGROUPS * ROWS
+_STAGES = 4  # tiles of keys in flight
+_GROUP = 16  # blocks whose means are multiplied at once
+_COMPUTE_REGISTERS, _MEMORY_REGISTERS = 104, 40
+_SAMPLED = 4  # of a class of 16 keys
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperCodedScores(CodedScores):
+    interpret: Any = False  # or parameters of Pallas' GPU interpreter
+
+    def tiles(self) -> ScoreTiles:
+        return ScoreTiles(_TILE_ROWS, TILE, multiprocessors(self.interpret))
+
+    def weights(self, call: CodedCall) -> tuple[Array, Array]:
+        batch, num_rows, heads, dim = call.q.shape
+        keys, num_blocks = call.keys, call.keys.means.shape[1]
+        interpreted = bool(self.interpret)
+        dtype = jnp.float16 if interpreted else CODE  # no products of 8-bit numbers there
+        codes, of_keys = call.codes.astype(dtype), keys.codes.astype(dtype)
+        means = jnp.pad(keys.means, ((0, 0), (0, -num_blocks % _GROUP), (0, 0), (0, 0)))
+        inputs = {
+            "q": call.q, "codes": codes, "keys": of_keys, "means": means,
+            "units": call.units * (call.scale * LOG2E), "key_units": keys.units.swapaxes(1, 2),
+        } | row_inputs(call.places, call.starts, _TILE_ROWS, TILE)  # fmt: skip
+        items = batch * heads * (num_rows // _TILE_ROWS)
+        programs = min(multiprocessors(self.interpret), items)
+
+        def kernel(refs: dict[str, Any]) -> None:
+            shape = batch, heads, num_rows // _TILE_ROWS
+            walk = RowTiles(refs, shape, TILE, programs)
+            coded = _CodedRows(refs, walk, heads // keys.codes.shape[2], call.scale * LOG2E)
+            warpgroup = lax.axis_index("wg")
+            pl.when(warpgroup == _WARPGROUPS)(coded.load)
+            pl.when(warpgroup < _WARPGROUPS)(lambda: coded.score(warpgroup))
+
+        kernel.__name__ = "coded_scores"
+        outputs = {
+            "weights": jax.ShapeDtypeStruct((batch, heads, num_blocks, num_rows), jnp.float16),
+            "totals": jax.ShapeDtypeStruct((batch, heads, num_rows), jnp.float32),
+        }
+        memory = {
+            "q": tiled((_TILE_ROWS, dim), call.q.dtype),
+            "codes": _tiled_codes((_TILE_ROWS, dim), dtype),
+            "keys": _tiled_codes((_STAGES, TILE, dim), dtype),
+            "means": tiled((2, _GROUP, dim), call.q.dtype),
+        }
+        barriers = {
+            "rows_full": plgpu.Barrier(num_arrivals=2),
+            "rows_free": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        }
+        for name, slots in (("keys", _STAGES), ("means", 2)):
+            barriers[f"{name}_full"] = plgpu.Barrier(num_barriers=slots)
+            barriers[f"{name}_free"] = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=slots)
+        resources = memory, barriers, programs, self.interpret
+        results = launch(kernel, inputs, outputs, *resources, warpgroups=_WARPGROUPS)
+        return results["weights"], results["totals"]
+
+
+class _CodedRows:
+    """Tiles of keys pass each row tile from the last to the first, one per block."""
+
+    def __init__(self, refs: dict[str, Any], walk: RowTiles, group: int, log2_scale: float):
+        self.refs, self.smem, self.bars = refs, refs["smem"], refs["bars"]
+        self.walk, self.group, self.log2_scale = walk, group, log2_scale
+
+    def load(self) -> None:
+        """Runs the memory warpgroup."""
+        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+        refs, smem, bars = self.refs, self.smem, self.bars
+
+        def copy(source: Any, name: str, slot: Array) -> None:
+            plgpu.copy_gmem_to_smem(source, smem[name].at[slot], bars[f"{name}_full"].at[slot])
+
+        def await_free(name: str, step: Array, slots: int) -> Array:
+            slot = lax.rem(step, slots)
+            free = bars[f"{name}_free"].at[slot]
+            pl.when(step >= slots)(lambda: plgpu.barrier_wait(free))
+            return slot
+
+        def load_item(n: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+            it = self.walk.item(n)
+            rows = pl.ds(it.row_tile * _TILE_ROWS, _TILE_ROWS)
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(bars["rows_free"]))
+            for name in ("q", "codes"):
+                source = refs[name].at[it.batch, rows, it.head]
+                plgpu.copy_gmem_to_smem(source, smem[name], bars["rows_full"])
+            (first, end), kv_head = self.walk.columns(it), lax.div(it.head, self.group)
+            steps, groups = done
+
+            def load_tile(i: Array, _: None) -> None:
+                tile = end - 1 - i
+
+                def load_means() -> None:
+                    slot = await_free("means", groups + self._group(i, end), 2)
+                    blocks = pl.ds(lax.div(tile, _GROUP) * _GROUP, _GROUP)
+                    copy(refs["means"].at[it.batch, blocks, kv_head], "means", slot)
+
+                pl.when(self._enters_group(i, end))(load_means)
+                slot = await_free("keys", steps + i, _STAGES)
+                tokens = pl.ds(tile * TILE, TILE)
+                copy(refs["keys"].at[it.batch, tokens, kv_head], "keys", slot)
+
+            lax.fori_loop(0, end - first, load_tile, None)
+            return self._after(done, first, end)
+
+        steps, groups = lax.fori_loop(0, self.walk.count(), load_item, (jnp.int32(0),) * 2)
+        await_last([bars["keys_free"]], steps, _STAGES)
+        await_last([bars["means_free"]], groups, 2)
+        plgpu.barrier_wait(bars["rows_free"])
+
+    def score(self, warpgroup: Array) -> None:
+        """Runs a compute warpgroup, for its 64 rows of each row tile."""
+        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        refs, smem, bars = self.refs, self.smem, self.bars
+
+        def score_item(n: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+            it = self.walk.item(n)
+            rows = pl.ds(it.row_tile * _TILE_ROWS + warpgroup * ROWS, ROWS)
+            own = pl.ds(warpgroup * ROWS, ROWS)
+            seen = self.walk.seen(it, rows)
+            row_units = plgpu.load(
+                refs["units"].at[it.batch, it.head, rows], layout=ROW_LAYOUT, optimized=False
+            )
+            (first, end), kv_head = self.walk.columns(it), lax.div(it.head, self.group)
+            steps, groups = done
+            plgpu.barrier_wait(bars["rows_full"])
+
+            def multiply(name: str, rows_of: str, slot: Array, shape: tuple, dtype: Any) -> Array:
+                plgpu.barrier_wait(bars[f"{name}_full"].at[slot])
+                a, b = smem[rows_of].at[own], smem[name].at[slot].T
+                found = product(a, b, shape, dtype)
+                plgpu.barrier_arrive(bars[f"{name}_free"].at[slot])
+                return found
+
+            def score_tile(i: Array, state: tuple) -> tuple:
+                reference, total, of_means = state
+                tile = end - 1 - i
+                unit = row_units * refs["key_units"][it.batch, kv_head, tile]
+
+                def multiply_means(_: Array) -> Array:
+                    slot = lax.rem(groups + self._group(i, end), 2)
+                    shape = ROWS, _GROUP
+                    return multiply("means", "q", slot, shape, jnp.float32) * self.log2_scale
+
+                of_means = lax.cond(
+                    self._enters_group(i, end), multiply_means, lambda x: x, of_means
+                )
+                chosen = iota(of_means, 1) == lax.rem(tile, _GROUP)
+                offset = fold(jnp.add, jnp.where(chosen, of_means, 0.0)).sum(axis=1)
+                slot = lax.rem(steps + i, _STAGES)
+                products = multiply("keys", "codes", slot, (ROWS, TILE), jnp.float16)
+
+                def cut(products: Array) -> Array:
+                    at = tile * TILE
+                    masked = self.walk.mask(at, products.astype(jnp.float32), seen)
+                    whole = self.walk.sees_all(at, TILE, seen)
+                    return jnp.where(whole, _estimate(products, unit), _exact(masked, unit))
+
+                weight = offset + lax.cond(
+                    self.walk.is_cut(it, tile), cut, lambda x: _estimate(x, unit), products
+                )
+                reference = jnp.where(reference > -jnp.inf, reference, weight)
+                base = jnp.where(reference > -jnp.inf, reference, 0.0)
+                of_block = refs["weights"].at[it.batch, it.head, tile, rows]
+                of_block[...] = (weight - base).astype(jnp.float16)
+                return reference, _log2_add(total, weight), of_means
+
+            start = (
+                full((ROWS,), -jnp.inf, ROW_LAYOUT),
+                full((ROWS,), -jnp.inf, ROW_LAYOUT),
+                full((ROWS, _GROUP), 0.0, plgpu.Layout.WGMMA),
+            )
+            reference, total, _ = lax.fori_loop(0, end - first, score_tile, start)
+            plgpu.barrier_arrive(bars["rows_free"])
+            refs["totals"].at[it.batch, it.head, rows][...] = total - jnp.where(
+                reference > -jnp.inf, reference, 0.0
+            )
+            return self._after(done, first, end)
+
+        lax.fori_loop(0, self.walk.count(), score_item, (jnp.int32(0),) * 2)
+
+    @staticmethod
+    def _enters_group(i: Array, end: Array) -> Array:
+        """Whether a group of means is needed from the i-th tile on."""
+        return (i == 0) | (lax.rem(end - 1 - i, _GROUP) == _GROUP - 1)
+
+    @staticmethod
+    def _group(i: Array, end: Array) -> Array:
+        return lax.div(end - 1, _GROUP) - lax.div(end - 1 - i, _GROUP)
+
+    def _after(self, done: tuple[Array, Array], first: Array, end: Array) -> tuple[Array, Array]:
+        """Returns the tiles and groups of an item, added to those before it."""
+        groups = jnp.where(end > first, self._group(end - first - 1, end) + 1, 0)
+        return done[0] + end - first, done[1] + groups
+
+
+def _estimate(products: Array, unit: Array) -> Array:
+    """Estimates the base-2 log-sum-exp of the products of each row, times `unit`: fp32 [64]."""
+    parts = [products[:, n : n + EDGE] for n in range(0, TILE, EDGE)]
+    few = parts[:: len(parts) // _SAMPLED]
+    rest = [part for n, part in enumerate(parts) if n % (len(parts) // _SAMPLED)]
+    top_of_few = _reduce(jnp.maximum, few)
+    top = jnp.maximum(top_of_few, _reduce(jnp.maximum, rest)).astype(jnp.float32)
+    base = top.max(axis=1) * unit
+
+    def term(x: Array) -> Array:
+        x = x.astype(jnp.float32)
+        return jnp.exp2(x * rows_to_tile(unit, x) - rows_to_tile(base, x))
+
+    total, largest = _reduce(jnp.add, [term(x) for x in few]), term(top)
+    # The largest term counts once; the others are as large as the sampled ones on average.
+    others = len(parts) - 1
+    more = jnp.where(
+        top_of_few.astype(jnp.float32) >= top,
+        (total - largest) * (others / (_SAMPLED - 1)),
+        total * (others / _SAMPLED),
+    )
+    return base + jnp.log2((largest + more).sum(axis=1))
+
+
+def _exact(logits: Array, unit: Array) -> Array:
+    """Returns the base-2 log-sum-exp of each row of logits [64, 128], times `unit`: fp32 [64]."""
+    top = fold(jnp.maximum, logits).max(axis=1) * unit
+    base = jnp.where(top > -jnp.inf, top, 0.0)
+    terms = jnp.exp2(logits * rows_to_tile(unit, logits) - rows_to_tile(base, logits))
+    return base + jnp.log2(fold(jnp.add, terms).sum(axis=1))
+
+
+def _log2_add(x: Array, y: Array) -> Array:
+    """Returns log2(2^x + 2^y), -inf for -inf and -inf."""
+    top = jnp.maximum(x, y)
+    base = jnp.where(top > -jnp.inf, top, 0.0)
+    return base + jnp.log2(jnp.exp2(x - base) + jnp.exp2(y - base))
+
+
+def _reduce(combine: Callable[[Array, Array], Array], parts: list[Array]) -> Array:
+    """Combines arrays pairwise."""
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=False)
+        parts = [combine(a, b) for a, b in pairs] + parts[len(parts) - len(parts) % 2 :]
+    return parts[0]
+
+
+def _tiled_codes(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for wgmma operands of 8 bits, or of 16 in the interpreter."""
+    if dtype != CODE:
+        return tiled(shape, dtype)
+    width = shape[-1]
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -1,0 +1,103 @@
+"""Checks of kernels that score key blocks with coded keys, against NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.coded import CodedKeys, CodedScores, encode_keys, encode_rows
+from tests.pallas_kernels.helpers.block_masses import expected
+
+SIZE = 128
+
+
+def estimated(q, keys: CodedKeys, places, scale, first_blocks=None):
+    """Masses [B, Hq, n, NB] as `CodedScores.sums` defines them, in fp64."""
+    batch, blocks, rows, heads, dim = q.shape
+    group = heads // keys.codes.shape[2]
+    codes, units = encode_rows(q.reshape(batch, -1, heads, dim))
+    wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
+    of_keys = wide(keys.codes) * np.repeat(np.asarray(keys.units), SIZE, axis=1)[..., None]
+    of_keys, means = (np.repeat(x, group, axis=2) for x in (of_keys, wide(keys.means)))
+    of_rows = wide(codes) * np.asarray(units).swapaxes(1, 2)[..., None]
+    products = np.einsum("brhe,bshe->bhrs", of_rows, of_keys)
+    products = products.reshape(*products.shape[:3], -1, 16, 8)
+    offsets = np.einsum("brhe,bnhe->bhrn", wide(q.reshape(of_rows.shape)), means)
+    numbers = np.arange(keys.codes.shape[1])
+    last = places.reshape(places.shape[0], -1)[..., None]
+    seen = numbers <= last
+    if first_blocks is not None:
+        seen &= numbers >= np.repeat(first_blocks * SIZE, rows, axis=1)[..., None]
+    seen = np.broadcast_to(seen, (batch, *seen.shape[1:]))
+    seen = seen.reshape(batch, 1, seen.shape[1], -1, 16, 8)
+    logits = (products + offsets[..., None, None]) * scale
+    terms = np.where(seen, np.exp(logits - logits.max((3, 4, 5), keepdims=True)), 0.0)
+    few, top = terms[..., ::4, :], terms.max(-2)
+    inside = few.max(-2) == top
+    more = np.where(inside, (few.sum(-2) - top) * (15 / 3), few.sum(-2) * (15 / 4))
+    whole = seen.all((-2, -1))
+    sums = np.where(whole, (top + more).sum(-1), terms.sum((-2, -1)))
+    total = sums.sum(-1, keepdims=True)
+    masses = sums / np.where(total > 0, total, 1)
+    return masses.reshape(batch, heads, blocks, rows, -1).mean(3)
+
+
+def problem(rng, batch, blocks, first, heads, kv_heads, dim, rows=16):
+    """Queries and keys with large biases, and the places of rows."""
+    q = rng.normal(size=(batch, blocks, rows, heads, dim)) * 3
+    k = rng.normal(size=(batch, (first + blocks) * SIZE, kv_heads, dim))
+    q[..., 7] += 5
+    k[..., 7] += 200 * np.cos(np.arange(k.shape[1]) / 500)[:, None]  # as rotated biases are
+    k[..., 40] -= 30
+    own = np.arange(first, first + blocks)[:, None]
+    places = own * SIZE + (np.arange(rows) + 1) * SIZE // rows - 1
+    as_bf16 = (jnp.asarray(x, jnp.bfloat16) for x in (q, k))
+    return *as_bf16, np.broadcast_to(places, (batch, blocks, rows)).copy()
+
+
+def visible(places, num_blocks):
+    return np.arange(num_blocks) <= places.max(-1)[:, None, :, None] // SIZE
+
+
+def check_coded_masses(kernels: CodedScores, blocks: int, first: int, dim: int) -> None:
+    """Checks masses of rows from block `first` on."""
+    q, k, places = problem(np.random.default_rng(0), 1, blocks, first, 2, 1, dim)
+    places[:, -1, 8:] = -1  # padding
+    keys, scale = encode_keys(k), dim**-0.5
+    masses = jax.jit(functools.partial(kernels.block_masses, scale=scale))
+    found = np.asarray(masses(q, keys, jnp.asarray(places, jnp.int32)))
+    seen = np.broadcast_to(visible(places, first + blocks), found.shape)
+    wanted = estimated(q, keys, places, scale)
+    error = np.abs(found - wanted)[seen]
+    assert error.mean() < 1e-3 and error.max() < 0.05, (error.mean(), error.max())
+    exact = expected(
+        q.transpose(0, 3, 1, 2, 4),
+        k.reshape(1, -1, SIZE, 1, dim).transpose(0, 3, 1, 2, 4),
+        places,
+        scale,
+    )
+    assert np.abs(found - exact)[seen].mean() < 0.02
+
+
+def check_coded_masses_are_independent(kernels: CodedScores) -> None:
+    """Checks that other rows, and the position of a document, change no bit."""
+    blocks, dim = 20, 64
+    q, k, places = problem(np.random.default_rng(1), 2, blocks, 0, 1, 1, dim)
+    starts = [0, 1, 7, 8, 9], [0, 5, 18]
+    first = np.stack([np.repeat(x, np.diff([*x, blocks])) for x in starts])
+    masses = jax.jit(functools.partial(kernels.block_masses, scale=dim**-0.5))
+    as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
+    found = np.asarray(masses(q, encode_keys(k), as_int(places), as_int(first)))
+    numbers = np.arange(blocks)
+    seen = visible(places, blocks) & (numbers >= first[:, None, :, None])
+    seen = np.broadcast_to(seen, found.shape)
+    wanted = estimated(q, encode_keys(k), places, dim**-0.5, first)
+    assert np.abs(found - wanted)[seen].max() < 0.05
+    # A document on its own, every other row of blocks of it.
+    own = k[1:, 5 * SIZE : 18 * SIZE], q[1:, 5:18:2], places[1:, 5:18:2] - 5 * SIZE
+    alone = np.asarray(masses(own[1], encode_keys(own[0]), as_int(own[2])))
+    seen = visible(own[2], 13)
+    np.testing.assert_array_equal(
+        np.where(seen, found[1:, :, 5:18:2, 5:18], 0), np.where(seen, alone, 0)
+    )

@@ -1,0 +1,40 @@
+"""Masses of key blocks from coded keys by the Hopper kernel, in Pallas' interpreter."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.coded import encode_keys, encode_rows
+from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
+from tests.pallas_kernels.helpers.coded_masses import (
+    check_coded_masses,
+    check_coded_masses_are_independent,
+)
+
+WATCHED = HopperCodedScores(plgpu.InterpretGPUParams(detect_races=True))
+
+
+def test_masses_match_the_estimate():
+    check_coded_masses(WATCHED, blocks=3, first=15, dim=128)
+
+
+def test_no_other_row_changes_a_bit():
+    check_coded_masses_are_independent(HopperCodedScores(plgpu.InterpretGPUParams()))
+
+
+def test_codes_are_within_their_range_and_precise():
+    rng = np.random.default_rng(0)
+    sizes = 2.0 ** rng.integers(-20, 20, size=(1, 4, 1, 1, 1))
+    x = jnp.asarray(rng.normal(size=(1, 4, 128, 2, 64)) * sizes, jnp.bfloat16).reshape(
+        1, 512, 2, 64
+    )
+    keys = encode_keys(x)
+    codes = np.asarray(keys.codes, np.float32)
+    assert 8 <= np.abs(codes).reshape(4, -1).max(1).min() and np.abs(codes).max() <= 16
+    units = np.repeat(np.asarray(keys.units), 128, axis=1)[..., None]
+    means = np.repeat(np.asarray(keys.means, np.float32), 128, axis=1)
+    found, wanted = codes * units + means, np.asarray(x, np.float32)
+    assert np.abs(found - wanted).max() <= 2**-4 * np.abs(wanted - means).max()
+    assert (np.abs(found - wanted) <= 2**-4 * np.abs(wanted - means) + units * 2**-10).all()
+    codes, units = encode_rows(jnp.zeros((1, 2, 1, 64), jnp.bfloat16))
+    assert not np.asarray(codes, np.float32).any() and np.isfinite(units).all()
