@@ -7,7 +7,7 @@ compiled once for each kind and size of index, and only selection for each setti
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -87,6 +87,7 @@ class SteppedModel:
         )
         self._norm_state = norm_state
         self._losses = jax.jit(functools.partial(_losses, norm_graph))
+        self._part_losses = jax.jit(functools.partial(_part_losses, norm_graph))
 
     def losses(self, tokens: np.ndarray, attend: Attend) -> Array:
         """Returns the loss on each token but the first, fp32 [S - 1] in nats.
@@ -99,17 +100,30 @@ class SteppedModel:
         _, x, _ = collections.deque(self._run(tokens, attend), maxlen=1).pop()
         return self._losses(self._norm_state, x, self._head, tokens)
 
+    def part_losses(self, tokens: np.ndarray, first: int, attend: Attend) -> Array:
+        """Returns the losses on tokens [n + 1] but the first, fp32 [n]; `first` is its position.
+
+        `attend` gets the queries, keys and values of the first n tokens.
+        """
+        ids = jnp.asarray(tokens, jnp.int32)
+        tables = [x[:, first : first + len(ids) - 1] for x in self._tables]
+        _, x, _ = collections.deque(self._run(ids[:-1], attend, tables), maxlen=1).pop()
+        return self._part_losses(self._norm_state, x, self._head, ids)
+
     def heads(self, tokens: np.ndarray, attend: Attend, layer: int) -> tuple[Array, Array, Array]:
         """Returns q, k and v of a layer; arguments as in `losses`."""
         run = self._run(jnp.asarray(tokens, jnp.int32), attend)
         return next(qkv for number, _, qkv in run if number == layer)
 
-    def _run(self, tokens: Array, attend: Attend) -> Iterator[tuple[int, Array, tuple]]:
+    def _run(
+        self, tokens: Array, attend: Attend, tables: Sequence[Array] | None = None
+    ) -> Iterator[tuple[int, Array, tuple]]:
         """Yields the number of each layer, the residual stream after it, and its q, k and v."""
+        tables = self._tables if tables is None else tables
         x = self._embed(self._embedding, tokens)
         for number in range(self.spec.num_layers):
             at = jnp.int32(number)
-            qkv = self._before(self._layers, at, x, *self._tables)
+            qkv = self._before(self._layers, at, x, *tables)
             x = self._after(self._layers, at, x, attend(number, *qkv))
             yield number, x, qkv
 
@@ -119,3 +133,10 @@ def _losses(graph: nnx.GraphDef, state: nnx.State, x: Array, head: Array, tokens
     # The last token has no label; a dummy keeps the chunks even, and its loss is dropped.
     labels = jnp.roll(tokens, -1)[None]
     return label_scores(hidden, head, labels, chunk_size=_LOSS_CHUNK).loss[0, :-1]
+
+
+def _part_losses(
+    graph: nnx.GraphDef, state: nnx.State, x: Array, head: Array, tokens: Array
+) -> Array:
+    hidden = nnx.merge(graph, state)(x)
+    return label_scores(hidden, head, tokens[None, 1:], chunk_size=_LOSS_CHUNK).loss[0]
