@@ -18,8 +18,8 @@ from pallas_kernels.index import bits as sets
 # The mass of a row is about 2^30 in total, and below 2^31 however it is rounded.
 _MASS_BITS = 30
 TAU_BITS = 15
-_DIGIT_BITS = 4
-_ROUNDS = 8  # of `_DIGIT_BITS`: masses are below 2^31
+_DIGIT_BITS = 3
+_ROUNDS = 11  # of `_DIGIT_BITS`: masses are below 2^31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,9 @@ def _find_threshold(mass: Array, missing: Array) -> Array:
 
     def narrow(step, base):
         shift = jnp.uint32((_ROUNDS - 1 - step) * _DIGIT_BITS)
-        sums = _sums_from(mass, base[..., None] + (digits << shift))
+        largest = jnp.uint32(0xFFFFFFFF)  # no mass reaches it, nor larger candidates
+        offsets = jnp.where(digits <= largest >> shift, digits << shift, largest)
+        sums = _sums_from(mass, base[..., None] + offsets)
         reached = sums.astype(jnp.int32) >= missing[..., None]
         return base + (reached.sum(-1, dtype=jnp.uint32) << shift)
 
