@@ -102,3 +102,15 @@ def test_masses_are_bit_identical_for_any_number_of_steps(documents, monkeypatch
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(np.asarray(whole[0]).sum(-1), 1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", [1 << 14, 1 << 16])
+def test_masses_of_the_longest_sequences_sum_to_one(blocks):
+    # Equally heavy blocks, the worst case of sums in fixed point.
+    q = jnp.ones((1, 1, 1, ROWS, LENGTH), jnp.bfloat16)
+    k = jnp.ones((1, 1, blocks, COLUMNS, LENGTH), jnp.bfloat16)
+    places = jnp.full((1, 1, ROWS), blocks * COLUMNS - 1, jnp.int32)
+    found = jax.jit(functools.partial(Scores().block_masses, scale=1.0))(q, k, places)
+    np.testing.assert_allclose(np.asarray(found)[0, 0, 0], 1 / blocks, rtol=1e-3)
+    long_rows = (jax.ShapeDtypeStruct((*x.shape[:4], 64), x.dtype) for x in (q, k))
+    assert Scores().unsupported(*long_rows) is None
