@@ -755,9 +755,7 @@ def test_valid_combinations(columns):
 def test_more_devices_than_there_are(columns):
     config = override(columns, parallel__replicas="2", parallel__nodes="4", data__batch_size="2")
     validate(config, device_count=8)
-    with pytest.raises(
-        UserError, match="= 8 devices, but JAX finds only 7 devices; reduce one"
-    ):
+    with pytest.raises(UserError, match="= 8 devices, but JAX finds only 7 devices; reduce one"):
         validate(config, device_count=7)
 
 
