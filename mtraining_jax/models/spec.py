@@ -48,7 +48,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, allowed = getattr(self, field.name), get_args(field.type)
-            if field.type is int and value < 1 and field.name != "mlp_kept_chunks":
+            number = field.type in (int, float) and field.name != "mlp_kept_chunks"
+            if number and not value > 0:
                 raise ValueError(f"{field.name} = {value} must be positive")
             if field.name in ("dtype", "remat") and value not in allowed:
                 raise ValueError(f'{field.name} = "{value}" must be one of {", ".join(allowed)}')
@@ -68,6 +69,8 @@ class ModelSpec:
             values = {name: config[name] for name in names if name in config}
         else:
             values = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        if not values:
+            raise ValueError(f"a {type(config).__name__} is not a model; pass a ModelSpec")
         if values.get("head_dim") is None and values.get("num_heads"):
             values["head_dim"] = values.get("hidden_size", 0) // values["num_heads"]
         for field in dataclasses.fields(cls):

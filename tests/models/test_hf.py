@@ -154,7 +154,8 @@ def test_yarn_without_the_original_length_keeps_it_open(checkpoint):
 
 
 def test_plain_rope(checkpoint):
-    rewrite_config(checkpoint, rope_parameters={"rope_type": "default", "rope_theta": 10.0})
+    rope = {"rope_type": "default", "rope_theta": 10.0}
+    rewrite_config(checkpoint, rope_scaling="absent", rope_parameters=rope)
     spec = read_hf_config(checkpoint)
     assert spec.rope_scaling is None and spec.rope_theta == 10.0
 
@@ -179,6 +180,11 @@ def test_plain_rope(checkpoint):
         ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_parameters": [1]}, "must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters contradict each"),
+        (
+            {"rope_scaling": "absent", "rope_parameters": {"rope_theta": -1}},
+            "rope_theta = -1.0 must be positive",
+        ),
     ],
 )
 def test_an_unsupported_config_is_refused(checkpoint, changes, message):
@@ -189,6 +195,8 @@ def test_an_unsupported_config_is_refused(checkpoint, changes, message):
 
 
 def test_a_damaged_or_missing_config_is_refused(checkpoint):
+    with pytest.raises(UserError, match="^rematerialize is not a field of a model; choose from"):
+        read_hf_config(checkpoint, rematerialize="full")
     path = checkpoint / "config.json"
     path.write_text("{")
     with pytest.raises(UserError, match="is not valid JSON"):

@@ -315,3 +315,5 @@ def test_an_invalid_model_is_refused(changes, message):
 def test_a_config_without_a_required_field_is_refused():
     with pytest.raises(ValueError, match="vocab_size is missing"):
         ModelSpec.from_config({"hidden_size": 8})
+    with pytest.raises(ValueError, match="a str is not a model; pass a ModelSpec"):
+        ModelSpec.from_config("path")

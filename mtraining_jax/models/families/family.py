@@ -107,7 +107,13 @@ class Family:
         partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if partial not in (None, 1.0):
             raise ValueError(f"partial_rotary_factor={partial} is unsupported; it must be 1.0")
-        values["rope_scaling"] = _scaling(rope, values["max_position_embeddings"])
+        context = values["max_position_embeddings"]
+        values["rope_scaling"] = _scaling(rope, context)
+        older = self.rope_parameters({**raw, "rope_parameters": None})
+        if older and _scaling(older, context) != values["rope_scaling"]:
+            raise ValueError(
+                "rope_scaling and rope_parameters contradict each other; remove one of them"
+            )
         return values
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:

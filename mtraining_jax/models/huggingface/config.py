@@ -31,6 +31,9 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
     `overrides` are fields of `ModelSpec` that config.json lacks, for example `dtype`. Raises
     UserError if the file is missing or damaged, or has an unsupported value.
     """
+    fields = ModelSpec.__dataclass_fields__
+    if unknown := sorted(overrides.keys() - fields.keys()):
+        raise UserError(f"{unknown[0]} is not a field of a model; choose from {', '.join(fields)}")
     values = read_hf_values(directory, overrides.get("family"))
     try:
         return ModelSpec.from_config(values | overrides)
