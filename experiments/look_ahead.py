@@ -10,13 +10,11 @@ tokens are far copies (`mtraining_jax/evaluation/far_copies.py`), where the text
 Appends a JSON line per text to FILE and skips texts that are there.
 """
 
-import functools
 import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,37 +55,37 @@ class CutBlocks:
         )
         self._select = Selector(pattern, *shapes, None)
         self._attend = jax.jit(attention)
-        self._block = jax.jit(self._attend_block)
+        self._block = jax.jit(self._losses)
 
-    def read(self, tokens: np.ndarray) -> tuple[np.ndarray, list[tuple[Array, Array]]]:
-        """Runs the whole text: losses fp32 [S - 1], and k and v [1, S, Hk, D] of each layer."""
+    def read(self, tokens: np.ndarray) -> tuple[np.ndarray, list[Array]]:
+        """Runs the whole text: losses fp32 [S - 1], and keys and values [L, 1, S, Hk, D]."""
         kept = []
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             kept.append((k, v))
             return self._attend(q, k, v, self._select(layer, q, k))
 
-        return np.asarray(self.model.losses(tokens, attend)), kept
+        losses = np.asarray(self.model.losses(tokens, attend))
+        return losses, [jnp.stack(x) for x in zip(*kept, strict=True)]
 
-    def losses(self, tokens: np.ndarray, kept: Any, block: int, ends: np.ndarray) -> np.ndarray:
+    def losses(
+        self, tokens: np.ndarray, kept: list[Array], block: int, ends: np.ndarray
+    ) -> np.ndarray:
         """Losses on the tokens after the block's, with its first `ends` tokens: [ends, g]."""
-        blocks = self.seq_len // self.size
+        blocks, first = self.seq_len // self.size, block * self.size
         padded = next(int(x * blocks) for x in _SHARES if block < int(x * blocks)) * self.size
-        first = block * self.size
-        attend = functools.partial(self._attended, kept, padded, block)
-        found = []
-        for end in ends:
-            part = self.model.part_losses(
-                tokens[first : first + self.size + 1], first, functools.partial(attend, int(end))
-            )
-            found.append(part)
-        return np.stack(jax.device_get(found))
+        ids = jnp.asarray(tokens[first : first + self.size + 1], jnp.int32)
+        parts = [x[:, :, :padded] for x in kept]
+        return np.asarray(self._block(*parts, ids, jnp.int32(block), jnp.asarray(ends, jnp.int32)))
 
-    def _attended(
-        self, kept: Any, padded: int, block: int, end: int, layer: int, q: Array, k: Array, v: Array
-    ) -> Array:
-        k_all, v_all = (x[:, :padded] for x in kept[layer])
-        return self._block(q, k, v, k_all, v_all, jnp.int32(block), jnp.int32(end))
+    def _losses(self, k_all: Array, v_all: Array, ids: Array, block: Array, ends: Array) -> Array:
+        def cut(end: Array) -> Array:
+            def attend(layer: Array, q: Array, k: Array, v: Array) -> Array:
+                return self._attend_block(q, k, v, k_all[layer], v_all[layer], block, end)
+
+            return self.model.part_losses(ids, block * self.size, attend)
+
+        return jax.lax.map(cut, ends)
 
     def _attend_block(
         self, q: Array, k: Array, v: Array, k_all: Array, v_all: Array, block: Array, end: Array

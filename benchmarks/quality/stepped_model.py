@@ -7,14 +7,14 @@ compiled once for each kind and size of index, and only selection for each setti
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from mtraining_jax.models.fsdp import compute_weights
 from mtraining_jax.models.huggingface.config import read_hf_config
@@ -100,30 +100,34 @@ class SteppedModel:
         _, x, _ = collections.deque(self._run(tokens, attend), maxlen=1).pop()
         return self._losses(self._norm_state, x, self._head, tokens)
 
-    def part_losses(self, tokens: np.ndarray, first: int, attend: Attend) -> Array:
-        """Returns the losses on tokens [n + 1] but the first, fp32 [n]; `first` is its position.
+    def part_losses(self, tokens: Array, first: Array, attend: Callable[..., Array]) -> Array:
+        """Returns the losses on tokens [n + 1] but the first, fp32 [n]; may be traced.
 
-        `attend` gets the queries, keys and values of the first n tokens.
+        `first` is the position of the first token. `attend` gets the queries, keys and values of
+        the first n tokens, with the number of the layer as an array.
         """
-        ids = jnp.asarray(tokens, jnp.int32)
-        tables = [x[:, first : first + len(ids) - 1] for x in self._tables]
-        _, x, _ = collections.deque(self._run(ids[:-1], attend, tables), maxlen=1).pop()
-        return self._part_losses(self._norm_state, x, self._head, ids)
+        count = tokens.shape[0] - 1
+        tables = [lax.dynamic_slice_in_dim(x, first, count, axis=1) for x in self._tables]
+
+        def layer(x: Array, number: Array) -> tuple[Array, None]:
+            qkv = self._before(self._layers, number, x, *tables)
+            return self._after(self._layers, number, x, attend(number, *qkv)), None
+
+        numbers = jnp.arange(self.spec.num_layers, dtype=jnp.int32)
+        x, _ = lax.scan(layer, self._embed(self._embedding, tokens[:-1]), numbers)
+        return self._part_losses(self._norm_state, x, self._head, tokens)
 
     def heads(self, tokens: np.ndarray, attend: Attend, layer: int) -> tuple[Array, Array, Array]:
         """Returns q, k and v of a layer; arguments as in `losses`."""
         run = self._run(jnp.asarray(tokens, jnp.int32), attend)
         return next(qkv for number, _, qkv in run if number == layer)
 
-    def _run(
-        self, tokens: Array, attend: Attend, tables: Sequence[Array] | None = None
-    ) -> Iterator[tuple[int, Array, tuple]]:
+    def _run(self, tokens: Array, attend: Attend) -> Iterator[tuple[int, Array, tuple]]:
         """Yields the number of each layer, the residual stream after it, and its q, k and v."""
-        tables = self._tables if tables is None else tables
         x = self._embed(self._embedding, tokens)
         for number in range(self.spec.num_layers):
             at = jnp.int32(number)
-            qkv = self._before(self._layers, at, x, *tables)
+            qkv = self._before(self._layers, at, x, *self._tables)
             x = self._after(self._layers, at, x, attend(number, *qkv))
             yield number, x, qkv
 
