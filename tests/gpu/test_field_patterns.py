@@ -1,4 +1,4 @@
-"""Patterns of other publications on a GPU: their selection there, and its attention."""
+"""Selections on a GPU: those of other publications with their attention, and coded keys."""
 
 import functools
 
@@ -14,8 +14,13 @@ from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
+from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
 from pallas_kernels.reference import reference_attention
 from tests.gpu_tools.ring_errors import own_device
+from tests.pallas_kernels.helpers.coded_masses import (
+    check_coded_masses,
+    check_coded_masses_are_independent,
+)
 from tests.patterns import inputs
 
 SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM = 4096, 128, 4, 2, 128
@@ -80,3 +85,14 @@ def test_kernels_select_the_same_as_xla(pattern):
     with jax.default_device(own_device()):
         ours, xla = (np.asarray(mask(q, k, backend)) for backend in ("mosaic_gpu", "xla"))
     assert (ours & xla).sum() >= 0.99 * (ours | xla).sum()
+
+
+@pytest.mark.parametrize(("blocks", "first", "dim"), [(17, 0, 64), (40, 3, 128)])
+def test_masses_of_coded_keys_match_their_definition(blocks, first, dim):
+    with jax.default_device(own_device()):
+        check_coded_masses(HopperCodedScores(), blocks, first, dim)
+
+
+def test_no_other_row_changes_a_bit_of_coded_masses():
+    with jax.default_device(own_device()):
+        check_coded_masses_are_independent(HopperCodedScores())
