@@ -384,6 +384,9 @@ def test_invalid_arguments_are_refused(tmp_path):
         save_hf(tmp_path / "out", spec, drawn(spec)[1], dtype="float16")
     with pytest.raises(UserError, match="max_shard_bytes=0 must be positive"):
         save_hf(tmp_path / "out", spec, drawn(spec)[1], max_shard_bytes=0)
+    with pytest.raises(UserError, match="embed.* has shape .* in state, but config needs"):
+        save_hf(tmp_path / "out", tiny_spec(vocab_size=99), drawn(spec)[1])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_pure_dict_is_written_too(tmp_path):

@@ -72,6 +72,14 @@ def save_hf(
         config_json["eos_token_id"] = eos
     names, leaves = jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state)
     parameters = dict(zip(names, leaves, strict=True))
+    found = {name: parameter.shape for name, parameter in parameters.items()}
+    needed = {name: parameter.shape for name, parameter in spec.parameters.items()}
+    for name in sorted(found | needed):
+        if found.get(name) != needed.get(name):
+            raise UserError(
+                f"config is of another model than state: {name} has shape {found.get(name)} in "
+                f"state, but config needs {needed.get(name)}"
+            )
     shards = _split(checkpoint_tensors(spec), jnp.dtype(dtype), max_shard_bytes)
     folder, is_first = _Folder(directory, replace), jax.process_index() == 0
     try:
