@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Placement
 from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.fields import shortened
@@ -79,6 +80,8 @@ def check_is_pattern(pattern: object) -> Pattern | Index:
     """Returns `pattern` if it is a pattern or an index, whatever the inputs."""
     if not isinstance(pattern, (Pattern, Index)):
         made = f"; did you mean {pattern.__name__}()?" if isinstance(pattern, type) else ""
+        if isinstance(pattern, PatternOptions):
+            made = "; make one with pattern.pattern(ModelSizes(num_layers, num_heads, seq_len))"
         raise ValueError(
             f"pattern={pattern!r} is not a Pattern, such as SampledRows(tau=0.9), VerticalSlash() "
             f"or Dense(), or an index{made}"

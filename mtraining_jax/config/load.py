@@ -114,12 +114,11 @@ def _file_layers(name_or_path: str | Path) -> list[Layer]:
 
 
 def check_overrides(overrides: Overrides) -> None:
-    """Raises a UserError unless overrides are pairs of field and value as text, or None."""
+    """Raises a UserError unless overrides are pairs of a field and its value."""
     for pair in [overrides] if isinstance(overrides, str | Mapping) else overrides:
-        texts = isinstance(pair, tuple | list) and [isinstance(x, str | None) for x in pair]
-        if texts != [True, True]:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise UserError(
-                f"overrides={overrides!r} must be pairs of a field and its value as text, such as "
+                f"overrides={overrides!r} must be pairs of a field and its value, such as "
                 '[("run.steps", "10")]'
             )
 
@@ -127,7 +126,8 @@ def check_overrides(overrides: Overrides) -> None:
 def _load(layers: Layers, overrides: Overrides = (), stored: bool = False) -> Config:
     check_overrides(overrides)
     notify(_COMMAND_LINE, *(name for name, _ in overrides if name in RENAMED))
-    overrides = [(RENAMED.get(name, name), text) for name, text in overrides]
+    pairs = ((RENAMED.get(name, name), value) for name, value in overrides)
+    overrides = [(name, None if value is None else str(value)) for name, value in pairs]
     for _, values in layers:
         all_fields(values)  # loads their plug-ins, so that options of those are known
     fields = _selected_fields(layers, overrides)

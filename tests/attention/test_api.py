@@ -24,6 +24,7 @@ from mtraining_jax import (
     stripe,
     unstripe,
 )
+from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import BlockSparseIndex, DenseIndex
 from pallas_kernels.reference import reference_attention
@@ -279,6 +280,7 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped(), {"batch_axis": 3}, ".3,. but no mesh: pass mesh="),
         (shaped((0, TOKENS, 4, 8), k=(0, TOKENS, 2, 8)), {}, "q has shape .* empty axes are not"),
         (shaped(), {"pattern": None}, "pattern=None is not a Pattern, such as SampledRows"),
+        (shaped(), {"pattern": DenseOptions()}, r"make one with pattern.pattern\(ModelSizes"),
         (shaped(), {"pattern": mtraining_jax.Dense}, r"or an index; did you mean Dense\(\)\?"),
         (shaped(), {"pattern": NotFrozen()}, "NotFrozen.* cannot be hashed .*frozen dataclass"),
         (shaped(), {"pattern": mtraining_jax.SampledRows(tau=jnp.float32(1))},

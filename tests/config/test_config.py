@@ -440,6 +440,7 @@ def test_integers_are_valid_floats(write):
         ("data.eos", "none", None),
         ("checkpoint.resume", "true", True),
         ("checkpoint.resume", "auto", "auto"),
+        ("optimizer.lr", 0.5, 0.5),
     ],
 )
 def test_overrides(minimal, name, text, value):

@@ -167,6 +167,6 @@ def test_invalid_tokens_are_reported():
     ]:
         with pytest.raises(UserError, match=message):
             call()
-    for overrides in ({"sparsity.tau": "0.5"}, ["sparsity.tau=0.5"], [("sparsity.tau", 0.5)]):
-        with pytest.raises(UserError, match="^overrides=.* must be pairs of a field and its value"):
+    for overrides in ({"sparsity.tau": "0.5"}, ["sparsity.tau=0.5"]):
+        with pytest.raises(UserError, match="^overrides=.* must be pairs of a field and its"):
             Engine.load("tests/checkpoints/qwen2_tiny", overrides=overrides)
