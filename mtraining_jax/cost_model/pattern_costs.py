@@ -112,6 +112,13 @@ def softmax_share(options: PatternOptions) -> float:
     return 0.0
 
 
+def reads_coded_keys(options: PatternOptions) -> bool:
+    """Whether the Hopper kernel scores keys in 8 bits (`pallas_kernels.coded`)."""
+    if isinstance(options, ReplayOptions):
+        return options.replay_estimate and reads_coded_keys(options.replayed())
+    return isinstance(options, SampledRowsOptions) and not options.columns
+
+
 @_method_first
 def capacities(
     options: PatternOptions, num_blocks: int, documents: bool = False

@@ -6,6 +6,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.cost_model.flops import StepFlops, layer_products, step_flops
 from mtraining_jax.cost_model.kernel_times import (
+    CODED_SPEEDUP,
     KERNEL_RATES,
     SCORES_PER_SECOND,
     kernel_seconds,
@@ -71,7 +72,9 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
             softmax = pattern_costs.softmax_share(settings)
             products = softmax / 2 * dense
             scoring = pattern_costs.scoring_share(settings) * dense - products
-            scoring += max(products, softmax * pairs / SCORES_PER_SECOND)
+            coded = pattern_costs.reads_coded_keys(settings) and gpu.backend == "mosaic_gpu"
+            speedup = CODED_SPEEDUP if coded else 1.0
+            scoring += max(products, softmax * pairs / SCORES_PER_SECOND) / speedup
             selection = indices * gpu.index_seconds + scoring / gpu.forward_share
             result["index selection"] = selection / devices
         else:
