@@ -119,7 +119,7 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
         row_sharded = _row_sharded(inputs)
         of_index = selection.index.row_sharded
         if of_index != row_sharded:
-            raise ValueError(
+            raise UserError(
                 f"{type(pattern).__name__} selected a {type(selection.index).__name__}, for which "
                 f"its row_sharded() must return {of_index}, not {row_sharded}; add to the class: "
                 f"def row_sharded(self, documents): return {of_index}"

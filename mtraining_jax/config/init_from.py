@@ -34,6 +34,9 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
     if not os.path.isdir(folder) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", folder):
         way = f"`hf download {folder} --local-dir DIR` and give DIR"
         raise UserError(f"{what} is not a folder; if it is on Hugging Face, download it with {way}")
+    if os.path.isdir(os.path.join(folder, "checkpoints")):
+        way = f"give {os.path.join(folder, 'hf')}, its export with --checkpoint.export_hf=true"
+        raise UserError(f"{what} is the folder of a run; {way}")
     if not os.path.exists(os.path.join(folder, CONFIG_FILE)):
         resume = "; a run that resumes from its own checkpoint does not need it: set"
         resume += " model.init_from = none and all sizes of the model"

@@ -13,6 +13,7 @@ _OPTIONS = "mtraining_jax.patterns.options"
 PATTERNS = Registry(
     "sparse pattern",
     base=f"{_OPTIONS}.base:PatternOptions",
+    public="mtraining_jax.Pattern",
     built_in={
         "dense": f"{_OPTIONS}.base:DenseOptions",
         "vertical_slash": f"{_OPTIONS}.probes:VerticalSlashOptions",

@@ -8,6 +8,7 @@ import numpy as np
 
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, step_flops
+from mtraining_jax.utils.errors import UserError
 
 Record = dict[str, Any]
 
@@ -70,7 +71,7 @@ def step_record(
     for name, values in layers.items():
         statistic = _by_layer(name, values)
         if taken := sorted(statistic.keys() & record.keys()):
-            raise ValueError(
+            raise UserError(
                 f"the pattern's statistic {name!r} must be renamed: the record of a step "
                 f"already has {', '.join(taken)}"
             )

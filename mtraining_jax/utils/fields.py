@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
+from mtraining_jax.utils.errors import UserError
+
 _BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 _NOUNS = {int: "an integer", float: "a finite number"}
 
@@ -60,6 +62,9 @@ class Field:
 @functools.cache
 def fields_of(cls: type) -> dict[str, Field]:
     """The fields of a dataclass that its constructor takes, by name."""
+    if not dataclasses.is_dataclass(cls):
+        way = "add @dataclasses.dataclass(frozen=True)"
+        raise UserError(f"{cls.__module__}:{cls.__qualname__} must be a dataclass; {way}")
     hints, docs = typing.get_type_hints(cls, include_extras=True), attribute_docs(cls)
     return {
         field.name: Field(field.name, hints[field.name], _default(field), docs.get(field.name, ""))

@@ -15,11 +15,12 @@ class Registry:
     Args:
         what: kind of plug-in for error messages, e.g. "sparse pattern".
         base: base class of all plug-ins, as `module:Class`.
+        public: what a user derives plug-ins from, if not from `base`.
         built_in: built-in plug-ins, name -> `module:Class`.
     """
 
-    def __init__(self, what: str, base: str, built_in: Mapping[str, str]) -> None:
-        self.what, self._base = what, base
+    def __init__(self, what: str, base: str, built_in: Mapping[str, str], public: str = "") -> None:
+        self.what, self._base, self._public = what, base, public or base
         self._built_in = dict(built_in)
         self._loaded: dict[str, type] = {}
 
@@ -52,7 +53,8 @@ class Registry:
         found = _load(self._built_in.get(name, name), name, self.what)
         base = _load(self._base, name, self.what)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise UserError(f'"{name}" is not a {self.what}: it must be a subclass of {self._base}')
+            needed = f"it must be a subclass of {self._public}"
+            raise UserError(f'"{name}" is not a {self.what}: {needed}')
         self._loaded[name] = found
         return found
 
@@ -64,6 +66,8 @@ class Registry:
 
 def _load(place: str, name: str, what: str) -> Any:
     module_name, _, attribute = place.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise UserError(f'"{name}" must be package.module:Class, as Python imports it')
     try:
         module = importlib.import_module(module_name)
         if not hasattr(module, attribute):

@@ -24,6 +24,7 @@ from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.names import SAVED_NAMES
 from tests.attention import audit_oracle
@@ -111,7 +112,5 @@ def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys(tmp_pat
     class Unsaid(window):
         row_sharded = Pattern.row_sharded
 
-    with pytest.raises(
-        ValueError, match=r"add to the class: def row_sharded\(self, documents\): r"
-    ):
+    with pytest.raises(UserError, match=r"add to the class: def row_sharded\(self, documents\): r"):
         attend(*indices.inputs()[:3], pattern=Unsaid(block_size=size))

@@ -139,6 +139,8 @@ def test_a_folder_without_config_json(load, checkpoint):
     said = refusal(load)
     assert said.startswith(f"model.init_from = {checkpoint}: cannot read {checkpoint}/config.json")
     assert "a run that resumes from its own checkpoint does not need it" in said
+    (checkpoint / "checkpoints").mkdir()
+    assert f"the folder of a run; give {checkpoint}/hf, its export with" in refusal(load)
 
 
 def test_names_and_files_instead_of_a_folder(load, checkpoint):

@@ -336,5 +336,5 @@ def test_display_of_other_processes_is_silent(config, capsys):
 def test_statistics_of_a_pattern_are_reported_under_their_own_names(config):
     found = record(config, 1, layers={"near_share": np.array([0.25, 0.75])})
     assert found["near_share"] == 0.5 and found["near_share_per_layer"] == [0.25, 0.75]
-    with pytest.raises(ValueError, match="'loss' must be renamed"):
+    with pytest.raises(UserError, match="'loss' must be renamed"):
         record(config, 1, layers={"loss": np.array([1.0, 2.0])})

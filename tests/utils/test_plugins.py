@@ -43,6 +43,8 @@ def test_lookup_by_name_and_by_module(registry):
         ("second", 'unknown thing "second"; choose one of first or pass package.module:Class'),
         ("nowhere_at_all:X", "cannot be loaded as a thing: No module named 'nowhere_at_all'"),
         ("own_plugins_for_tests:Gone", "own_plugins_for_tests has no 'Gone'"),
+        ("./own_plugins_for_tests:Mine", "must be package.module:Class, as Python imports it"),
+        (":Mine", "must be package.module:Class"),
         ("own_plugins_for_tests:Other", "is not a thing: it must be a subclass of own_plugins_for"),
     ],
 )
@@ -107,3 +109,5 @@ def test_fields_and_their_docs():
     assert share.default == 0.5 and not share.required
     assert size.kinds == {int, type(None)} and names.kinds == {list}
     assert names.converted(["a"]) == ("a",) and Options(share=1).share == 1
+    with pytest.raises(UserError, match=r"builtins:dict must be a dataclass; add @dataclasses"):
+        fields_of(dict)
