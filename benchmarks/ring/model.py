@@ -174,6 +174,8 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--outer-gb-s", type=float, default=INFINIBAND, help="per GPU, one way")
     parser.add_argument("--latency-ms", type=float, default=0.02, help="of a hop between nodes")
     args = parser.parse_args(argv)
+    if args.rows and not args.rows.is_file():
+        parser.error(f"--rows: {args.rows} is not a file")
     lines = [
         "Paper (512K tokens, 4 x 8 A100), forward with index, from its own figures per step: "
         + ", ".join(f"{ring} {paper_ms(ring):.2f} ms" for ring in RINGS)

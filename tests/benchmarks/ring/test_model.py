@@ -101,3 +101,9 @@ def test_one_gpu_stands_for_all_rings(tmp_path):
     path.write_text(json.dumps([dataclasses.asdict(row)]))
     text = model.main(["--rows", str(path), "--latency-ms", "0", "--outer-gb-s", "1e12"])
     assert text.count("| 1 x 1 GPUs, flat | 0.25 | 0.75 | 1.00 |") == 3
+
+
+def test_rows_must_be_a_file(capsys):
+    with pytest.raises(SystemExit):
+        model.main(["--rows", "none.json"])
+    assert capsys.readouterr().err.endswith("error: --rows: none.json is not a file\n")
