@@ -119,6 +119,7 @@ class Inspection:
 
 
 @jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
 def inspect(
     index: Index,
     q: Array | None = None,

@@ -61,7 +61,8 @@ def sparse_by_hand():
 
 def test_density_and_budgets_match_the_mask():
     index, mask = chosen()
-    found = inspect(index)
+    with jax.numpy_dtype_promotion("strict"):
+        found = inspect(index)
     assert found.seq_len == TOKENS
     np.testing.assert_allclose(found.density, mask.sum((-1, -2)) / CAUSAL.sum(), rtol=1e-6)
     np.testing.assert_array_equal(found.pairs, mask.sum((-1, -2)))

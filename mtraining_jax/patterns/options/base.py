@@ -77,7 +77,7 @@ class PatternOptions:
         if not hasattr(self, "block_size"):
             raise ValueError(f"{type(self).__name__} lacks the field block_size, tokens per block")
         check_limits(self)
-        if self.block_size < 1:  # in a class of the user's, whose fields may have no limits
+        if self.block_size < 1:  # fields of a user's class may have no limits
             raise ValueError(f"block_size={self.block_size} must be at least 1")
 
     def pattern(self, model: ModelSizes) -> Any:
