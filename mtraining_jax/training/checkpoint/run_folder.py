@@ -43,7 +43,7 @@ def check_writable(config: Config) -> None:
         raise UserError(
             f"run.output_dir = {config.run.output_dir}: the run would write into "
             f"{config.run.folder}, but {there} is not writable ({error.strerror}); set "
-            "run.output_dir to another folder"
+            "run.output_dir or run.name to another folder"
         ) from error
 
 
