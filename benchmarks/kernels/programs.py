@@ -89,7 +89,7 @@ def index_of(mask: SlashMask, max_slashes: int, max_verticals: int) -> VerticalS
     ):  # fmt: skip
         arrays.append(jnp.asarray(padded(lists, capacity, padding)[None]))
         arrays.append(jnp.asarray([[len(x) for x in lists]], jnp.int32))
-    return VerticalSlashIndex(*arrays, BLOCK)
+    return VerticalSlashIndex(*arrays, BLOCK, mask.num_blocks)
 
 
 def index_like(mask: SlashMask, index: VerticalSlashIndex) -> VerticalSlashIndex:

@@ -39,7 +39,7 @@ class Window(Pattern):
         # With room for every diagonal, windows of any width share the programs of the kernels.
         diagonals = listed(min(self.blocks, num_blocks), num_blocks, num_blocks)
         columns = listed(self.columns, self.columns, num_blocks * self.block_size)
-        return Selection(VerticalSlashIndex(*diagonals, *columns, self.block_size))
+        return Selection(VerticalSlashIndex(*diagonals, *columns, self.block_size, num_blocks))
 
     def describe(self) -> str:
         return f"window of {self.blocks} blocks and {self.columns} columns"
