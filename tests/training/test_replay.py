@@ -20,7 +20,7 @@ from tests.training.conftest import use_shared_programs
 
 
 @pytest.fixture(scope="module")
-def replayed(shared):
+def replayed(shared, tmp_path_factory):
     """Two layers on one device, with 256 blocks: enough for the sparsest head.
 
     Returns the configuration, the records of the run and its output.
@@ -29,6 +29,8 @@ def replayed(shared):
         shared,
         run={
             "name": "replay",
+            # Its own folder: parallel runs of pytest may set up this fixture twice.
+            "output_dir": str(tmp_path_factory.mktemp("replay")),
             "steps": 2,
             "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
         },
