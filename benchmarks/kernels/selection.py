@@ -41,13 +41,14 @@ PATTERNS = (
 )  # fmt: skip
 _COLUMNS = (
     "S", "pattern", "selection ms", "probe queries ms", "rule ms", "lists ms", "work lists ms",
-    "density",
+    "temporary GiB", "density",
 )  # fmt: skip
 _ABOUT = """\
 selection: scores and rule, from queries and keys to an index; probe queries: scores of columns \
 and diagonals with the last queries; rule: from given scores to bits; lists: from bits to the \
 lists of both passes; work lists: what the kernels walk, from these lists. One program of all \
-parts can be faster than their sum."""
+parts can be faster than their sum. Temporary: memory of the selection, without its arguments and \
+result, by XLA's account."""
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -115,7 +116,9 @@ def _cells(args: argparse.Namespace, seq_len: int, text: str) -> list[str]:
             q[:, None, -pattern.num_probe_queries :].swapaxes(2, 3), k, context
         )
 
-    index = jax.jit(select)(q, k)
+    compiled = jax.jit(select).lower(q, k).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    index = compiled(q, k)
     if isinstance(pattern, RowPattern):
         scores = jnp.asarray(rng.random((1, args.heads, num_blocks, num_blocks), np.float32))
         tiles = jax.jit(lists)(index)
@@ -123,7 +126,9 @@ def _cells(args: argparse.Namespace, seq_len: int, text: str) -> list[str]:
     else:
         parts = [time(probe_queries, q, k), "–", "–", "–"]
     density = float(np.mean(index.computed_pairs(seq_len))) / (seq_len * (seq_len + 1) / 2)
-    return [str(seq_len), pattern.describe(), time(select, q, k), *parts, f"{density:.3f}"]
+    whole = time(select, q, k)
+    shown = f"{temporary:.2f}", f"{density:.3f}"
+    return [str(seq_len), pattern.describe(), whole, *parts, *shown]
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
