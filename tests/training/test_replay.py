@@ -29,7 +29,7 @@ def replayed(shared, tmp_path_factory):
         shared,
         run={
             "name": "replay",
-            # Its own folder: parallel runs of pytest may set up this fixture twice.
+            # A process of pytest-xdist may set up this fixture twice.
             "output_dir": str(tmp_path_factory.mktemp("replay")),
             "steps": 2,
             "compile_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
