@@ -200,15 +200,15 @@ def test_shared_fields_are_written_once_and_numbers_are_rounded(tmp_path):
     assert path.read_text().splitlines() == [
         '{"what":"run","tier":"c","date":"today"}',
         '{"what":"train","tier":"c","columns":["step","loss","density","recall","dense_step"]}',
-        "[1,2.123457,1,0.9]",
+        "[1,2.12346,1,0.9]",
         "[2,2,null,null,true]",
         header % "dense",
-        "[0,[3.141593,2]]",
-        "[1,[3.141593,2]]",
+        "[0,[3.14159,2]]",
+        "[1,[3.14159,2]]",
         header % "window",
-        "[0,[3.141593,2]]",
+        "[0,[3.14159,2]]",
     ]
-    lines[1]["loss"], lines[3]["loss_by_position"] = 2.123457, [3.141593, 2]
+    lines[1]["loss"], lines[3]["loss_by_position"] = 2.12346, [3.14159, 2]
     again = [{**lines[3], "number": 1}, {**lines[3], "inferred": "window"}]
     assert result_lines.read_lines(path) == [*lines, *again]
     path.write_text('{"what":"loss","columns":["number"]}\n[1,2]\n')
