@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--tier", choices=variants.TIERS, required=True)
     parser.add_argument("--arm", required=True, help="the trained model")
-    parser.add_argument("--inferred", required=True, help="arm whose pattern it is used with")
+    parser.add_argument("--inferred", required=True, help="arm; its pattern is used")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of runs and data")
     parser.add_argument("--out", type=Path, required=True)

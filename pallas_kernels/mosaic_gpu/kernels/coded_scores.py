@@ -34,7 +34,7 @@ from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles, row_inputs
 _WARPGROUPS = 4
 _TILE_ROWS = _WARPGROUPS * ROWS
 _STAGES = 4  # tiles of keys in flight
-_GROUP = 16  # blocks whose means are multiplied at once
+_GROUP = 16  # blocks with means that are multiplied at once
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 104, 40
 _SAMPLED = 4  # of a class of 16 keys
 _LOWEST = -1e30  # less than any logarithm of a weight, and finite

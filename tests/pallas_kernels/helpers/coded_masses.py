@@ -13,7 +13,7 @@ SIZE = 128
 
 
 def estimated(q, keys: CodedKeys, places, scale, first_blocks=None):
-    """Masses [B, Hq, n, NB] as `CodedScores.sums` defines them, in fp64."""
+    """Masses [B, Hq, n, NB] by the estimate of `CodedScores.weights`, in fp64."""
     batch, blocks, rows, heads, dim = q.shape
     group = heads // keys.codes.shape[2]
     codes, units = encode_rows(q.reshape(batch, -1, heads, dim))
