@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels import DenseIndex, VerticalSlashIndex, attention
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 from tests.pallas_kernels.mosaic_gpu.hopper import described_h200s
@@ -55,6 +57,21 @@ def test_output_and_gradients_at_512k_tokens_need_little_extra_memory(h200):
     compiled = _compile(h200, both, q, k, k, q, _index(h200, heads, seq_len, 4096))
     # dk and dv in fp32 are 1.07 GB: they use the memory of dq, which is written later.
     assert compiled.memory_analysis().temp_size_in_bytes < 0.2e9
+
+
+def test_the_memory_of_a_selection_grows_with_the_length(h200):
+    def temporary(seq_len):
+        q, k = (_shape(h200, 1, seq_len, n, 128) for n in (16, 2))
+
+        def bits(q, k):
+            blocks = jnp.arange(seq_len // BLOCK, dtype=jnp.int32)
+            context = SelectionContext(blocks, seq_len // BLOCK)
+            return SampledRows().select(q, k, context).index.bits
+
+        return _compile(h200, bits, q, k).memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(2**19), temporary(2**21)
+    assert short < 0.5e9 and long < 4.5 * short
 
 
 @pytest.mark.parametrize(
