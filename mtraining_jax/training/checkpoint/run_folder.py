@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import itertools
 import json
+import os
 import platform
 import shlex
 import sys
@@ -35,7 +36,12 @@ def checkpoint_folder(config: Config) -> Path:
 def check_writable(config: Config) -> None:
     """Raises a UserError if the run cannot write its results; leaves no file behind."""
     folder = config.run.folder.absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.exists():
+        raise UserError(
+            f"{there} links to {os.readlink(there)}, which does not exist; create it, or set "
+            "run.output_dir or run.name to another folder"
+        )
     try:
         with tempfile.TemporaryFile(dir=there):
             pass

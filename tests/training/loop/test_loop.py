@@ -275,6 +275,10 @@ def test_an_unwritable_folder_stops_before_any_work(config, tmp_path, monkeypatc
     monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("a device was touched"))
     with pytest.raises(UserError, match=r"run.output_dir = .*file/runs.*is not writable"):
         run(changed(config, run={"output_dir": str(file / "runs")}))
+    link = tmp_path / "link"
+    link.symlink_to("gone")
+    with pytest.raises(UserError, match="link links to gone, which does not exist; create it, or"):
+        run(changed(config, run={"output_dir": str(link)}))
 
 
 def test_demands_that_cannot_be_met(config):
