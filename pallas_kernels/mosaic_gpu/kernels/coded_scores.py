@@ -37,7 +37,6 @@ _STAGES = 4  # tiles of keys in flight
 _GROUP = 16  # blocks with means that are multiplied at once
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 104, 40
 _SAMPLED = 4  # of a class of 16 keys
-_LOWEST = -1e30  # less than any logarithm of a weight, and finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +152,7 @@ class _CodedRows:
             it = self.walk.item(n)
             rows = pl.ds(it.row_tile * _TILE_ROWS + warpgroup * ROWS, ROWS)
             own = pl.ds(warpgroup * ROWS, ROWS)
-            # Loads in the loop over tiles would be waited for in each of its steps.
-            seen, uncut = self.walk.seen(it, rows), self.walk.uncut(it)
+            seen = self.walk.seen(it, rows)
             row_units = plgpu.load(
                 refs["units"].at[it.batch, it.head, rows], layout=ROW_LAYOUT, optimized=False
             )
@@ -170,7 +168,7 @@ class _CodedRows:
                 return found
 
             def score_tile(i: Array, state: tuple) -> tuple:
-                reference, sums, of_means = state
+                reference, total, of_means = state
                 tile = end - 1 - i
                 unit = row_units * refs["key_units"][it.batch, kv_head, tile]
 
@@ -194,20 +192,24 @@ class _CodedRows:
                     return jnp.where(whole, _estimate(products, unit), _exact(masked, unit))
 
                 weight = offset + lax.cond(
-                    self.walk.is_cut(uncut, tile), cut, lambda x: _estimate(x, unit), products
+                    self.walk.is_cut(it, tile), cut, lambda x: _estimate(x, unit), products
                 )
-                reference = jnp.where(reference > _LOWEST, reference, weight)
+                reference = jnp.where(reference > -jnp.inf, reference, weight)
+                base = jnp.where(reference > -jnp.inf, reference, 0.0)
                 of_block = refs["weights"].at[it.batch, it.head, tile, rows]
-                of_block[...] = (weight - jnp.maximum(reference, _LOWEST)).astype(jnp.float16)
-                return reference, _add(sums, weight), of_means
+                of_block[...] = (weight - base).astype(jnp.float16)
+                return reference, _log2_add(total, weight), of_means
 
-            lowest, zero = (full((ROWS,), x, ROW_LAYOUT) for x in (_LOWEST, 0.0))
-            of_means = full((ROWS, _GROUP), 0.0, plgpu.Layout.WGMMA)
-            start = lowest, (lowest, zero), of_means
-            reference, (peak, total), _ = lax.fori_loop(0, end - first, score_tile, start)
+            start = (
+                full((ROWS,), -jnp.inf, ROW_LAYOUT),
+                full((ROWS,), -jnp.inf, ROW_LAYOUT),
+                full((ROWS, _GROUP), 0.0, plgpu.Layout.WGMMA),
+            )
+            reference, total, _ = lax.fori_loop(0, end - first, score_tile, start)
             plgpu.barrier_arrive(bars["rows_free"])
-            of_all = peak - jnp.maximum(reference, _LOWEST) + jnp.log2(total)
-            refs["totals"].at[it.batch, it.head, rows][...] = of_all
+            refs["totals"].at[it.batch, it.head, rows][...] = total - jnp.where(
+                reference > -jnp.inf, reference, 0.0
+            )
             return self._after(done, first, end)
 
         lax.fori_loop(0, self.walk.count(), score_item, (jnp.int32(0),) * 2)
@@ -259,12 +261,11 @@ def _exact(logits: Array, unit: Array) -> Array:
     return base + jnp.log2(fold(jnp.add, terms).sum(axis=1))
 
 
-def _add(sums: tuple[Array, Array], weight: Array) -> tuple[Array, Array]:
-    """Adds 2^weight to sums 2^peak * total, given and returned as (peak, total)."""
-    peak, total = sums
-    term = jnp.exp2(-jnp.abs(weight - peak))  # the smaller of both relative to the larger
-    total = jnp.where(weight > peak, total * term + 1.0, total + term)
-    return jnp.maximum(peak, weight), total
+def _log2_add(x: Array, y: Array) -> Array:
+    """Returns log2(2^x + 2^y), -inf for -inf and -inf."""
+    top = jnp.maximum(x, y)
+    base = jnp.where(top > -jnp.inf, top, 0.0)
+    return base + jnp.log2(jnp.exp2(x - base) + jnp.exp2(y - base))
 
 
 def _reduce(combine: Callable[[Array, Array], Array], parts: list[Array]) -> Array:
