@@ -23,12 +23,20 @@ class RowTiles:
         shape: batch entries, heads, and row tiles of each head.
         width: columns of a tile.
         programs: thread blocks.
+        alternate: whether every other round of items is assigned in reverse order, so that all
+            thread blocks have about as much to do.
     """
 
     def __init__(
-        self, refs: dict[str, Any], shape: tuple[int, int, int], width: int, programs: int
+        self,
+        refs: dict[str, Any],
+        shape: tuple[int, int, int],
+        width: int,
+        programs: int,
+        alternate: bool = False,
     ) -> None:
-        self.refs, self.width, self.programs = refs, width, programs
+        self.refs, self.width = refs, width
+        self.programs, self.alternate = programs, alternate
         batch, self.heads, self.row_tiles = shape
         self.pairs = batch * self.heads
         self.one_for_all, self.from_zero = refs["places"].shape[0] == 1, "starts" not in refs
@@ -39,11 +47,7 @@ class RowTiles:
         return whole + (self._place(jnp.int32(whole)) < rest).astype(jnp.int32)
 
     def item(self, n: Array) -> Item:
-        """Returns the n-th item of this thread block.
-
-        The longest items come first. Every other round is assigned in reverse order, so that all
-        thread blocks have about as much to do.
-        """
+        """Returns the n-th item of this thread block; the longest items come first."""
         number = n * self.programs + self._place(n)
         pair = lax.rem(number, self.pairs)
         row_tile = self.row_tiles - 1 - lax.div(number, self.pairs)
@@ -54,6 +58,8 @@ class RowTiles:
 
     def _place(self, n: Array) -> Array:
         block = lax.axis_index("block")
+        if not self.alternate:
+            return block
         return jnp.where(lax.rem(n, 2) == 0, block, self.programs - 1 - block)
 
     def columns(self, it: Item) -> tuple[Array, Array]:
