@@ -20,6 +20,7 @@ ROWS = 64  # rows of one compute warpgroup: the M dimension of a wgmma
 WARPGROUPS = 2  # compute warpgroups per thread block
 TILE = 128  # keys of a tile, and queries of a block
 WORD = 32  # columns per word of the keep mask
+_SWIZZLE_BYTES = 128  # of a row of a tile in shared memory
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value per row of a wgmma tile
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 EDGE = 8  # columns left by a fold: a row is spread over four threads, two columns each
@@ -72,8 +73,10 @@ class BackwardOperands(NamedTuple):
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for 16-bit wgmma operands."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+    """Shared memory for wgmma operands of 8 or 16 bits."""
+    size = jnp.dtype(dtype).itemsize
+    width = min(_SWIZZLE_BYTES // size, shape[-1])
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * size))  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

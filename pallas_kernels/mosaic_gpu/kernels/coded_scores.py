@@ -62,7 +62,7 @@ class HopperCodedScores(CodedScores):
 
         def kernel(refs: dict[str, Any]) -> None:
             shape = batch, heads, num_rows // _TILE_ROWS
-            walk = RowTiles(refs, shape, TILE, programs)
+            walk = RowTiles(refs, shape, TILE, programs, alternate=True)
             coded = _CodedRows(refs, walk, heads // keys.codes.shape[2], call.scale * LOG2E)
             warpgroup = lax.axis_index("wg")
             pl.when(warpgroup == _WARPGROUPS)(coded.load)
@@ -75,8 +75,8 @@ class HopperCodedScores(CodedScores):
         }
         memory = {
             "q": tiled((_TILE_ROWS, dim), call.q.dtype),
-            "codes": _tiled_codes((_TILE_ROWS, dim), dtype),
-            "keys": _tiled_codes((_STAGES, TILE, dim), dtype),
+            "codes": tiled((_TILE_ROWS, dim), dtype),
+            "keys": tiled((_STAGES, TILE, dim), dtype),
             "means": tiled((2, _GROUP, dim), call.q.dtype),
         }
         barriers = {
@@ -274,12 +274,3 @@ def _reduce(combine: Callable[[Array, Array], Array], parts: list[Array]) -> Arr
         pairs = zip(parts[::2], parts[1::2], strict=False)
         parts = [combine(a, b) for a, b in pairs] + parts[len(parts) - len(parts) % 2 :]
     return parts[0]
-
-
-def _tiled_codes(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for wgmma operands of 8 bits, or of 16 in the interpreter."""
-    if dtype != CODE:
-        return tiled(shape, dtype)
-    width = shape[-1]
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
