@@ -94,7 +94,7 @@ def block_score_kernels(
 
 
 def coded_score_kernels(name: str | None, q: Shaped, block_size: int) -> CodedScores | None:
-    """Returns the kernels that score coded keys for queries q [B, n, Hq, D], or None; `resolve`."""
+    """Returns the kernels that score coded keys, or None; arguments and errors as in `resolve`."""
     return resolve(name, q, block_size).coded_scores
 
 

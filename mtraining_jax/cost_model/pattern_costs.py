@@ -42,7 +42,7 @@ def _method_first[T](table: Callable[..., T]) -> Callable[..., T]:
 def expected_density(options: PatternOptions, tokens: int) -> tuple[float, str]:
     """Returns the density to expect of sequences or documents of some tokens, and why."""
     exact = "exact: it depends only on the length"
-    own = not type(options).__module__.startswith("mtraining_jax.")
+    of_user = not type(options).__module__.startswith("mtraining_jax.")
     match options:
         case DenseOptions():
             return 1.0, "dense"
@@ -51,7 +51,7 @@ def expected_density(options: PatternOptions, tokens: int) -> tuple[float, str]:
         case RowOptions():
             selected = density_of_lists(tokens, options.tau)
             density = selected + options.random_block_prob * (1 - selected)
-            return density, _NOT_KNOWN if own else _AS_MEASURED
+            return density, _NOT_KNOWN if of_user else _AS_MEASURED
         case FlexPrefillOptions():
             # No published mean density of arXiv 2502.20766's settings is known.
             return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
@@ -70,7 +70,7 @@ def expected_density(options: PatternOptions, tokens: int) -> tuple[float, str]:
     density = density_of_vertical_slash(tokens)
     if isinstance(options, VerticalSlashOptions):
         density = min(density, options.max_density)
-    return density, _NOT_KNOWN if own else f"{_AS_MEASURED} and, at 512K, by MTraining"
+    return density, _NOT_KNOWN if of_user else f"{_AS_MEASURED} and, at 512K, by MTraining"
 
 
 def selects_an_index(options: PatternOptions) -> bool:
