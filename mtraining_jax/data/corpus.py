@@ -35,6 +35,8 @@ class Corpus:
     starts: np.ndarray | range | None = None
     # Packs the documents, for `data` and the tokens per block; None if they are unknown.
     pack: Callable[[DataSpec, int], Packs] | None = None
+    # Whether the tokens at positions int64 [n] are trained, bool [n]; None: all are.
+    trained: Callable[[np.ndarray], np.ndarray] | None = None
     endless: bool = False  # sequences are generated on demand, without epochs
 
 

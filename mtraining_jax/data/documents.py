@@ -2,13 +2,15 @@
 
 import functools
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus, check_some_exact
+from mtraining_jax.data.masked import Completion, MaskedText, MaskedTokens, label_mask
 from mtraining_jax.data.packs import pack_documents
 from mtraining_jax.data.source import FileSource, Source, eos_id_problems
 from mtraining_jax.data.spec import DataSpec
@@ -18,7 +20,8 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
 
-Document = str | np.ndarray  # text or token ids [n]
+# Text or token ids [n], both trained everywhere, or with a label mask.
+Document = str | np.ndarray | MaskedTokens | MaskedText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +34,12 @@ class DocumentSource(Source):
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
 
     def documents(self) -> Iterator[tuple[str, Document]]:
-        """Yields the location and the text of each document, or its ids [n] if `holds_ids`."""
+        """Yields the location and the content of each document."""
         raise NotImplementedError(f"{type(self).__name__}.documents")
 
     @property
     def holds_ids(self) -> bool:
-        """Whether documents are token ids instead of text."""
+        """Whether documents are token ids, so that no tokenizer is needed."""
         return False
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
@@ -54,47 +57,87 @@ class DocumentSource(Source):
         exact = data.mode == "exact"
         encoder = make_encoder(None if self.holds_ids else data.tokenizer, data.eos, vocab_size)
         lengths = array("q")  # with eos, except in mode exact
+        notes: Counter[str] = Counter()
 
-        def encoded_documents() -> Iterator[np.ndarray]:
+        def encoded_documents() -> Iterator[MaskedTokens]:
             for where, document in self.documents():
-                ids = encoder.encode(document, where, with_eos=not exact)
-                lengths.append(ids.size)
-                if not exact or ids.size == data.seq_len:
-                    yield ids
+                tokens = encoder.encode(document, where, with_eos=not exact)
+                lengths.append(tokens.ids.size)
+                notes[tokens.note] += 1
+                if not exact or tokens.ids.size == data.seq_len:
+                    yield tokens
 
         part = spill(encoded_documents(), encoder.dtype, f'data.source = "{data.source}"')
         sizes = np.asarray(lengths, np.int64)
         if exact:
             check_some_exact(sizes, data)
         stream = TokenStream([part], encoder.vocab)
-        summary = f"{counted(sizes.size, 'document')}, {len(stream):,} tokens"
-        pack = functools.partial(pack_documents, sizes)
-        return Corpus(stream, encoder.vocab_size, encoder.tokenizer, summary, pack=pack)
+        summary = f"{counted(sizes.size, 'document')}, {stream.summary}{noted(notes)}"
+        pack = functools.partial(pack_documents, sizes, stream)
+        trained = stream.trained if stream.masked else None
+        of_vocab = encoder.vocab_size, encoder.tokenizer
+        return Corpus(stream, *of_vocab, summary, pack=pack, trained=trained)
+
+
+def noted(notes: Mapping[str, int]) -> str:
+    """Numbers of documents with a note, for a summary."""
+    return "".join(f", {number:,} {note}" for note, number in notes.items() if note)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource(FileSource, DocumentSource):
-    """Files with a column of text or token ids.
+    """Files with a field or column of text or token ids, and optionally what is not trained.
 
     Attributes:
         text_field: JSONL field or table column with the text.
-        token_field: Table column with token ids, used instead of text_field.
+        prompt_field: Field or column with a prompt for the text; prompts are not trained.
+        token_field: Field or column with token ids, used instead of text_field.
+        mask_field: Field or column with 0 or 1 for each token id, whether it is trained; or with
+            labels as in Hugging Face data sets, -100 or the id.
     """
 
     text_field: Text = "text"
+    prompt_field: Text | None = None
     token_field: Text | None = None
+    mask_field: Text | None = None
+
+    def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
+        yield from super().problems(data, vocab_size)
+        if self.prompt_field and self.holds_ids:
+            yield (
+                f'data.prompt_field = "{self.prompt_field}" is for text; for token ids set '
+                "data.mask_field instead"
+            )
+        if self.mask_field and not self.holds_ids:
+            yield (
+                f'data.mask_field = "{self.mask_field}" is for token ids: set data.token_field, or '
+                "data.prompt_field for text"
+            )
 
     @property
     def holds_ids(self) -> bool:
         return self.token_field is not None
 
     @property
-    def column(self) -> str:
-        return self.token_field or self.text_field
+    def columns(self) -> dict[str, str]:
+        """The columns to read, by option: the content, and its prompt or its mask, if any."""
+        names = ("token_field", "mask_field") if self.holds_ids else ("text_field", "prompt_field")
+        return {name: column for name in names if (column := getattr(self, name)) is not None}
 
-    @property
-    def column_field(self) -> str:
-        return f'data.{"token_field" if self.holds_ids else "text_field"} = "{self.column}"'
+    def shown(self, name: str) -> str:
+        """An option and its column, for messages."""
+        return f'data.{name} = "{self.columns[name]}"'
+
+    def document(self, values: Sequence[Any], where: str) -> Document:
+        """The document with these values of `columns`; the ids are an array."""
+        match list(self.columns), values:
+            case [_], [content]:
+                return content
+            case [_, "prompt_field"], [text, prompt]:
+                return Completion(prompt, text)
+            case _, [ids, mask]:
+                return MaskedTokens(ids, label_mask(mask, ids, where, self.shown("mask_field")))
+        raise ValueError(values)
 
 
 @dataclass(frozen=True)
@@ -116,23 +159,35 @@ class Encoder:
     def dtype(self) -> np.dtype:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
-    def encode(self, document: Any, where: str, with_eos: bool = True) -> np.ndarray:
-        """The ids [n] of a document; appends eos unless it is empty or given with eos."""
-        if self.tokenizer is None:
-            ids = np.asarray(document)
-            self.vocab.check(ids, where, range(ids.size))
+    def encode(self, document: Document, where: str, with_eos: bool = True) -> MaskedTokens:
+        """The ids [n] of a document and its mask, if any.
+
+        Appends eos unless the document is empty or consists of ids that end with eos. The appended
+        eos is trained if the last token is.
+        """
+        is_text = False
+        if isinstance(document, MaskedTokens):
+            tokens = document
+        elif isinstance(document, np.ndarray) or self.tokenizer is None:
+            tokens = MaskedTokens(np.asarray(document))
         else:
+            is_text = True
             try:
-                ids = self.tokenizer.encode(document)
+                if isinstance(document, str):
+                    tokens = MaskedTokens(self.tokenizer.encode(document))
+                else:
+                    tokens = document.tokens(self.tokenizer)
             except (UnicodeEncodeError, TypeError) as error:
                 # JSON can contain unpaired surrogates, which cannot be encoded.
                 raise UserError(f"{where} has text that is not valid Unicode") from error
-        ids = ids.astype(self.dtype)
-        if self.eos is None or not with_eos or not ids.size:
-            return ids
-        if self.tokenizer is None and ids[-1] == self.eos:
-            return ids
-        return np.append(ids, self.dtype.type(self.eos))
+        if not is_text:
+            self.vocab.check(tokens.ids, where, range(tokens.ids.size))
+        ids, trained = tokens.ids.astype(self.dtype), tokens.trained
+        given = not is_text and ids.size > 0 and ids[-1] == self.eos
+        if with_eos and ids.size and self.eos is not None and not given:
+            ids = np.append(ids, self.dtype.type(self.eos))
+            trained = None if trained is None else np.append(trained, trained[-1])
+        return MaskedTokens(ids, trained, tokens.note)
 
 
 def make_encoder(tokenizer: str | None, eos: int | str | None, vocab_size: int) -> Encoder:

@@ -6,7 +6,7 @@ All processes shuffle with the same seed, so they agree on global batches withou
 import functools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -24,6 +24,7 @@ from mtraining_jax.utils.text import counted
 Batch = dict[str, np.ndarray]
 
 _SAMPLE = "checksum of a sample of its tokens"
+_MASK_SAMPLE = "checksum of a sample of its label mask"
 _SAMPLES, _SAMPLE_LEN = 64, 64
 # Names in older checkpoints.
 _FORMER_NAMES = {"data.documents": "data.mask_documents", "block size": "sparsity.block_size"}
@@ -34,7 +35,8 @@ class Loader:
 
     - ``tokens``: int32 [b, s], local rows and columns; 0 in padding.
     - ``labels``: int32 [b, s], next tokens; `IGNORE_LABEL` at the last token of a sequence (as in
-      MTraining's collate function) or of a document, and in padding.
+      MTraining's collate function) or of a document, in padding, and for tokens that the label mask
+      does not train.
     - ``documents``, with `data.has_documents`: int32 [b, NB, 3] over all NB blocks in global order:
       first block and end block (exclusive) of the block's document, and its tokens without padding;
       NB, 0, 0 for padding.
@@ -145,8 +147,11 @@ class Loader:
         identity["number of sequences"] = self.num_sequences
         if self.packs is not None:
             identity["digest of the packed documents"] = self.packs.digest
-        if isinstance(self.corpus.stream, TokenStream):  # their fields determine other streams
-            identity[_SAMPLE] = _checksum_of_sample(self.corpus.stream)
+        stream = self.corpus.stream
+        if isinstance(stream, TokenStream):  # their fields determine other streams
+            identity[_SAMPLE] = _checksum_of_sample(stream, stream.take)
+            masked = stream.masked
+            identity[_MASK_SAMPLE] = _checksum_of_sample(stream, stream.trained) if masked else None
         return identity
 
     def _start_reading(self) -> None:
@@ -255,16 +260,30 @@ class Loader:
             tokens[i] = ids[self._of_tokens]
             # The last token of a document has no label.
             followed = left[self._of_tokens] > 1
+            if self.corpus.trained is not None:
+                trained = np.zeros(places.shape, bool)
+                trained[left > 0] = self.corpus.trained(places[left > 0])
+                followed &= trained[self._of_labels]
             labels[i] = np.where(followed, ids[self._of_labels], IGNORE_LABEL)
             if self._weighted:
+                blocks = -(-lengths // self._block_size)
+                of_block = np.repeat(self._label_counts(starts, lengths), blocks)
                 block = self._needed[self._of_tokens] // self._block_size
-                weights[i, followed] = 1 / (table[block[followed], 2] - 1)
+                weights[i, followed] = 1 / of_block[block[followed]]
         batch: Batch = {"tokens": tokens, "labels": labels}
         if self.packs is not None:
             batch["documents"] = documents
             if self._weighted:
                 batch["weights"] = weights
         return batch
+
+    def _label_counts(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Number of labels of each document of a sequence, int64 [d]."""
+        trained = self.corpus.trained
+        if trained is None:
+            return lengths - 1
+        labels = map(np.arange, starts + 1, starts + lengths)
+        return np.array([np.count_nonzero(trained(positions)) for positions in labels])
 
 
 def local_rows_and_columns(
@@ -279,12 +298,12 @@ def local_rows_and_columns(
     return rows, columns
 
 
-def _checksum_of_sample(stream: TokenStream) -> int:
-    """Checksum of tokens at 64 positions, to detect another file of the same length."""
+def _checksum_of_sample(stream: TokenStream, take: Callable[[np.ndarray], np.ndarray]) -> int:
+    """Checksum of tokens or masks at 64 positions, to detect another file of the same length."""
     size = len(stream)
     starts = np.arange(_SAMPLES, dtype=np.int64) * size // _SAMPLES
     positions = np.unique(starts[:, None] + np.arange(_SAMPLE_LEN))
-    return zlib.crc32(stream.take(positions[positions < size]).astype("<i4").tobytes())
+    return zlib.crc32(take(positions[positions < size]).astype("<i4").tobytes())
 
 
 def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mtraining_jax.data.packing import chunked, consecutive, packed_order
 from mtraining_jax.data.spec import DataSpec
+from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.utils.errors import UserError
 
 _SHORTEST = 2  # a document of one token has no label
@@ -60,26 +61,37 @@ class PackArrays:
         return sha.hexdigest()[:16]
 
 
-def pack_documents(lengths: np.ndarray, data: DataSpec, block_size: int) -> PackArrays:
+def pack_documents(
+    lengths: np.ndarray, stream: TokenStream, data: DataSpec, block_size: int
+) -> PackArrays:
     """Packs documents: ``pack`` by best fit, after splitting long ones; ``concat`` consecutively.
 
     Documents follow each other in the stream and have `lengths` in tokens, int64 [d]. Skips those
-    with fewer than two tokens, which have no label.
+    with fewer than two tokens, which have no label; ``pack`` also skips those, and pieces of split
+    ones, with labels that are all masked.
     """
-    capacity = data.seq_len // block_size
+    capacity, masked = data.seq_len // block_size, 0
     kept = lengths >= _SHORTEST
     begins, sizes = (np.cumsum(lengths) - lengths)[kept], lengths[kept]
     if data.mode == "pack":
         begins, sizes = chunked(begins, sizes, data.seq_len)
+        if stream.masked:
+            before = stream.trained_before
+            counted = before(begins + sizes) > before(begins + 1)
+            begins, sizes, masked = begins[counted], sizes[counted], int((~counted).sum())
         order, ends = packed_order(-(-sizes // block_size), capacity, data.seed)
         begins, sizes = begins[order], sizes[order]
     else:
         begins, sizes, ends = consecutive(begins, sizes, block_size, capacity)
+    if not ends.size and masked:
+        raise UserError(f'no document of data.source = "{data.source}" has a trained label')
     if not ends.size:
         raise UserError(_nothing(data, lengths, kept, block_size))
     notes = ""
     if skipped := int(kept.size - kept.sum()):
         notes += f", {skipped:,} with fewer than {_SHORTEST} tokens skipped"
+    if masked:
+        notes += f", {masked:,} without a trained label skipped"
     if longer := int((lengths > data.seq_len).sum()):
         notes += f", {longer:,} longer than a sequence split"
     return PackArrays(begins, sizes, ends, data.seq_len, notes)

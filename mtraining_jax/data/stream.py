@@ -1,12 +1,15 @@
 """Token ids on disk as one long sequence with random access."""
 
+import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mtraining_jax.data.files import errors_as
+from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.utils.errors import UserError
 
 # Streams up to this many tokens are validated at startup (under a second), longer ones per batch.
@@ -16,11 +19,15 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a stream: integer ids [n], usually memory-mapped, and the row length if 2-D."""
+    """One file of a stream: integer ids [n], usually memory-mapped, and the row length if 2-D.
+
+    `trained` is the label mask, bool [n], if any.
+    """
 
     name: str
     ids: np.ndarray
     row_len: int | None = None
+    trained: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -56,44 +63,96 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def masked(self) -> bool:
+        """Whether a part has a label mask."""
+        return any(part.trained is not None for part in self._parts)
+
+    @property
+    def summary(self) -> str:
+        """Number of tokens and the fraction that is trained; a UserError if none is."""
+        text = f"{len(self):,} tokens"
+        if not self.masked:
+            return text
+        (count,) = self.trained_before(np.array([len(self)])).tolist()
+        if not count:
+            names = ", ".join(part.name for part in self._parts[:3])
+            raise UserError(f"no token is trained: the label mask of {names} is 0 everywhere")
+        return f"{text} ({count / len(self):.1%} trained)"
+
     def take(self, positions: np.ndarray) -> np.ndarray:
-        if not positions.size:
-            return np.zeros(0, np.int32)
-        ends = (positions.min(), positions.max())
-        first, last = np.searchsorted(self._ends, ends, side="right").tolist()
-        if first == last:
-            return self._read(first, positions)
         out = np.empty(positions.shape, np.int32)
-        part_of = np.searchsorted(self._ends, positions, side="right")
-        for number in np.unique(part_of).tolist():  # documents of a pack may be in several files
-            inside = part_of == number
-            out[inside] = self._read(number, positions[inside])
+        for part, inside, local in self._by_part(positions):
+            ids = part.ids[local]
+            self._vocab.check(ids, part.name, local)
+            out[inside] = ids
         return out
 
-    def _read(self, number: int, positions: np.ndarray) -> np.ndarray:
-        part = self._parts[number]
-        local = positions - (int(self._ends[number]) - part.ids.size)
-        ids = part.ids[local]
-        self._vocab.check(ids, part.name, local)
-        return ids.astype(np.int32)
+    def trained(self, positions: np.ndarray) -> np.ndarray:
+        """Whether the tokens at positions int64 [n] are trained, bool [n]."""
+        out = np.ones(positions.shape, bool)
+        for part, inside, local in self._by_part(positions):
+            if part.trained is not None:
+                out[inside] = part.trained[local]
+        return out
+
+    def trained_before(self, positions: np.ndarray) -> np.ndarray:
+        """Number of trained tokens before each position, ascending int64 [n]; reads all masks."""
+        out = np.empty(positions.shape, np.int64)
+        begin = total = 0
+        for part in self._parts:
+            mask = np.broadcast_to(True, part.ids.shape) if part.trained is None else part.trained
+            for _, chunk in chunks(mask):
+                counts = np.concatenate([[0], np.cumsum(chunk, dtype=np.int64)])
+                end = begin + chunk.size
+                inside = slice(*np.searchsorted(positions, [begin, end + 1]))
+                out[inside] = total + counts[positions[inside] - begin]
+                begin, total = end, total + int(counts[-1])
+        return out
+
+    def _by_part(self, positions: np.ndarray) -> Iterator[tuple[Part, Any, np.ndarray]]:
+        """Yields each part, the indices of its positions, and these positions within the part."""
+        if not positions.size:
+            return
+        ends = (positions.min(), positions.max())
+        first, last = np.searchsorted(self._ends, ends, side="right").tolist()
+        part_of = None
+        if first != last:  # documents of a pack may be in several files
+            part_of = np.searchsorted(self._ends, positions, side="right")
+        for number in [first] if part_of is None else np.unique(part_of).tolist():
+            part = self._parts[number]
+            inside = slice(None) if part_of is None else part_of == number
+            yield part, inside, positions[inside] - (int(self._ends[number]) - part.ids.size)
 
 
-def spill(documents: Iterable[np.ndarray], dtype: np.dtype, name: str) -> Part:
-    """Writes documents, ids [n] each, to an anonymous temporary file and memory-maps it."""
+def spill(documents: Iterable[MaskedTokens], dtype: np.dtype, name: str) -> Part:
+    """Writes documents to an anonymous temporary file and memory-maps it; another has the mask."""
     size = 0
     problem = (
         f"the temporary folder {tempfile.gettempdir()} cannot hold the token ids of {name}; set "
         "TMPDIR to a folder with enough space"
     )
-    with (
-        errors_as(UserError, problem, OSError),
-        tempfile.TemporaryFile(prefix="mtraining-tokens-") as file,
-    ):
-        for ids in documents:
-            size += file.write(ids.data)
+    with errors_as(UserError, problem, OSError), contextlib.ExitStack() as files:
+
+        def opened() -> Any:
+            return files.enter_context(tempfile.TemporaryFile(prefix="mtraining-tokens-"))
+
+        file, mask_file = opened(), None
+        for document in documents:
+            ids, trained = document.ids, document.trained
+            if mask_file is None and trained is not None:
+                mask_file = opened()
+                for _, chunk in chunks(np.broadcast_to(True, size)):
+                    mask_file.write(chunk.tobytes())
+            if mask_file is not None:
+                mask_file.write(np.ones(ids.size, bool) if trained is None else trained.data)
+            size += file.write(ids.data) // dtype.itemsize
         file.flush()
         ids = np.memmap(file, dtype, mode="r") if size else np.zeros(0, dtype)
-    return Part(name, ids)
+        if mask_file is None or not size:
+            return Part(name, ids)
+        mask_file.flush()
+        return Part(name, ids, trained=np.memmap(mask_file, bool, mode="r"))
 
 
 def chunks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -5,17 +5,18 @@ import multiprocessing
 import os
 import signal
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make_encoder
+from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make_encoder, noted
+from mtraining_jax.data.masked import joined
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.sources.token_parts import (
     PartRecord,
@@ -46,17 +47,22 @@ class Totals:
     parts: int = 0
     documents: int = 0
     tokens: int = 0
+    trained: int = 0
     found: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
 
     def add(self, record: PartRecord, found: bool = False) -> None:
         self.parts += 1
         self.documents += record.documents
         self.tokens += record.tokens
+        self.trained += record.tokens if record.trained is None else record.trained
         self.found += found
+        self.notes.update(record.notes)
 
     def __str__(self) -> str:
         documents, parts = counted(self.documents, "document"), counted(self.parts, "part")
-        return f"{documents}, {self.tokens:,} tokens in {parts}"
+        trained = f" ({self.trained:,} trained)" if self.trained < self.tokens else ""
+        return f"{documents}, {self.tokens:,} tokens{trained} in {parts}{noted(self.notes)}"
 
 
 def pretokenize_hint(data: DataSpec) -> str | None:
@@ -127,6 +133,10 @@ def tokenize_corpus(
         raise UserError(f"{folder} cannot be written ({error.strerror})") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+    if totals.tokens > 0 and not totals.trained:
+        raise UserError(
+            f'no token of data.source = "{data.source}" is trained: its label mask is 0 everywhere'
+        )
     if totals.tokens == 0:
         raise UserError(f'data.source = "{data.source}" has no documents with tokens')
     close_folder(folder, totals.parts, {"documents": totals.documents, "tokens": totals.tokens})
@@ -141,8 +151,10 @@ def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents,
         if isinstance(document, str):
             # `Encoder` reports unpaired surrogates.
             content = document.encode("utf-8", "surrogatepass")
-        else:
+        elif isinstance(document, np.ndarray):
             content = document.tobytes()
+        else:
+            content = document.content
         # Includes the length, to detect text that moves between documents.
         checksum = zlib.crc32(content, zlib.crc32(len(content).to_bytes(8, "little"), checksum))
         size += len(content)
@@ -168,8 +180,9 @@ def _make_part(
 ) -> PartRecord:
     encoder = _worker_encoder(*args)
     pieces = [encoder.encode(document, where) for where, document in documents]
-    lengths = np.array([ids.size for ids in pieces], np.int64)
-    return write_part(folder, number, np.concatenate(pieces), lengths, checksum)
+    lengths = np.array([tokens.ids.size for tokens in pieces], np.int64)
+    notes = Counter(tokens.note for tokens in pieces if tokens.note)
+    return write_part(folder, number, joined(pieces), lengths, checksum, notes)
 
 
 def _identity(data: DataSpec, encoder: Encoder, part_bytes: int) -> dict[str, Any]:
@@ -179,7 +192,7 @@ def _identity(data: DataSpec, encoder: Encoder, part_bytes: int) -> dict[str, An
         digest = zlib.crc32(Path(name).expanduser().read_bytes())
     return {
         "data.source": data.source,
-        **{f"data.{field}": value for field, value in asdict(data.source_options).items()},
+        **{f"data.{name}": value for name, value in asdict(data.source_options).items()},
         "data.tokenizer": name,
         "checksum of the tokenizer": digest,
         "data.eos": encoder.eos,

@@ -57,7 +57,7 @@ def read_sequences(engine: Engine, paths: Sequence[str], length: int, count: int
     have = 0
     try:
         for where, text in files.documents():
-            found.append(encoder.encode(text, where))
+            found.append(encoder.encode(text, where).ids)
             have += len(found[-1])
             if have >= length * count:
                 break

@@ -17,8 +17,8 @@ class ArrowSource(TableSource):
     name: ClassVar[str]
     file_format: ClassVar[str]
 
-    def open_table(self, path: Path) -> tuple[Any, Callable[[str], Iterable[Any]]]:
-        """The schema of a file, and a function that reads one column in record batches."""
+    def open_table(self, path: Path) -> tuple[Any, Callable[[list[str]], Iterable[Any]]]:
+        """The schema of a file, and a function that reads columns in record batches."""
         raise NotImplementedError(f"{type(self).__name__}.open_table")
 
     def documents(self) -> Iterator[tuple[str, Document]]:
@@ -32,40 +32,50 @@ class ArrowSource(TableSource):
             with errors_as(UserError, problem, *unreadable):
                 schema, batches = self.open_table(path)
                 names = schema.names  # decoded here
-            self._check(schema, names, path)
+            for option in self.columns:
+                self._check(option, schema, names, path)
             row = 0
             try:
-                for batch in batches(self.column):
-                    for value in batch.column(batch.schema.get_field_index(self.column)):
+                for batch in batches(list(dict.fromkeys(self.columns.values()))):
+                    columns = {
+                        option: batch.column(batch.schema.get_field_index(name))
+                        for option, name in self.columns.items()
+                    }
+                    for values in zip(*columns.values(), strict=True):
                         where = f"{path}, row {row}"
-                        yield where, self._document(value, where)
+                        found = [
+                            self._value(option, value, where)
+                            for option, value in zip(columns, values, strict=True)
+                        ]
+                        yield where, self.document(found, where)
                         row += 1
             except unreadable as error:
                 raise UserError(
                     f"data.paths: {path} cannot be read after row {row} ({reason(error)})"
                 ) from error
 
-    def _check(self, schema: Any, names: list[str], path: Path) -> None:
-        """Checks that a file has the column, with a valid type."""
+    def _check(self, option: str, schema: Any, names: list[str], path: Path) -> None:
+        """Checks that a file has the column of an option, with a valid type."""
         from pyarrow import types
 
-        column = f"the column of {self.column_field}"
-        if self.column not in names:
+        name, column = self.columns[option], f"the column of {self.shown(option)}"
+        if name not in names:
             raise UserError(f"{path} lacks {column}; it has {shown_names(names)}")
-        kind = schema.field(self.column).type
+        kind = schema.field(name).type
         if not self.holds_ids:
             if not (types.is_string(kind) or types.is_large_string(kind)):
                 raise UserError(f"{path}: {column} is {kind}, not text")
             return
         is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-        if not (is_list and types.is_integer(kind.value_type)):
+        is_mask = option == "mask_field" and is_list and types.is_boolean(kind.value_type)
+        if not is_mask and not (is_list and types.is_integer(kind.value_type)):
             raise UserError(f"{path}: {column} is {kind}, not a list of integers")
 
-    def _document(self, value: Any, where: str) -> Document:
+    def _value(self, option: str, value: Any, where: str) -> Any:
         if not value.is_valid:
-            raise UserError(f"{where}: the column of {self.column_field} is null")
+            raise UserError(f"{where}: the column of {self.shown(option)} is null")
         if not self.holds_ids:
             return value.as_py()
         if value.values.null_count:
-            raise UserError(f"{where}: the column of {self.column_field} has a null in its list")
+            raise UserError(f"{where}: the column of {self.shown(option)} has a null in its list")
         return value.values.to_numpy(zero_copy_only=False)

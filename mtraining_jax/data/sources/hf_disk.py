@@ -26,7 +26,7 @@ class HuggingFaceOnDisk(ArrowSource):
         """The Arrow files of all data sets, in the order of their rows."""
         return [file for folder in find_folders(self.paths) for file in _data_files(folder)]
 
-    def open_table(self, path: Path) -> tuple[Any, Callable[[str], Iterable[Any]]]:
+    def open_table(self, path: Path) -> tuple[Any, Callable[[list[str]], Iterable[Any]]]:
         import pyarrow
 
         source = pyarrow.memory_map(str(path))
@@ -34,10 +34,11 @@ class HuggingFaceOnDisk(ArrowSource):
         opened = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
         schema = opened(source).schema
 
-        def batches(column: str) -> Iterator[Any]:
+        def batches(columns: list[str]) -> Iterator[Any]:
             source.seek(0)
             # Skips other columns, which may have any type.
-            options = pyarrow.ipc.IpcReadOptions(included_fields=[schema.names.index(column)])
+            fields = [schema.names.index(column) for column in columns]
+            options = pyarrow.ipc.IpcReadOptions(included_fields=fields)
             reader = opened(source, options=options)
             found = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
             for batch in found:

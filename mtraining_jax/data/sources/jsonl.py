@@ -7,27 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.documents import Document, TableSource
 from mtraining_jax.data.files import COMPRESSIONS, errors_as, open_compressed, shown_names
-from mtraining_jax.data.source import FileSource
+from mtraining_jax.data.masked import integers
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import Text
 
 _LONGEST_LINE = 2**27  # a small compressed file can have gigabytes without a line break
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonLines(FileSource, DocumentSource):
-    """Files with one JSON object per line, may be compressed; skips blank lines.
+class JsonLines(TableSource):
+    """Files with one JSON object per line, may be compressed; skips blank lines."""
 
-    Attributes:
-        text_field: JSONL field or table column with the text.
-    """
-
-    text_field: Text = "text"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.zst")
 
-    def documents(self) -> Iterator[tuple[str, str]]:
+    def documents(self) -> Iterator[tuple[str, Document]]:
         for path in self.files():
             for number, line in enumerate(_lines(path), 1):
                 where = f"{path}, line {number}"
@@ -35,22 +29,27 @@ class JsonLines(FileSource, DocumentSource):
                     raise UserError(f"{where} is longer than {_LONGEST_LINE:,} bytes")
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield where, self._text(line, where)
+                    yield where, self._parsed(line, where)
 
-    def _text(self, line: bytes, where: str) -> str:
+    def _parsed(self, line: bytes, where: str) -> Document:
         try:
             record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not valid JSON ({_reason(error)})") from error
         if not isinstance(record, dict):
             raise UserError(f"{where} is {_kind(record)}, not a JSON object")
-        field = f'data.text_field = "{self.text_field}"'
-        if self.text_field not in record:
+        return self.document([self._value(record, name, where) for name in self.columns], where)
+
+    def _value(self, record: dict[str, Any], option: str, where: str) -> Any:
+        field, name = self.shown(option), self.columns[option]
+        if name not in record:
             raise UserError(f"{where} has no field of {field}; it has {shown_names(record)}")
-        text = record[self.text_field]
-        if not isinstance(text, str):
-            raise UserError(f"{where}: the field of {field} is {_kind(text)}, not text")
-        return text
+        value = record[name]
+        if option == "token_field":
+            return integers(value, f"{where}: the field of {field}")
+        if option != "mask_field" and not isinstance(value, str):
+            raise UserError(f"{where}: the field of {field} is {_kind(value)}, not text")
+        return value
 
 
 def _lines(path: Path) -> Iterator[bytes]:

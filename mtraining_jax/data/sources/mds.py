@@ -49,46 +49,51 @@ class MosaicShards(TableSource):
                 yield from self._of_shard(shard)
 
     def _of_shard(self, shard: Shard) -> Iterator[tuple[str, Document]]:
-        columns = [shard.column(self.column, self.column_field)]
+        columns = [shard.column(name, self.shown(x)) for x, name in self.columns.items()]
         if self.holds_ids and self.span_field in shard.names:
             columns.append(shard.column(self.span_field, "data.span_field"))
         encodings = [shard.encodings[number] for number in columns]
-        if not self.holds_ids and encodings != ["str"]:
-            raise UserError(
-                f'{shard.path}: column "{self.text_field}" is {encodings[0]}, not text; '
-                "use data.token_field for token ids"
-            )
+        for name, encoding in zip(self.columns.values(), encodings, strict=False):
+            if not self.holds_ids and encoding != "str":
+                raise UserError(
+                    f'{shard.path}: column "{name}" is {encoding}, not text; '
+                    "use data.token_field for token ids"
+                )
         where = f"data.paths: {shard.file}"
         try:
             for number, parts in enumerate(samples(shard, columns)):
                 where = f"{shard.path}, sample {number}"
-                if self.holds_ids:
-                    yield from _spans(parts, encodings, where)
-                else:
-                    yield where, parts[0].tobytes().decode("utf-8")
+                yield from self._of_sample(parts, encodings, where)
                 where = f"{shard.path}, sample {number + 1}"
         except Damaged as error:
             raise UserError(f"{where} {error}") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{where} is not UTF-8 text (byte {error.start})") from error
 
+    def _of_sample(
+        self, parts: list[np.ndarray], encodings: list[str], where: str
+    ) -> Iterator[tuple[str, Document]]:
+        if not self.holds_ids:
+            yield where, self.document([part.tobytes().decode("utf-8") for part in parts], where)
+            return
+        values = [decoded(*of) for of in zip(parts, encodings, strict=True)]
+        ids, of_tokens = values[0], values[: len(self.columns)]
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise Damaged(f"has {ids.dtype} of shape {ids.shape}, not a list of token ids")
+        sample = self.document(of_tokens, where)  # checks the mask
+        if len(values) == len(of_tokens):
+            yield where, sample
+            return
+        for number, span in enumerate(_spans(values[-1], ids.size)):
+            part = self.document([x[slice(*span)] for x in of_tokens], where)
+            yield f"{where}, document {number}", part
 
-def _spans(
-    parts: list[np.ndarray], encodings: list[str], where: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The documents of one sample."""
-    ids = decoded(parts[0], encodings[0])
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise Damaged(f"has {ids.dtype} of shape {ids.shape}, not a list of token ids")
-    if len(parts) == 1:
-        yield where, ids
-        return
-    spans = decoded(parts[1], encodings[1])
+
+def _spans(spans: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each document of a sample of `size` tokens."""
     if spans.dtype.kind not in "iu" or spans.ndim != 2 or spans.shape[1] != 2:
         raise Damaged(f"has spans of {spans.dtype} {spans.shape}, not pairs of integers")
     for number, (begin, end) in enumerate(spans.tolist()):
-        if not 0 <= begin <= end <= ids.size:
-            raise Damaged(
-                f"has {ids.size} tokens, but its document {number} has span {begin} to {end}"
-            )
-        yield f"{where}, document {number}", ids[begin:end]
+        if not 0 <= begin <= end <= size:
+            raise Damaged(f"has {size} tokens, but its document {number} has span {begin} to {end}")
+        yield begin, end

@@ -20,9 +20,9 @@ class Parquet(ArrowSource):
     file_format: ClassVar[str] = "Parquet"
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
-    def open_table(self, path: Path) -> tuple[Any, Callable[[str], Iterable[Any]]]:
+    def open_table(self, path: Path) -> tuple[Any, Callable[[list[str]], Iterable[Any]]]:
         from pyarrow import parquet
 
         file = parquet.ParquetFile(path)
         read = functools.partial(file.iter_batches, _ROWS_AT_ONCE)
-        return file.schema_arrow, lambda column: read(columns=[column])
+        return file.schema_arrow, lambda columns: read(columns=columns)

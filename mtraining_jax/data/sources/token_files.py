@@ -8,7 +8,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from mtraining_jax.data.files import errors_as, reason
-from mtraining_jax.data.stream import Part
+from mtraining_jax.data.stream import Part, chunks
 from mtraining_jax.utils.errors import UserError
 
 # Offset and magic bytes of other file types, long enough not to match token ids by chance.
@@ -128,3 +128,20 @@ def read_lengths(path: Path, size: int) -> np.ndarray:
             f"file has {size:,} tokens"
         )
     return lengths
+
+
+def read_mask(path: Path, size: int) -> np.ndarray:
+    """Memory-maps the label mask of a token file (NumPy format, bool or 0 and 1), bool [size]."""
+    with errors_as(UserError, f"{path} cannot be read as a label mask", OSError):
+        shape, dtype, offset = _npy_header(path)
+        if dtype.kind not in "biu":
+            raise UserError(f"{path} has {dtype}, not a label mask of bool or 0 and 1")
+        if math.prod(shape) != size:
+            values = math.prod(shape)
+            raise UserError(f"{path} has {values:,} values, but the token file has {size:,} tokens")
+        mask = _mapped(path, (size,), dtype, offset)
+    for start, chunk in chunks(mask.view(np.uint8) if dtype.kind == "b" else mask):
+        if chunk.min() < 0 or chunk.max() > 1:
+            first = int(np.argmax((chunk < 0) | (chunk > 1)))
+            raise UserError(f"{path} has {chunk[first]} at position {start + first}, not 0 or 1")
+    return mask

@@ -1,55 +1,72 @@
 """Folders of pre-tokenized parts, read by `data.source = "tokens"`.
 
-A part has three files: `part-00000.npy` (token ids, each document with its end token),
-`part-00000.npy.lengths` (tokens per document) and `part-00000.json`, written last to mark the part
-complete. `token_parts.json` describes the origin of the parts and whether all of them exist.
+A part has `part-00000.npy` (token ids, each document with its end token), `part-00000.npy.lengths`
+(tokens per document), `part-00000.npy.mask` (bool, if documents have label masks) and
+`part-00000.json`, written last to mark the part complete. `token_parts.json` describes the origin
+of the parts and whether all of them exist.
 """
 
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mtraining_jax.data.files import errors_as
+from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.utils.errors import UserError
 
 MANIFEST = "token_parts.json"
-LENGTHS = ".lengths"  # after the name of a token file
+LENGTHS, MASK = ".lengths", ".mask"  # after the name of a token file
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """Content of a complete part; `tokens` includes end tokens."""
+    """Content of a complete part; `tokens` includes end tokens, `trained` is None without masks."""
 
     documents: int
     tokens: int
     checksum: int
+    trained: int | None = None
+    notes: Mapping[str, int] = field(default_factory=dict)  # numbers of documents
 
 
 def write_part(
-    folder: Path, number: int, ids: np.ndarray, lengths: np.ndarray, checksum: int
+    folder: Path,
+    number: int,
+    tokens: MaskedTokens,
+    lengths: np.ndarray,
+    checksum: int,
+    notes: Mapping[str, int],
 ) -> PartRecord:
-    """Writes part `number`, from 0: ids [n], and `lengths` [d] of its documents, with sum n."""
-    tokens_file, lengths_file, record_file = _files(folder, number)
-    record = PartRecord(int(lengths.size), int(ids.size), checksum)
+    """Writes part `number`, from 0: tokens [n], and `lengths` [d] of its documents, with sum n."""
+    tokens_file, lengths_file, mask_file, record_file = _files(folder, number)
+    mask = tokens.trained
+    trained = None if mask is None else int(mask.sum())
+    record = PartRecord(int(lengths.size), int(tokens.ids.size), checksum, trained, dict(notes))
     _replace(lengths_file, lambda file: np.save(file, lengths))
-    _replace(tokens_file, lambda file: np.save(file, ids))
+    if mask is None:
+        mask_file.unlink(missing_ok=True)
+    else:
+        _replace(mask_file, lambda file: np.save(file, mask))
+    _replace(tokens_file, lambda file: np.save(file, tokens.ids))
     _replace(record_file, lambda file: file.write(json.dumps(asdict(record)).encode()))
     return record
 
 
 def read_record(folder: Path, number: int) -> PartRecord | None:
     """The record of a part; None if it is missing or incomplete."""
-    *content, record_file = _files(folder, number)
+    *content, mask_file, record_file = _files(folder, number)
     try:
         record = PartRecord(**json.loads(record_file.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
+    if record.trained is not None:
+        content.append(mask_file)
     return record if all(path.is_file() for path in content) else None
 
 
@@ -98,10 +115,10 @@ def check_complete(folder: Path) -> None:
         )
 
 
-def _files(folder: Path, number: int) -> tuple[Path, Path, Path]:
-    """The files of tokens, of document lengths, and the record of a part."""
+def _files(folder: Path, number: int) -> tuple[Path, ...]:
+    """The files of tokens, document lengths and label masks, and the record of a part."""
     name = f"part-{number:05}"
-    return folder / f"{name}.npy", folder / f"{name}.npy{LENGTHS}", folder / f"{name}.json"
+    return *(folder / f"{name}.npy{end}" for end in ("", LENGTHS, MASK)), folder / f"{name}.json"
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -11,8 +11,8 @@ import numpy as np
 from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.packs import pack_documents
 from mtraining_jax.data.source import FileSource, eos_id_problems
-from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
-from mtraining_jax.data.sources.token_parts import LENGTHS, check_complete
+from mtraining_jax.data.sources.token_files import open_token_file, read_lengths, read_mask
+from mtraining_jax.data.sources.token_parts import LENGTHS, MASK, check_complete
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import Part, TokenStream, Vocab, chunks
 from mtraining_jax.utils.errors import UserError
@@ -25,7 +25,8 @@ class TokenFiles(FileSource):
 
     Documents are the rows of 2-D files. In 1-D files they are given by an optional file of lengths
     (`a.npy.lengths` for `a.npy`) or else end at eos. Mode ``concat`` joins files without adding
-    eos; ``exact`` ignores files of lengths and does not count eos.
+    eos; ``exact`` ignores files of lengths and does not count eos. An optional `a.npy.mask` is the
+    label mask: bool, or 0 and 1, for each token.
 
     Attributes:
         token_dtype: Type of token ids in .bin files, little-endian (.npy files store their own).
@@ -51,7 +52,7 @@ class TokenFiles(FileSource):
         paths = self.files()
         for folder in dict.fromkeys(path.parent for path in paths):
             check_complete(folder)
-        files = [open_token_file(path, self.token_dtype) for path in paths]
+        files = [_with_mask(open_token_file(path, self.token_dtype)) for path in paths]
         stream = TokenStream(files, Vocab(vocab_size, "model.vocab_size"))
         summary, starts, pack = counted(len(files), "file"), None, None
         if data.mode == "exact":
@@ -61,15 +62,16 @@ class TokenFiles(FileSource):
             summary += f", {counted(lengths.size, 'document')}"
         elif data.has_documents:
             lengths = np.concatenate([_document_lengths(file, data) for file in files])
-            pack = functools.partial(pack_documents, lengths)
+            pack = functools.partial(pack_documents, lengths, stream)
             summary += f", {counted(lengths.size, 'document')}"
         else:
             # Reported, since rows of other lengths than a sequence are joined and split.
             rows = {file.row_len for file in files if file.row_len is not None} - {data.seq_len}
             if rows:
                 summary += f" with rows of {' or '.join(f'{n:,}' for n in sorted(rows))} joined"
-        summary += f", {len(stream):,} tokens"
-        return Corpus(stream, vocab_size, None, summary, starts, pack)
+        summary += f", {stream.summary}"
+        trained = stream.trained if stream.masked else None
+        return Corpus(stream, vocab_size, None, summary, starts, pack, trained)
 
 
 def _exact_documents(files: list[Part], data: DataSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -115,6 +117,11 @@ def _eos_positions(file: Part, data: DataSpec) -> np.ndarray:
         )
     found = [start + np.flatnonzero(chunk == data.eos) for start, chunk in chunks(file.ids)]
     return np.concatenate(found).astype(np.int64)
+
+
+def _with_mask(file: Part) -> Part:
+    path = Path(file.name + MASK)
+    return replace(file, trained=read_mask(path, file.ids.size)) if path.is_file() else file
 
 
 def _lengths_path(file: Part) -> Path:
