@@ -31,7 +31,7 @@ LAYERS = (
 )
 # Installed only if wanted, or slow and needed for few inputs.
 EXTRAS = (
-    "jax_triton", "lm_eval", "matplotlib", "PIL", "pyarrow", "tensorboardX", "wandb",
+    "jax_triton", "jinja2", "lm_eval", "matplotlib", "PIL", "pyarrow", "tensorboardX", "wandb",
     "pallas_kernels.triton.kernels", "triton",
 )  # fmt: skip
 # Commands load what computes, and with it JAX, after they have checked their arguments.

@@ -1,6 +1,8 @@
 """Tokenizers: raw bytes, or a Hugging Face ``tokenizer.json``."""
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -89,26 +91,53 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.encode(text, add_special_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> np.ndarray:
+        return np.asarray(self._encoding(text, add_special_tokens).ids, np.uint32)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids of a document, and where their characters begin and end, integers [n]."""
+        encoding = self._encoding(text, add_special_tokens=False)
+        begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+        return np.asarray(encoding.ids, np.uint32), begins, ends
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):  # invalid text
             raise
         except Exception as error:  # the library raises bare Exception, e.g. without unknown token
             raise UserError(
                 f'data.tokenizer = "{self.name}" cannot encode text ({reason(error)})'
             ) from error
-        return np.asarray(encoding.ids, np.uint32)
+
+    @property
+    def settings_file(self) -> Path:
+        return Path(self.name).with_name("tokenizer_config.json")
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The tokenizer_config.json next to the file, if any."""
+        if not self.settings_file.exists():
+            return {}
+        with errors_as(UserError, f"{self.settings_file} cannot be read", Exception):
+            return dict(read_json(self.settings_file))
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the tokens in `settings`, such as bos_token, by their names."""
+        found = {name: x for name, x in self.settings.items() if name.endswith("_token")}
+        found = {name: x.get("content") if isinstance(x, dict) else x for name, x in found.items()}
+        return {name: token for name, token in found.items() if isinstance(token, str)}
+
+    @property
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Special tokens and others that are one token wherever they occur, by id."""
+        return self._backend.get_added_tokens_decoder()
 
     @property
     def start(self) -> int | None:
-        """`bos_token` in the tokenizer_config.json next to the file."""
-        path = Path(self.name).with_name("tokenizer_config.json")
-        if not path.exists():
-            return None
-        with errors_as(UserError, f"{path} cannot be read", Exception):  # may have any content
-            token = read_json(path).get("bos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            return None if token is None else self._backend.token_to_id(token)
+        """`bos_token`, if any."""
+        token = self.special_tokens.get("bos_token")
+        return None if token is None else self._backend.token_to_id(token)
 
     def decode(self, ids: np.ndarray) -> str:
         return self._backend.decode([int(i) for i in ids])
