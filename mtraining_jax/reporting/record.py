@@ -49,6 +49,7 @@ def step_record(
         "loss": float(metrics["loss"]),
         "grad_norm": float(metrics["grad_norm"]),
         "lr": float(metrics["lr"]),
+        "labels": int(metrics["labels"]),
         "tokens": step * tokens,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,
@@ -88,10 +89,13 @@ def validation_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds
     """
     record: Record = {}
     for name, (losses, labels) in sums.items():
-        record[name] = float(losses.sum() / labels.sum())
-        means = np.divide(losses, labels, out=np.full(len(labels), np.nan), where=labels > 0)
-        record[f"{name}_by_position"] = means.tolist()
+        total, *means = _means(np.append(losses.sum(), losses), np.append(labels.sum(), labels))
+        record |= {name: total, f"{name}_by_position": means}
     return {key: _finite(value) for key, value in record.items()} | {"eval_seconds": seconds}
+
+
+def _means(losses: np.ndarray, labels: np.ndarray) -> list[float]:
+    return np.divide(losses, labels, out=np.full(len(labels), np.nan), where=labels > 0).tolist()
 
 
 def validation_text(record: Record) -> str | None:

@@ -42,7 +42,7 @@ def make_train_step(
     all micro-batches and devices, or the mean over documents of their means (`loss.weighting`).
     Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. A step with a
     loss or gradient norm that is not finite is skipped and counted: parameters and optimizer state
-    stay unchanged. With `audited`, attention is measured in every step, as `[audit]` says.
+    stay unchanged, as they do in a batch without labels, of loss 0. With `audited`, attention is measured in every step, as `[audit]` says.
 
     The batch is that of `DeviceBatches`, optionally with `mass_fraction` int32 [B, L], of each
     layer for each sequence, as in `SelectionContext`.
@@ -66,11 +66,13 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             gradients, norm = clip(gradients, config.optimizer.clip_norm)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            labels = count_labels(batch["labels"])
+            applied = finite & (labels > 0)  # AdamW would also move without a gradient
             updates, opt_state = builder.optimizer.update(gradients, state.opt_state, trained)
             lr = schedule(state.step)
             updated = jax.tree.map(lambda parameter, u: parameter - lr * u, trained, updates)
             updated, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old),
+                lambda new, old: jnp.where(applied, new, old),
                 (updated, opt_state),
                 (trained, state.opt_state),
             )
@@ -87,7 +89,7 @@ def make_train_step(
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
-            "labels": count_labels(batch["labels"]),
+            "labels": labels,
             "skipped": after.skipped,
             "skipped_in_row": after.skipped_in_row,
             "layers": layers,

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 EVERY = 8  # the golden logits are those of every eighth position
 SEED = 2
@@ -26,6 +33,7 @@ QWEN2 = SIZES | {
     "num_hidden_layers": 3, "tie_word_embeddings": True,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+MASKED = "qwen2_tiny"  # has golden outputs with label masks
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.1.mlp."
 # Configuration, and the tensors with golden gradients.
 CHECKPOINTS = {
@@ -92,6 +100,7 @@ def make(name: str, folder: Path) -> None:
     tokens = torch.randint(0, config.vocab_size, (2, 144))
     result = model(tokens, labels=tokens)
     result.loss.backward()
+    gradient_of = {f"grad:{x}": parameters[x].grad.numpy().copy() for x in gradients}
     model.save_pretrained(folder / name)
     (folder / name / "generation_config.json").unlink(missing_ok=True)
     np.savez_compressed(
@@ -99,8 +108,32 @@ def make(name: str, folder: Path) -> None:
         input_ids=tokens.numpy().astype(np.int32),
         logits=result.logits.detach().numpy()[:, ::EVERY],
         loss=result.loss.detach().numpy(),
-        **{f"grad:{x}": parameters[x].grad.numpy() for x in gradients},
+        **gradient_of,
+        **(masked(model, tokens) if name == MASKED else {}),
     )
+
+
+def masked(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+    """Outputs for documents with label masks: mean loss over their trained labels, gradients."""
+    documents = [tokens[0, :120], tokens[1, :70], tokens[0, 50:140], tokens[1, 60:125]]
+    trained = [(torch.arange(len(x)) // 9 + i) % (i + 2) == 0 for i, x in enumerate(documents)]
+    count = sum(int(mask[1:].sum()) for mask in trained)
+    model.zero_grad()
+    losses = [
+        model(ids[None], labels=torch.where(mask, ids, -100)[None], num_items_in_batch=count).loss
+        for ids, mask in zip(documents, trained, strict=True)
+    ]
+    sum(losses).backward()
+    gradients = {name: x.grad.numpy() for name, x in model.named_parameters()}
+    squares = sum(np.square(x, dtype=np.float64).sum() for x in gradients.values())
+    return {
+        "masked_ids": torch.cat(documents).numpy().astype(np.int32),
+        "masked_lengths": np.array([len(x) for x in documents]),
+        "masked_trained": torch.cat(trained).numpy(),
+        "masked_loss": sum(losses).detach().numpy(),
+        "masked_grad_norm": np.sqrt(squares),
+        **{f"masked_grad:{x}": gradients[x] for x in CHECKPOINTS[MASKED][1]},
+    }
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def record(config, step, loss=2.0, seconds=0.5, layers=(), devices=()):
         "step": step,
         "loss": loss,
         "grad_norm": 1.0,
+        "labels": 7,
         "lr": 1e-3,
         "skipped": 1,
         "layers": layers,
