@@ -18,7 +18,7 @@ class MaskedTokens:
     Attributes:
         ids: Token ids, integers [n].
         trained: Whether the loss counts each token as a label, bool [n]; None: all.
-        note: A kind of documents to count in the summary of the data: "prompts that ...".
+        note: Counted in the summary of the data: "with a prompt that ...".
     """
 
     ids: np.ndarray
@@ -80,7 +80,7 @@ class Completion:
         size = min(prompt.size, ids.size)
         differ = np.flatnonzero(prompt[:size] != ids[:size])
         first = int(differ[0]) if differ.size else size
-        note = "" if first == prompt.size else "prompts that share a token with their text"
+        note = "" if first == prompt.size else "with a prompt that ends inside a token"
         return MaskedTokens(ids, np.arange(ids.size) >= first, note)
 
 
@@ -100,12 +100,13 @@ def label_mask(values: Any, ids: np.ndarray, where: str, field: str) -> np.ndarr
     if not mask.size or (mask.min() >= 0 and mask.max() <= 1):
         return mask.astype(bool)
     ignored = mask == IGNORE_LABEL
-    wrong = np.flatnonzero(~ignored & (mask != ids))
-    if wrong.size:
+    wrong = ~ignored & (mask != ids)
+    if wrong.any():
+        neither = wrong & ((mask < 0) | (mask > 1))
+        at = int(np.argmax(neither if neither.any() else wrong))
         raise UserError(
-            f"{where}: the list of {field} has {mask[wrong[0]]} at position {wrong[0]}; it must "
-            f"have 0 or 1 for each token, or labels: {IGNORE_LABEL} or the token id, here "
-            f"{ids[wrong[0]]}"
+            f"{where}: the list of {field} has {mask[at]} at position {at}; it must have 0 or 1 "
+            f"for each token, or labels: {IGNORE_LABEL} or the token id, here {ids[at]}"
         )
     return ~ignored
 
