@@ -3,12 +3,14 @@
 import functools
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mtraining_jax.data.chat.conversation import Conversation, read_conversation
+from mtraining_jax.data.chat.template import chat_template
 from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.masked import Completion, MaskedText, MaskedTokens, label_mask
 from mtraining_jax.data.packs import pack_documents
@@ -21,7 +23,7 @@ from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
 
 # Text or token ids [n], both trained everywhere, or with a label mask.
-Document = str | np.ndarray | MaskedTokens | MaskedText
+Document = str | np.ndarray | MaskedTokens | MaskedText | Conversation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def noted(notes: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource(FileSource, DocumentSource):
-    """Files with a field or column of text or token ids, and optionally what is not trained.
+    """Files with a field or column of text, token ids or messages.
 
     Attributes:
         text_field: JSONL field or table column with the text.
@@ -94,12 +96,17 @@ class TableSource(FileSource, DocumentSource):
         token_field: Field or column with token ids, used instead of text_field.
         mask_field: Field or column with 0 or 1 for each token id, whether it is trained; or with
             labels as in Hugging Face data sets, -100 or the id.
+        messages_field: Field or column with the messages of a conversation, used instead of
+            text_field. The tokenizer's chat template renders them; answers are trained.
+        tools_field: Field or column with the tools of a conversation; may be missing.
     """
 
     text_field: Text = "text"
     prompt_field: Text | None = None
     token_field: Text | None = None
     mask_field: Text | None = None
+    messages_field: Text | None = None
+    tools_field: Text = "tools"
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         yield from super().problems(data, vocab_size)
@@ -113,6 +120,16 @@ class TableSource(FileSource, DocumentSource):
                 f'data.mask_field = "{self.mask_field}" is for token ids: set data.token_field, or '
                 "data.prompt_field for text"
             )
+        if self.messages_field:
+            shown = f'data.messages_field = "{self.messages_field}"'
+            for name in ("prompt_field", "token_field", "mask_field"):
+                if (column := getattr(self, name)) is not None:
+                    yield f'{shown} excludes data.{name} = "{column}"; remove one of them'
+            if data.tokenizer == BYTES:
+                yield (
+                    f'{shown} needs a chat template, which data.tokenizer = "{BYTES}" lacks; use '
+                    "the tokenizer.json of a folder with one"
+                )
 
     @property
     def holds_ids(self) -> bool:
@@ -120,19 +137,28 @@ class TableSource(FileSource, DocumentSource):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns to read, by option: the content, and its prompt or its mask, if any."""
+        """The columns to read, by option: the content, and its prompt, mask or tools, if any."""
+        if self.messages_field:
+            return {"messages_field": self.messages_field, "tools_field": self.tools_field}
         names = ("token_field", "mask_field") if self.holds_ids else ("text_field", "prompt_field")
         return {name: column for name in names if (column := getattr(self, name)) is not None}
+
+    def columns_in(self, names: Collection[str]) -> dict[str, str]:
+        """`columns` for a file with these names, which may lack tools."""
+        lacks_tools = self.messages_field and self.tools_field not in names
+        return {k: x for k, x in self.columns.items() if not (lacks_tools and k == "tools_field")}
 
     def shown(self, name: str) -> str:
         """An option and its column, for messages."""
         return f'data.{name} = "{self.columns[name]}"'
 
     def document(self, values: Sequence[Any], where: str) -> Document:
-        """The document with these values of `columns`; the ids are an array."""
+        """The document with these values of `columns_in`; the ids are an array."""
         match list(self.columns), values:
             case [_], [content]:
                 return content
+            case ["messages_field", _], [messages, *tools]:
+                return read_conversation(messages, tools[0] if tools else None, where)
             case [_, "prompt_field"], [text, prompt]:
                 return Completion(prompt, text)
             case _, [ids, mask]:
@@ -162,8 +188,9 @@ class Encoder:
     def encode(self, document: Document, where: str, with_eos: bool = True) -> MaskedTokens:
         """The ids [n] of a document and its mask, if any.
 
-        Appends eos unless the document is empty or consists of ids that end with eos. The appended
-        eos is trained if the last token is.
+        Appends eos unless the document is empty, consists of ids that end with eos, or is a
+        conversation, which ends as its template says. The appended eos is trained if the last token
+        is.
         """
         is_text = False
         if isinstance(document, MaskedTokens):
@@ -175,6 +202,8 @@ class Encoder:
             try:
                 if isinstance(document, str):
                     tokens = MaskedTokens(self.tokenizer.encode(document))
+                elif isinstance(document, Conversation):
+                    with_eos, tokens = False, chat_template(self.tokenizer).encode(document)
                 else:
                     tokens = document.tokens(self.tokenizer)
             except (UnicodeEncodeError, TypeError) as error:

@@ -67,22 +67,33 @@ def pack_documents(
     """Packs documents: ``pack`` by best fit, after splitting long ones; ``concat`` consecutively.
 
     Documents follow each other in the stream and have `lengths` in tokens, int64 [d]. Skips those
-    with fewer than two tokens, which have no label; ``pack`` also skips those, and pieces of split
-    ones, with labels that are all masked.
+    with fewer than two tokens, which have no label; ``pack`` also skips those with labels that are
+    all masked. It does not split documents with a label mask, such as conversations: labels of a
+    later part would lack their context. Those longer than a sequence are skipped.
     """
-    capacity, masked = data.seq_len // block_size, 0
+    capacity, masked, too_long = data.seq_len // block_size, 0, lengths[:0]
     kept = lengths >= _SHORTEST
     begins, sizes = (np.cumsum(lengths) - lengths)[kept], lengths[kept]
+    if data.mode == "pack" and stream.masked:
+        before = stream.trained_before
+        counted = before(begins + sizes) > before(begins + 1)
+        begins, sizes, masked = begins[counted], sizes[counted], int((~counted).sum())
+        in_part = before(begins + sizes) - before(begins) < sizes
+        fits = ~in_part | (sizes <= data.seq_len)
+        too_long, begins, sizes = sizes[~fits], begins[fits], sizes[fits]
+    longer = int((sizes > data.seq_len).sum())
     if data.mode == "pack":
         begins, sizes = chunked(begins, sizes, data.seq_len)
-        if stream.masked:
-            before = stream.trained_before
-            counted = before(begins + sizes) > before(begins + 1)
-            begins, sizes, masked = begins[counted], sizes[counted], int((~counted).sum())
         order, ends = packed_order(-(-sizes // block_size), capacity, data.seed)
         begins, sizes = begins[order], sizes[order]
     else:
         begins, sizes, ends = consecutive(begins, sizes, block_size, capacity)
+    if not ends.size and too_long.size:
+        raise UserError(
+            f"data.seq_len = {data.seq_len} is less than the {too_long.min()} tokens of the "
+            f'shortest document of data.source = "{data.source}", and those with a label mask are '
+            "not split; use a larger data.seq_len"
+        )
     if not ends.size and masked:
         raise UserError(f'no document of data.source = "{data.source}" has a trained label')
     if not ends.size:
@@ -92,7 +103,10 @@ def pack_documents(
         notes += f", {skipped:,} with fewer than {_SHORTEST} tokens skipped"
     if masked:
         notes += f", {masked:,} without a trained label skipped"
-    if longer := int((lengths > data.seq_len).sum()):
+    if too_long.size:
+        longest = int(too_long.max())
+        notes += f", {too_long.size:,} longer than a sequence skipped (up to {longest:,} tokens)"
+    if longer:
         notes += f", {longer:,} longer than a sequence split"
     return PackArrays(begins, sizes, ends, data.seq_len, notes)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mtraining_jax.data.chat.template import chat_template
 from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make_encoder, noted
 from mtraining_jax.data.masked import joined
 from mtraining_jax.data.source import FileSource
@@ -190,7 +191,11 @@ def _identity(data: DataSpec, encoder: Encoder, part_bytes: int) -> dict[str, An
     digest = None
     if name not in (None, BYTES):
         digest = zlib.crc32(Path(name).expanduser().read_bytes())
+    chat = {}
+    if encoder.tokenizer is not None and getattr(data.source_options, "messages_field", None):
+        chat = {"checksum of the chat template": chat_template(encoder.tokenizer).checksum}
     return {
+        **chat,
         "data.source": data.source,
         **{f"data.{name}": value for name, value in asdict(data.source_options).items()},
         "data.tokenizer": name,

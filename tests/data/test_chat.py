@@ -4,6 +4,8 @@ import json
 import zlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mtraining_jax.data.chat.conversation import read_conversation
@@ -11,6 +13,7 @@ from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat_folders import STYLES, template_of, write_folder
+from tests.data.common import error_of, loader_of, section
 
 WHERE = "a.jsonl, line 7"
 
@@ -246,3 +249,63 @@ def test_the_sandbox(tmp_path):
     ):
         each = chats_of(tmp_path / str(len(source)), source)
         assert "unsafe" in error(each, [USER, ANSWER])
+
+
+ROWS = [{"messages": TURNS}, {"messages": WITH_TOOLS, "tools": TOOLS}, {"messages": TURNS[2:]}]
+
+
+def write_rows(path, rows):
+    """The rows as a file of a source, and the name of the source."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return "jsonl"
+    pq.write_table(pa.Table.from_pylist([{"tools": None} | row for row in rows]), path)
+    return "parquet"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_sources_read_conversations(tmp_path, chats, name):
+    qwen = chats("qwen2.5")
+    source = write_rows(tmp_path / name, ROWS)
+    fields = {
+        "source": source,
+        "paths": (str(tmp_path / name),),
+        "messages_field": "messages",
+        "tokenizer": str(tmp_path / "qwen2.5/tokenizer.json"),
+        "mode": "pack",
+        "seq_len": 128,
+    }
+    wanted = [encoded(qwen, row["messages"], row.get("tools")) for row in ROWS]
+    corpus = section(300, **fields).source_options.open(section(300, **fields), 300)
+    assert corpus.stream.take(np.arange(len(corpus.stream))).tolist() == [
+        id for tokens in wanted for id in tokens.ids.tolist()
+    ]
+    loader = loader_of(section(300, **fields), 300, block_size=1)
+    # The second conversation is longer than a sequence, and is not cut.
+    assert "1 longer than a sequence skipped (up to 320 tokens)" in loader.description
+    found = set()
+    for _ in range(loader.num_sequences):
+        labels = next(loader)["labels"]
+        found |= set(labels[labels >= 0].tolist())
+    kept = (wanted[0], wanted[2])
+    assert found == {id for x in kept for id in x.ids[x.trained].tolist()}
+    loader.close()
+    error = error_of(300, 1, **fields | {"seq_len": 32})
+    assert error.startswith("data.seq_len = 32 is less than the ") and "not split" in error
+    write_rows(tmp_path / name, [*ROWS, {"messages": [USER]}])
+    where = f"{tmp_path / name}, {'line 4' if source == 'jsonl' else 'row 3'}"
+    assert error_of(300, 1, **fields) == (
+        f"{where}: no message has the role assistant, so nothing is trained"
+    )
+
+
+def test_options_of_conversations(tmp_path):
+    fields = {"source": "jsonl", "paths": ("x",), "messages_field": "messages"}
+    assert 'data.messages_field = "messages" needs a chat template' in error_of(**fields)
+    message = error_of(**fields, tokenizer="x.json", prompt_field="p")
+    assert 'messages_field = "messages" excludes data.prompt_field = "p"; remove' in message
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [said("user", "\ud800"), ANSWER]}))
+    tokenizer = write_folder(tmp_path / "t", template_of("smollm2", marked=False))
+    fields |= {"paths": (str(path),), "tokenizer": tokenizer}
+    assert error_of(300, **fields) == f"{path}, line 1 has text that is not valid Unicode"

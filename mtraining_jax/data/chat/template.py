@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import uuid
+import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -52,6 +53,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._name, sources = _sources(tokenizer)
         self._marked = {name for name, source in sources.items() if _MARKS.search(source)}
+        self.checksum = zlib.crc32(json.dumps([sources, tokenizer.special_tokens]).encode())
         environment = _environment(now)
         # A template is code, so this may raise anything.
         with errors_as(UserError, f"{self._name}: the chat template is not valid", Exception):

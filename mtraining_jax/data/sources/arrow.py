@@ -32,14 +32,15 @@ class ArrowSource(TableSource):
             with errors_as(UserError, problem, *unreadable):
                 schema, batches = self.open_table(path)
                 names = schema.names  # decoded here
-            for option in self.columns:
+            of = self.columns_in(names)
+            for option in of:
                 self._check(option, schema, names, path)
             row = 0
             try:
-                for batch in batches(list(dict.fromkeys(self.columns.values()))):
+                for batch in batches(list(dict.fromkeys(of.values()))):
                     columns = {
                         option: batch.column(batch.schema.get_field_index(name))
-                        for option, name in self.columns.items()
+                        for option, name in of.items()
                     }
                     for values in zip(*columns.values(), strict=True):
                         where = f"{path}, row {row}"
@@ -62,6 +63,8 @@ class ArrowSource(TableSource):
         if name not in names:
             raise UserError(f"{path} lacks {column}; it has {shown_names(names)}")
         kind = schema.field(name).type
+        if self.messages_field:  # a list or JSON, checked with each row
+            return
         if not self.holds_ids:
             if not (types.is_string(kind) or types.is_large_string(kind)):
                 raise UserError(f"{path}: {column} is {kind}, not text")
@@ -72,6 +75,8 @@ class ArrowSource(TableSource):
             raise UserError(f"{path}: {column} is {kind}, not a list of integers")
 
     def _value(self, option: str, value: Any, where: str) -> Any:
+        if self.messages_field:
+            return _without_nulls(value.as_py())
         if not value.is_valid:
             raise UserError(f"{where}: the column of {self.shown(option)} is null")
         if not self.holds_ids:
@@ -79,3 +84,10 @@ class ArrowSource(TableSource):
         if value.values.null_count:
             raise UserError(f"{where}: the column of {self.shown(option)} has a null in its list")
         return value.values.to_numpy(zero_copy_only=False)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Removes null fields: all objects of a column have the fields of each of them."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value

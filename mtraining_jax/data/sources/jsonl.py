@@ -38,7 +38,8 @@ class JsonLines(TableSource):
             raise UserError(f"{where} is not valid JSON ({_reason(error)})") from error
         if not isinstance(record, dict):
             raise UserError(f"{where} is {_kind(record)}, not a JSON object")
-        return self.document([self._value(record, name, where) for name in self.columns], where)
+        values = [self._value(record, name, where) for name in self.columns_in(record)]
+        return self.document(values, where)
 
     def _value(self, record: dict[str, Any], option: str, where: str) -> Any:
         field, name = self.shown(option), self.columns[option]
@@ -47,7 +48,7 @@ class JsonLines(TableSource):
         value = record[name]
         if option == "token_field":
             return integers(value, f"{where}: the field of {field}")
-        if option != "mask_field" and not isinstance(value, str):
+        if option in ("text_field", "prompt_field") and not isinstance(value, str):
             raise UserError(f"{where}: the field of {field} is {_kind(value)}, not text")
         return value
 

@@ -49,7 +49,8 @@ class MosaicShards(TableSource):
                 yield from self._of_shard(shard)
 
     def _of_shard(self, shard: Shard) -> Iterator[tuple[str, Document]]:
-        columns = [shard.column(name, self.shown(x)) for x, name in self.columns.items()]
+        of = self.columns_in(shard.names)
+        columns = [shard.column(name, self.shown(option)) for option, name in of.items()]
         if self.holds_ids and self.span_field in shard.names:
             columns.append(shard.column(self.span_field, "data.span_field"))
         encodings = [shard.encodings[number] for number in columns]
