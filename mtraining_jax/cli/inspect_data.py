@@ -1,9 +1,10 @@
 """Shows the sequences of training data: `python -m mtraining_jax.cli.inspect_data --help`."""
 
 import functools
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ usage: python -m mtraining_jax.cli.inspect_data --config NAME [options]
 
 Prints how documents become sequences: their number, the first sequences with the beginning and end
 of their documents, and for packed documents (data.mode=pack or data.mask_documents=true) document
-lengths, documents per sequence, padding, and how much the attention cost of sequences varies.
+lengths, documents per sequence, padding, and how much the attention cost of sequences varies. Data
+with label masks is shown in parts, marked + if trained, else -.
 
   --config NAME    configuration of the run, as in train.py
   --SECTION.FIELD=VALUE
@@ -78,9 +80,15 @@ def _run(arguments: list[str]) -> int:
         lines.append(f"sequence {number}: {counted(lengths.size, 'document')}")
         position = 0
         for begin, length in zip(begins[:_DOCUMENTS], lengths[:_DOCUMENTS], strict=True):
-            ids = corpus.stream.take(begin + np.arange(length))
-            what = f"{counted(length, 'token')} from {position:,}"
-            lines.append(f"  {what}: {_shown(ids, tokenizer, eos)}")
+            positions = begin + np.arange(length)
+            ids, what = (
+                corpus.stream.take(positions),
+                f"{counted(length, 'token')} from {position:,}",
+            )
+            if corpus.trained is None:
+                lines.append(f"  {what}: {_shown(ids, tokenizer, eos)}")
+            else:
+                lines += _marked(what, ids, corpus.trained(positions), tokenizer, eos)
             position += -(-length // block_size) * block_size
         if lengths.size > _DOCUMENTS:
             lines.append("  ...")
@@ -97,14 +105,28 @@ def _pieces(
     return starts[number] + ends - lengths, lengths
 
 
-def _shown(ids: np.ndarray, tokenizer: Tokenizer | None, eos: Any) -> str:
+def _marked(
+    what: str, ids: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer | None, eos: Any
+) -> Iterator[str]:
+    """Lines of a document and its parts, with + for trained tokens and - for others."""
+    yield f"  {what}, {np.count_nonzero(trained):,} trained:"
+    cuts = np.flatnonzero(np.diff(trained)) + 1
+    parts = zip(np.split(ids, cuts), np.split(trained, cuts), strict=True)
+    for part, mask in itertools.islice(parts, _DOCUMENTS):
+        text = _shown(part, tokenizer, eos, special=True)
+        yield f"    {'+' if mask[0] else '-'} {counted(part.size, 'token')}: {text}"
+    if cuts.size >= _DOCUMENTS:
+        yield "    ..."
+
+
+def _shown(ids: np.ndarray, tokenizer: Tokenizer | None, eos: Any, special: bool = False) -> str:
     """The first and the last tokens of a document, as text if possible."""
     text, end = ids[: ids.size - 1], " <end>"
     if ids[-1] != eos:
         text, end = ids, ""
 
     def decoded(part: np.ndarray) -> str:
-        found = part.tolist() if tokenizer is None else tokenizer.decode(part)
+        found = part.tolist() if tokenizer is None else tokenizer.decode(part, special)
         return json.dumps(found, ensure_ascii=False)
 
     if text.size <= 2 * _TOKENS:

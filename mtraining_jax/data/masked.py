@@ -1,4 +1,4 @@
-"""Label masks: token ids of a document of which only some are trained."""
+"""Label masks: documents in which only some tokens are trained."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -41,7 +41,8 @@ class Tokenizer:
         """Token ids of a prompt, including prefix tokens, integers [n]."""
         return self.encode(text)
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode(self, ids: np.ndarray, special: bool = False) -> str:
+        """The text of token ids [n], without special tokens unless asked for."""
         raise NotImplementedError(f"{type(self).__name__}.decode")
 
 
@@ -59,7 +60,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode(self, ids: np.ndarray, special: bool = False) -> str:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -139,8 +140,8 @@ class HuggingFaceTokenizer(Tokenizer):
         token = self.special_tokens.get("bos_token")
         return None if token is None else self._backend.token_to_id(token)
 
-    def decode(self, ids: np.ndarray) -> str:
-        return self._backend.decode([int(i) for i in ids])
+    def decode(self, ids: np.ndarray, special: bool = False) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=not special)
 
 
 def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:

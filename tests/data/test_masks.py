@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from mtraining_jax.cli.inspect_data import main
 from mtraining_jax.data.corpus import starts_of
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.tokenizing import tokenize_corpus
@@ -44,7 +45,7 @@ TRAINED = np.concatenate([np.append(mask, mask[-1]) for mask in MASKS])
 
 @pytest.mark.parametrize("mode", ["concat", "mask", "pack", "exact"])
 def test_labels_are_those_of_trained_tokens(tmp_path, mode):
-    """Compares with the same data without a mask, whose stream positions are the tokens."""
+    """The same data without a mask has the same tokens."""
     fields = write_jsonl(tmp_path) | {"seq_len": 16, "batch_size": 4, "mode": mode}
     if mode == "mask":
         fields |= {"mode": "concat", "mask_documents": True}
@@ -227,6 +228,20 @@ def test_a_token_that_a_prompt_shares_with_its_text_is_trained_and_reported(tmp_
     assert corpus.summary.endswith("trained), 1 with a prompt that ends inside a token")
     totals = tokenize_corpus(data, VOCAB, tmp_path / "out", 1)
     assert str(totals).endswith("in 1 part, 1 with a prompt that ends inside a token")
+
+
+def test_inspect_data_marks_what_is_trained(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": prompt, "text": text} for prompt, text in PAIRS]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = ["--data.source=jsonl", f'--data.paths=["{path}"]', "--data.prompt_field=prompt"]
+    options += ["--data.mode=pack", "--data.seq_len=512"]
+    assert main(["--config=tiny", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("jsonl: 3 documents, 11 tokens (45.5% trained); ")
+    assert "1 without a trained label skipped" in lines[0]
+    i = lines.index("  5 tokens from 0, 3 trained:")
+    assert lines[i + 1 : i + 3] == ['    - 2 tokens: "ab"', '    + 3 tokens: "cd" <end>']
 
 
 # ---- bad input -----------------------------------------------------------------------------------
