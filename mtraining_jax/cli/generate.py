@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,10 +15,11 @@ from mtraining_jax.cli.model_command import (
     model_parser,
     run_command,
 )
+from mtraining_jax.data.chat.conversation import Conversation, read_conversation
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.model import Generated
-from mtraining_jax.evaluation.tasks.records import Record, iterate_records, read_text
+from mtraining_jax.evaluation.tasks.records import Record, iterate_records, read_json, read_text
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
 from mtraining_jax.utils.text import counted, print_text
@@ -26,11 +28,15 @@ _USAGE = """\
 usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompts FILE) [options]
 
   --model FOLDER        run folder (its newest checkpoint) or Hugging Face checkpoint
-  --prompt TEXT         text to continue; no chat template is applied
+  --prompt TEXT         text to continue; no chat template is applied without --chat
   --prompt-file FILE    read the prompt from a UTF-8 text file or pipe; - reads standard input
   --prompts FILE        continue many prompts, one after another: the lines of a text file, or the
                         field "prompt" of JSON lines (.jsonl); prints one JSON object per prompt,
                         with the fields of its line, text, tokens and stopped
+  --chat                answer prompts by the chat template of the tokenizer's folder, up to the
+                        end of the turn (extra chat); a prompt is a message of the user, or in a
+                        .json file or a field "prompt" also a list of messages, or an object with
+                        "messages" and "tools"
   --max-new-tokens N    maximum number of new tokens (default 256)
   --temperature T       sampling temperature; 0 (default) is greedy decoding
   --top-p P             nucleus sampling: sample from the most likely tokens with total
@@ -69,6 +75,7 @@ def _run(arguments: list[str]) -> int:
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=type(default), default=default)
     parser.add_argument("--stop", action="append", default=[])
+    parser.add_argument("--chat", action="store_true")
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense")
     found, rest = parser.parse_known_args(arguments)
     overrides = forwarded_options(rest, ("sparsity", "parallel", "model"))
@@ -91,6 +98,9 @@ def _run(arguments: list[str]) -> int:
         field, _, rest = str(error).partition("=")
         raise UserError(f"--{field.replace('_', '-')}={rest}") from None
     prompts, several = _prompts(found), found.prompts is not None
+    contents = [x["prompt"] for _, x in prompts]
+    if found.chat:
+        contents = [_conversation(x["prompt"], where) for where, x in prompts]
     set_platform(found.cpu_devices)
     # Imported here, because it imports JAX, which reads the number of devices when it starts.
     from mtraining_jax.evaluation.engine.engine import Engine
@@ -100,7 +110,7 @@ def _run(arguments: list[str]) -> int:
         with console.status(f"loading {found.model} ...") as status:
             how = {name: getattr(found, name) for name in ("attention", "dtype", "tokenizer")}
             engine = Engine.load(found.model, overrides=list(overrides.items()), **how)
-            ids = engine.encode([x["prompt"] for x in prompts], options.max_new_tokens)
+            ids = engine.encode(contents, options.max_new_tokens)
             note = engine.loaded.note_on_dense_use()
             if found.attention == "dense" and note is not None:
                 console.print(note, markup=False)
@@ -113,11 +123,12 @@ def _run(arguments: list[str]) -> int:
                     sys.exit(print_text(""))  # an error unless the pipe is closed
 
             results: list[Generated] = []
-            for number, prompt in enumerate(prompts):
+            for number, (_, prompt) in enumerate(prompts):
                 status.update(f"compiling and reading prompt {number + 1} of {len(prompts)} ...")
                 status.start()
                 on_text = None if several else write
-                results.append(result := engine.generate(ids[number], options, on_text))
+                stop_ids = engine.stop_ids(contents[number])
+                results.append(result := engine.generate(ids[number], options, on_text, stop_ids))
                 if several:
                     line = prompt | {"text": result.text, "tokens": len(result.tokens)}
                     line["stopped"] = result.stopped
@@ -141,34 +152,49 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _prompts(options: argparse.Namespace) -> list[Record]:
-    """Reads the records of the prompts, at least one."""
+def _conversation(prompt: Any, where: str) -> Conversation:
+    """The conversation of a prompt: a message of the user, messages, or messages and tools."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    given = prompt if isinstance(prompt, dict) else {"messages": prompt}
+    conversation = read_conversation(given.get("messages"), given.get("tools"), where)
+    if conversation.messages[-1]["role"] == "assistant":
+        raise UserError(f"{where}: the last message has the role assistant; remove it to answer")
+    return conversation
+
+
+def _prompts(options: argparse.Namespace) -> list[tuple[str, Record]]:
+    """Reads the records of the prompts with their locations, at least one."""
     given = {name: getattr(options, name) for name in ("prompt", "prompt_file", "prompts")}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) != 1:
         raise UserError("give one of --prompt, --prompt-file and --prompts; see --help")
     ((name, value),) = given.items()
     if name == "prompts":
-        prompts = _lines(value)
+        prompts = list(_lines(value, options.chat))
         if not prompts:
             raise UserError(f"--prompts={value} has no prompt")
         return prompts
     text = value if name == "prompt" else _text("--prompt-file", value)
     if not text:
         raise UserError("the prompt is empty; it must have at least one token")
-    return [{"prompt": text}]
+    if options.chat and name == "prompt_file" and value.endswith(".json"):
+        return [(value, {"prompt": read_json(Path(value).expanduser(), "--prompt-file")})]
+    return [(f"--{name.replace('_', '-')}", {"prompt": text})]
 
 
-def _lines(file: str) -> list[Record]:
+def _lines(file: str, chat: bool) -> Iterator[tuple[str, Record]]:
     if not file.endswith((".jsonl", ".json")):
-        lines = _text("--prompts", file).split("\n")
-        return [{"prompt": line} for line in lines if line.strip()]
-    prompts = []
+        for number, line in enumerate(_text("--prompts", file).split("\n"), 1):
+            if line.strip():
+                yield f"{file}, line {number}", {"prompt": line}
+        return
+    kinds = (str, list, dict) if chat else (str,)
     for where, record in iterate_records(Path(file).expanduser(), "--prompts", ("prompt",)):
-        if not isinstance(record["prompt"], str) or not record["prompt"]:
-            raise UserError(f'--prompts: {where}: "prompt" must be a text that is not empty')
-        prompts.append(record)
-    return prompts
+        if not isinstance(record["prompt"], kinds) or not record["prompt"]:
+            what = "a text or messages, and" if chat else "a text that is"
+            raise UserError(f'--prompts: {where}: "prompt" must be {what} not empty')
+        yield where, record
 
 
 def _text(option: str, file: str) -> str:

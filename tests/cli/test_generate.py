@@ -10,9 +10,11 @@ import pytest
 
 import mtraining_jax
 from mtraining_jax.cli import generate
+from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.utils import text as text_output
 from mtraining_jax.utils.errors import UserError
+from tests.data.chat_folders import template_of, write_folder
 from tests.models.common import CHECKPOINTS
 
 FOLDER = str(CHECKPOINTS / "llama3_tiny")
@@ -133,3 +135,35 @@ def test_mistakes_end_in_a_sentence(command, arguments, message):
     status, text, messages = command(*arguments)
     assert status == 2 and text == ""
     assert messages.splitlines()[-1].startswith("error: ") and message in messages
+
+
+def test_chat(command, tmp_path, monkeypatch):
+    tokenizer = write_folder(tmp_path / "t", template_of("smollm2", marked=False))
+    model = ("--model", FOLDER, "--max-new-tokens=3", *ON_ONE, "--chat")
+    asked, file = {"role": "user", "content": "Hi"}, tmp_path / "prompts.jsonl"
+    prompts = ("Hi", [asked], {"messages": [asked], "tools": []})
+    file.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in prompts))
+    calls = []
+    plain = mtraining_jax.Engine.generate
+
+    def recorded(self, ids, options, on_text, stop_ids):
+        first = plain(self, ids, options, on_text, stop_ids)
+        calls.append((ids.tolist(), stop_ids))
+        assert plain(self, ids, options, None, frozenset(first.tokens[:1])).stopped == "end"
+        return first
+
+    monkeypatch.setattr(mtraining_jax.Engine, "generate", recorded)
+    status, lines, _ = command(*model, "--tokenizer", tokenizer, "--prompts", str(file))
+    assert status == 0 and len({json.loads(line)["text"] for line in lines.splitlines()}) == 1
+    loaded = make_tokenizer(tokenizer, "<|endoftext|>")
+    text = "<|im_start|>system\nYou are small.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert [ids for ids, _ in calls] == 3 * [
+        loaded.encode(f"{text}<|im_start|>assistant\n").tolist()
+    ]
+    assert all(int(loaded.encode("<|im_end|>")[0]) in stop_ids for _, stop_ids in calls)
+    (tmp_path / "one.json").write_text(json.dumps([asked, asked | {"role": "assistant"}]))
+    prompt = ("--prompt-file", str(tmp_path / "one.json"))
+    status, _, messages = command(*model, "--tokenizer", tokenizer, *prompt)
+    assert status == 2 and "one.json: the last message has the role assistant; rem" in messages
+    status, _, messages = command(*model, "--tokenizer=bytes", "--prompt=Hi")
+    assert status == 2 and 'data.tokenizer = "bytes" has no chat template' in messages

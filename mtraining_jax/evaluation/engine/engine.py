@@ -1,9 +1,11 @@
 """A model for inference: losses of given tokens, and generation."""
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -11,6 +13,8 @@ import jax
 import numpy as np
 
 from mtraining_jax.config.load import check_overrides
+from mtraining_jax.data.chat.conversation import Conversation
+from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import Programs, first_token
@@ -122,19 +126,37 @@ class Engine:
         log_probs, is_argmax = map(np.concatenate, zip(*jax.device_get(judged), strict=True))
         return Forced(log_probs, is_argmax, float(read.density))
 
-    def encode(self, prompts: Sequence[str], max_new_tokens: int) -> list[np.ndarray]:
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template of the tokenizer's folder; UserError if there is none."""
+        return ChatTemplate(self.loaded.needed_tokenizer(), datetime.now())
+
+    def stop_ids(self, prompt: str | Conversation) -> frozenset[int]:
+        """Ids that end the continuation of a text, or the answer to a conversation."""
+        end = None if isinstance(prompt, str) else self.chat_template.end_token(prompt)
+        return self.loaded.stop_ids | ({end} if end is not None else set())
+
+    def encode(
+        self, prompts: Sequence[str | Conversation], max_new_tokens: int
+    ) -> list[np.ndarray]:
         """Encodes prompts, ids [n] each, and checks that each has room for new tokens.
+
+        Conversations are rendered by the chat template, up to where the assistant answers.
 
         Raises UserError without a tokenizer, and for prompts that are empty or too long.
         """
-        encode, found = self.loaded.needed_tokenizer().encode_prompt, []
+        tokenizer, found = self.loaded.needed_tokenizer(), []
         for number, prompt in enumerate(prompts, 1):
             try:
-                if not isinstance(prompt, str):
+                if isinstance(prompt, Conversation):
+                    text, encode = self.chat_template.prompt(prompt), tokenizer.encode
+                elif isinstance(prompt, str):
+                    text, encode = prompt, tokenizer.encode_prompt
+                else:
                     kind = type(prompt).__name__
                     raise UserError(f"a {kind} is not a text; for token ids use Engine.generate")
                 with errors_as(UserError, "the text is not Unicode", UnicodeEncodeError, TypeError):
-                    ids = encode(prompt)
+                    ids = encode(text)
                 found.append(self._checked(ids, least=1))
                 self._check_length(len(found[-1]), max_new_tokens)
             except UserError as error:
@@ -148,10 +170,12 @@ class Engine:
         prompt_ids: Sequence[int] | np.ndarray,
         options: GenerateOptions | None = None,
         on_text: Callable[[str], None] | None = None,
+        stop_ids: frozenset[int] | None = None,
     ) -> Generated:
         """Continues a prompt, ids [n]; new tokens attend to all earlier tokens.
 
-        `on_text` is called with each new piece of text as soon as it is final. Errors as in
+        `on_text` is called with each new piece of text as soon as it is final. `stop_ids` are ids
+        that end the text instead of those of the model, see `Engine.stop_ids`. Errors as in
         `token_losses`; also UserError for a stop text without a tokenizer.
         """
         options = GenerateOptions() if options is None else options
@@ -159,6 +183,7 @@ class Engine:
             raise UserError(f"stop = {list(options.stop)} needs a tokenizer; this model has none")
         ids, count = self._checked(prompt_ids, least=1), options.max_new_tokens
         self._check_length(len(ids), count)
+        stop_ids = self.loaded.stop_ids if stop_ids is None else stop_ids
         read = self.programs.prefill(ids, count)
         begin = time.perf_counter()
         prompt = read()
@@ -175,7 +200,7 @@ class Engine:
                 # The devices compute the next step while this thread handles a token.
                 cache, token, _ = step(cache, token)
             new = int(np.asarray(current)[0])
-            if new in self.loaded.stop_ids:
+            if new in stop_ids:
                 stopped = "end"
             else:
                 tokens.append(new)
