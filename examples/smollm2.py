@@ -7,8 +7,8 @@ from a copy of it. They are SmolLM2-135M-Instruct by HuggingFaceTB, with 134.5 m
 and 8192 tokens of context, under the Apache-2.0 license. The package has them quantized to 4 bits
 (Q4_1; the embedding to 8), so the model is slightly worse than the published one.
 
-The folder contains config.json, model.safetensors and tokenizer.json, with the license and a note
-on the origin. Any reader of Llama checkpoints can load it.
+The folder contains config.json, model.safetensors, tokenizer.json and the chat template in
+tokenizer_config.json, with the license and a note on the origin. Any reader of Llama checkpoints can load it.
 """
 
 import argparse
@@ -180,6 +180,18 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
     }
 
 
+def tokenizer_config_json(file: Gguf) -> dict[str, Any]:
+    """Returns the contents of tokenizer_config.json, with the chat template."""
+    data = file.metadata
+    tokens = data["tokenizer.ggml.tokens"]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[data["tokenizer.ggml.bos_token_id"]],
+        "eos_token": tokens[data["tokenizer.ggml.eos_token_id"]],
+        "chat_template": data["tokenizer.chat_template"],
+    }
+
+
 def write_folder(
     folder: Path, gguf: Path, *, dtype: str = "bfloat16", notes: dict[str, str] | None = None
 ) -> Path:
@@ -200,7 +212,11 @@ def write_folder(
     if (found := file.metadata.get("general.architecture")) != "llama":
         raise UserError(f"{gguf} has the architecture {found}; only llama is supported")
     try:
-        texts = {"config.json": config_json(file, dtype), "tokenizer.json": tokenizer_json(file)}
+        texts = {
+            "config.json": config_json(file, dtype),
+            "tokenizer.json": tokenizer_json(file),
+            "tokenizer_config.json": tokenizer_config_json(file),
+        }
         tensors = checkpoint_tensors(file)
     except KeyError as missing:
         raise UserError(f"{gguf} lacks {missing}") from None

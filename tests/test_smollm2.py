@@ -9,6 +9,8 @@ import pytest
 from examples.gguf import read_gguf
 from examples.packages import Package
 from examples.smollm2 import checkpoint_tensors, main, write_folder
+from mtraining_jax.data.chat.conversation import read_conversation
+from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
@@ -33,6 +35,7 @@ METADATA = {
     "tokenizer.ggml.merges": ["a b", "Ġ c"],
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 0,
+    "tokenizer.chat_template": "{{ messages[0].content }}",
 }
 
 
@@ -150,6 +153,8 @@ def test_the_loader_and_the_tokenizer_read_the_folder(made, tmp_path):
     ids = tokenizer.encode("ab c12")
     assert [TOKENS[i] for i in ids] == ["ab", "Ġc", "1", "2"]
     assert tokenizer.decode(ids) == "ab c12" and tokenizer.eos == 0
+    conversation = read_conversation([{"role": "user", "content": "ab"}], None, "a test")
+    assert ChatTemplate(tokenizer).prompt(conversation) == "ab" and tokenizer.start == 1
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
