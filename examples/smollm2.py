@@ -8,7 +8,8 @@ and 8192 tokens of context, under the Apache-2.0 license. The package has them q
 (Q4_1; the embedding to 8), so the model is slightly worse than the published one.
 
 The folder contains config.json, model.safetensors, tokenizer.json and the chat template in
-tokenizer_config.json, with the license and a note on the origin. Any reader of Llama checkpoints can load it.
+tokenizer_config.json, with the license and a note on the origin. Any reader of Llama checkpoints
+can load it.
 """
 
 import argparse
