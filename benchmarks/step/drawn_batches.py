@@ -16,7 +16,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.cost_model.kernel_times import AttentionSize, documents_ms, pack_ms
 from mtraining_jax.data.balance import Balance, imbalance
 from mtraining_jax.data.densities import Densities, length_classes, num_classes
-from mtraining_jax.data.packing import chunked, packed_order
+from mtraining_jax.data.packing.rules import chunked, packed_order
 from mtraining_jax.planning.cost import count_flops, seconds
 from mtraining_jax.planning.hardware import H200
 from mtraining_jax.planning.memory import estimate_memory

@@ -43,7 +43,7 @@ from benchmarks.step.drawn_lists import BLOCK, DrawnLists
 from benchmarks.timing import log
 from mtraining_jax.config import Config, load_config
 from mtraining_jax.data.balance import imbalance
-from mtraining_jax.data.packs import block_table
+from mtraining_jax.data.packing.packs import block_table
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import positions_in_documents

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mtraining_jax.data.packs import PackArrays, Packs
+from mtraining_jax.data.packing.packs import PackArrays, Packs
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.utils.errors import UserError

@@ -13,7 +13,7 @@ from mtraining_jax.data.chat.conversation import Conversation, read_conversation
 from mtraining_jax.data.chat.template import chat_template
 from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.masked import Completion, MaskedText, MaskedTokens, label_mask
-from mtraining_jax.data.packs import pack_documents
+from mtraining_jax.data.packing.packs import pack_documents
 from mtraining_jax.data.source import FileSource, Source, eos_id_problems
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream, Vocab, spill

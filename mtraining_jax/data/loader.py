@@ -14,7 +14,7 @@ import numpy as np
 
 from mtraining_jax.data.balance import Balance
 from mtraining_jax.data.corpus import packs_of, starts_of
-from mtraining_jax.data.packs import Packs, block_table, stream_positions
+from mtraining_jax.data.packing.packs import Packs, block_table, stream_positions
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.models.labels import IGNORE_LABEL

@@ -7,7 +7,7 @@ import numpy as np
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.data.corpus import packs_of
-from mtraining_jax.data.pack_report import report_on
+from mtraining_jax.data.packing.report import report_on
 from mtraining_jax.utils.errors import UserError
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.cli.inspect_data import main
-from mtraining_jax.data.pack_report import PackReport, report_on
-from mtraining_jax.data.packs import PackArrays
+from mtraining_jax.data.packing.packs import PackArrays
+from mtraining_jax.data.packing.report import PackReport, report_on
 from mtraining_jax.utils.errors import UserError
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtraining_jax.data import packing
-from mtraining_jax.data.packing import best_fit, chunked, consecutive, packed_order
+from mtraining_jax.data.packing import rules
+from mtraining_jax.data.packing.rules import best_fit, chunked, consecutive, packed_order
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section
@@ -96,7 +96,7 @@ def test_short_documents_waste_at_most_a_tenth():
 
 
 def test_windows_are_packed_separately_in_random_order(monkeypatch):
-    monkeypatch.setattr(packing, "WINDOW", 50)
+    monkeypatch.setattr(rules, "WINDOW", 50)
     blocks = np.random.default_rng(0).integers(1, 9, 120)
     order, ends = packed_order(blocks, 16, seed=3)
     assert sorted(order) == list(range(120)) and ends[-1] == 120

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus
-from mtraining_jax.data.packing import consecutive
+from mtraining_jax.data.packing.rules import consecutive
 from mtraining_jax.data.source import Source, eos_id_problems
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.utils.random_bits import GOLDEN, hash_uint64

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from mtraining_jax.data.corpus import Corpus, check_some_exact
-from mtraining_jax.data.packs import pack_documents
+from mtraining_jax.data.packing.packs import pack_documents
 from mtraining_jax.data.source import FileSource, eos_id_problems
 from mtraining_jax.data.sources.token_files import open_token_file, read_lengths, read_mask
 from mtraining_jax.data.sources.token_parts import LENGTHS, MASK, check_complete

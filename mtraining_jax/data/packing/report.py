@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtraining_jax.data.files import errors_as
-from mtraining_jax.data.packs import PackArrays, Packs
+from mtraining_jax.data.packing.packs import PackArrays, Packs
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import short_power
 

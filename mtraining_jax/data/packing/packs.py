@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mtraining_jax.data.packing import chunked, consecutive, packed_order
+from mtraining_jax.data.packing.rules import chunked, consecutive, packed_order
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.utils.errors import UserError

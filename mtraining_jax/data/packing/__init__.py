@@ -1,0 +1,1 @@
+"""Packs documents into sequences."""
