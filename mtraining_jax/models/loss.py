@@ -36,6 +36,7 @@ def linear_cross_entropy(
     mesh: Mesh | None = None,
     weight_spec: P = REPLICATED,
     label_weights_BS: Array | None = None,
+    trains_weight: bool = True,
 ) -> Array:
     """Sums -log softmax(hidden @ weight.T)[label] over counted labels, without the full logits.
 
@@ -45,30 +46,33 @@ def linear_cross_entropy(
 
     Args:
         hidden_BSE: fp32 or bf16.
-        weight_VE: fp32.
+        weight_VE: fp32, or of any dtype if it is not trained.
         labels_BS: int32 [B, S], ids below V, or `IGNORE_LABEL`.
         chunk_size: number of tokens per device with logits in memory at a time.
         mesh: shards B over 'data' and S over ('node', 'device'), in any token order; or None.
         weight_spec: sharding of the weight and its gradient.
         label_weights_BS: fp32 [B, S], optional weights of the labels.
+        trains_weight: whether to compute the gradient of the weight; otherwise it has none.
 
     Returns:
         fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`; in `per_replica`, of a replica.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
     of_labels = (labels_BS,) if label_weights_BS is None else (labels_BS, label_weights_BS)
-    return _summed(hidden_BSE, weight_VE, of_labels, chunk_size, mesh, weight_spec)
+    how = chunk_size, mesh, weight_spec, trains_weight
+    return _summed(hidden_BSE, weight_VE, of_labels, *how)
 
 
 # `of_labels` are the labels and, optionally, their weights.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _summed(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
-    return _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _summed(hidden, weight, of_labels, chunk_size, mesh, weight_spec, trains_weight):
+    how = chunk_size, mesh, weight_spec, trains_weight
+    return _summed_fwd(hidden, weight, of_labels, *how)[0]
 
 
 @jax.named_scope("loss")
-def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
-    local = functools.partial(_local, chunk_size=chunk_size)
+def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec, trains_weight):
+    local = functools.partial(_local, chunk_size=chunk_size, trains_weight=trains_weight)
     weight = weight.astype(hidden.dtype)  # before the gather, which halves its traffic
     if mesh is None:
         return local(hidden, weight, of_labels)
@@ -78,7 +82,8 @@ def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
     def summed_over_devices(hidden, weight, of_labels):
         full_weight = gather_weight(weight, weight_spec)
         loss, (d_hidden, d_weight) = local(hidden, full_weight, of_labels)
-        d_weight = reduce_gradient(d_weight, weight_spec, axes)
+        if d_weight is not None:
+            d_weight = reduce_gradient(d_weight, weight_spec, axes)
         return lax.psum(loss, axes), (d_hidden, d_weight)
 
     in_specs, out_specs = (ACTIVATIONS, weight_spec, TOKENS), (P(), (ACTIVATIONS, weight_spec))
@@ -86,17 +91,17 @@ def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec):
     return on_mesh(hidden, weight, of_labels)
 
 
-def _summed_bwd(chunk_size, mesh, weight_spec, gradients, d_loss):
+def _summed_bwd(chunk_size, mesh, weight_spec, trains_weight, gradients, d_loss):
     d_hidden, d_weight = gradients
     # d_loss is 1 / tokens: in bf16 it would bias all gradients by up to 0.4 %.
     d_hidden = (d_hidden.astype(jnp.float32) * d_loss).astype(d_hidden.dtype)
-    return d_hidden, d_weight * d_loss, None
+    return d_hidden, d_weight * d_loss if trains_weight else None, None
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size) -> tuple[Array, tuple[Array, Array]]:
+def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, trains_weight) -> tuple[Array, Any]:
     """The sum for the tokens of one device, and its gradients, without communication."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
     chunks = num_chunks(batch * seq, chunk_size)
@@ -115,9 +120,11 @@ def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size) -> tuple[Array, tupl
             d_logits_CV = d_logits_CV * weights_C[0][:, None]
         d_logits_CV = d_logits_CV.astype(dtype)
         d_hidden_CE = dot("cv,ve->ce", d_logits_CV, weight_VE)
-        d_weight_VE = d_weight_VE + dot32("cv,ce->ve", d_logits_CV, hidden_CE)
+        if trains_weight:
+            d_weight_VE = d_weight_VE + dot32("cv,ce->ve", d_logits_CV, hidden_CE)
         return (total + loss, d_weight_VE), d_hidden_CE
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(weight_VE.shape, jnp.float32))
+    zeros = jnp.zeros(weight_VE.shape, jnp.float32) if trains_weight else None
+    start = (jnp.zeros((), jnp.float32), zeros)
     (total, d_weight), d_hidden = lax.scan(body, start, (hidden, of_labels))
     return total, (d_hidden.reshape(hidden_BSE.shape), d_weight)

@@ -9,17 +9,22 @@ LAYERS = "layers."  # name prefix of layer parameters
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter, fp32. Layer parameters are stacked on a leading axis.
+    """One parameter. Layer parameters are stacked on a leading axis.
 
     Attributes:
         axes: name of each axis, for sharding; see `sharding.FSDP_AXES`.
-        stddev: standard deviation of the normal initialization; None sets all entries to `value`.
+        stddev: standard deviation of a normal initialization.
+        limit: limit of a uniform initialization around 0.
+        value: all entries, if both are None.
+        dtype: that of the stored values; only a frozen parameter is not fp32.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     stddev: float | None = None
     value: float = 0.0
+    limit: float | None = None
+    dtype: str = "float32"
 
     @property
     def size(self) -> int:

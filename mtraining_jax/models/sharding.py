@@ -77,5 +77,9 @@ def layer_specs(layers: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) ->
 
 def lm_head_spec(spec: ModelSpec, mesh: Mesh, fsdp: bool) -> PartitionSpec:
     """The partition of the output matrix [V, E]: that of the embedding if tied."""
-    name = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
-    return parameter_spec(spec.parameters[name], mesh, fsdp)
+    return parameter_spec(spec.parameters[lm_head_name(spec)], mesh, fsdp)
+
+
+def lm_head_name(spec: ModelSpec) -> str:
+    """The name of the output matrix."""
+    return "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"

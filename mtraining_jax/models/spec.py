@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, get_args
 
 from mtraining_jax.models.families import FAMILIES
+from mtraining_jax.models.lora.adapters import LoraSpec, with_adapters, with_frozen_base
 from mtraining_jax.models.parameters import ParamTable
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
@@ -19,11 +20,12 @@ class ModelSpec:
 
     Attributes:
         family: a name of `models.families`, or package.module:Name.
-        dtype: compute dtype of the layers; parameters are always fp32.
+        dtype: compute dtype of the layers; trained parameters are always fp32.
         remat: what the backward pass recomputes; see `remat.py`.
         mlp_chunk_size: tokens per device with MLP activations in memory at a time; not with "none".
         mlp_kept_chunks: number of such chunks that save their first two products with remat "mlp".
         initializer_range: standard deviation of initial matrices.
+        lora: adapters; with them, all other parameters are frozen, and matrices are in `dtype`.
     """
 
     vocab_size: int  # V
@@ -44,6 +46,7 @@ class ModelSpec:
     mlp_chunk_size: int = 16384
     mlp_kept_chunks: int = 0
     initializer_range: float = 0.02
+    lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -85,7 +88,16 @@ class ModelSpec:
     @functools.cached_property
     def parameters(self) -> ParamTable:
         """All parameters by dotted name, with stacked layers."""
-        return FAMILIES.get(self.family)().parameters(self)
+        table = FAMILIES.get(self.family)().parameters(self)
+        return table if self.lora is None else with_frozen_base(table, self.dtype)
+
+    @functools.cached_property
+    def layer(self) -> ParamTable:
+        """The parameters of one layer, with adapters, by their name in it."""
+        table = FAMILIES.get(self.family)().layer(self)
+        if self.lora is None:
+            return table
+        return with_frozen_base(with_adapters(table, self.lora), self.dtype)
 
 
 def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:

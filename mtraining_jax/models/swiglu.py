@@ -4,6 +4,7 @@ Its activations for a whole shard are too large: 2.7 GiB per array for 131072 to
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,52 +12,67 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.models.chunks import first_chunks, num_chunks
-from mtraining_jax.models.products import dot, dot32
+from mtraining_jax.models.lora.adapters import LoraSpec
+from mtraining_jax.models.lora.projection import Dropout, Projection, Projector
+from mtraining_jax.models.products import dot32
 
 # Name of the gate and up products, for a policy that saves them.
 MLP_PRODUCTS = "mlp_products"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+# Names of the three projections.
+_GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def chunked_swiglu(
-    x_TE: Array, gate_FE: Array, up_FE: Array, down_EF: Array, chunk_size: int, kept_chunks: int = 0
+    x_TE: Array,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+    seeds_T: Array | None,
+    chunk_size: int,
+    kept_chunks: int = 0,
+    lora: LoraSpec | None = None,
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
     The backward pass recomputes the gate and up products, except those of the first `kept_chunks`
-    chunks, named `MLP_PRODUCTS`. Gradients of weights accumulate in fp32.
+    chunks, named `MLP_PRODUCTS`. Gradients of weights accumulate in fp32. With `lora` only adapters
+    have gradients, and `seeds_T` are those of their `Dropout`.
     """
-    return _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size, kept_chunks)[0]
+    return _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora)[0]
 
 
-def _forward(x_TE, gate_FE, up_FE, down_EF, chunk_size, kept_chunks):
-    def swiglu(x_CE: Array) -> tuple[Array, tuple[Array, Array]]:
-        products = dot("ce,fe->cf", x_CE, gate_FE), dot("ce,fe->cf", x_CE, up_FE)
+def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora):
+    def swiglu(x_CE: Array, seeds_C: Array | None) -> tuple[Array, tuple[Array, Array]]:
+        project = _projector(lora, seeds_C)
+        products = project(x_CE, gate, _GATE), project(x_CE, up, _UP)
         hidden_CF = jax.nn.silu(products[0]) * products[1]
-        return dot("cf,ef->ce", hidden_CF, down_EF), products
+        return project(hidden_CF, down, _DOWN), products
 
-    kept_x, rest_x = _parts(x_TE, chunk_size, kept_chunks)
+    kept, rest = _parts((x_TE, seeds_T), chunk_size, kept_chunks)
     outs, products = [], None
-    if kept_x.shape[0]:
-        out, products = swiglu(kept_x)
+    if kept[0].shape[0]:
+        out, products = swiglu(*kept)
         outs.append(out)
         products = checkpoint_name(products, MLP_PRODUCTS)
-    if rest_x.shape[0]:
-        rest = lax.scan(lambda _, x_CE: (None, swiglu(x_CE)[0]), None, rest_x)[1]
-        outs.append(rest.reshape(-1, x_TE.shape[1]))
-    return jnp.concatenate(outs), (x_TE, gate_FE, up_FE, down_EF, products)
+    if rest[0].shape[0]:
+        out = lax.scan(lambda _, inputs: (None, swiglu(*inputs)[0]), None, rest)[1]
+        outs.append(out.reshape(-1, x_TE.shape[1]))
+    return jnp.concatenate(outs), (x_TE, gate, up, down, seeds_T, products)
 
 
-def _backward(chunk_size, kept_chunks, residuals, d_out_TE):
-    x_TE, gate_FE, up_FE, down_EF, kept_products = residuals
+def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
+    x_TE, gate, up, down, seeds_T, kept_products = residuals
     dtype = x_TE.dtype
 
     def chunk(sums, inputs, products=None):
-        d_gate_FE, d_up_FE, d_down_EF = sums
-        x_CE, d_out_CE = inputs
+        x_CE, d_out_CE, seeds_C = inputs
+        project = _projector(lora, seeds_C)
         if products is None:
-            products = dot("ce,fe->cf", x_CE, gate_FE), dot("ce,fe->cf", x_CE, up_FE)
-        products = *products, dot("ce,ef->cf", d_out_CE, down_EF)
+            products = project(x_CE, gate, _GATE), project(x_CE, up, _UP)
+        products = *products, project.transposed(d_out_CE, down, _DOWN)
         # The barrier makes XLA compute the next three arrays in one pass over these, after any
         # kind of product.
         products = lax.optimization_barrier(products)
@@ -67,34 +83,39 @@ def _backward(chunk_size, kept_chunks, residuals, d_out_TE):
         d_up_CF = (d_hidden_CF * silu_CF).astype(dtype)
         slope_CF = sigmoid_CF + silu_CF * (1 - sigmoid_CF)
         d_gate_CF = (d_hidden_CF * up_CF * slope_CF).astype(dtype)
-        d_x_CE = dot32("cf,fe->ce", d_gate_CF, gate_FE) + dot32("cf,fe->ce", d_up_CF, up_FE)
-        sums = (
-            d_gate_FE + dot32("cf,ce->fe", d_gate_CF, x_CE),
-            d_up_FE + dot32("cf,ce->fe", d_up_CF, x_CE),
-            d_down_EF + dot32("ce,cf->ef", d_out_CE, hidden_CF),
+        d_x_CE = project.transposed(d_gate_CF, gate, _GATE, dot32)
+        d_x_CE += project.transposed(d_up_CF, up, _UP, dot32)
+        gradients = (
+            project.gradients(x_CE, d_gate_CF, gate, _GATE),
+            project.gradients(x_CE, d_up_CF, up, _UP),
+            project.gradients(hidden_CF, d_out_CE, down, _DOWN),
         )
-        return sums, d_x_CE.astype(dtype)
+        return jax.tree.map(jnp.add, sums, gradients), d_x_CE.astype(dtype)
 
-    sums = tuple(jnp.zeros(w.shape, jnp.float32) for w in (gate_FE, up_FE, down_EF))
-    (kept_x, rest_x), (kept_d_out, rest_d_out) = (
-        _parts(x, chunk_size, kept_chunks) for x in (x_TE, d_out_TE)
-    )
+    trained = tuple(projection.trained(lora) for projection in (gate, up, down))
+    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
+    kept, rest = _parts((x_TE, d_out_TE, seeds_T), chunk_size, kept_chunks)
     d_x = []
-    if kept_x.shape[0]:
-        sums, d_kept = chunk(sums, (kept_x, kept_d_out), kept_products)
+    if kept[0].shape[0]:
+        sums, d_kept = chunk(sums, kept, kept_products)
         d_x.append(d_kept)
-    if rest_x.shape[0]:
-        sums, d_rest = lax.scan(chunk, sums, (rest_x, rest_d_out))
+    if rest[0].shape[0]:
+        sums, d_rest = lax.scan(chunk, sums, rest)
         d_x.append(d_rest.reshape(-1, x_TE.shape[1]))
-    return jnp.concatenate(d_x), *(w.astype(dtype) for w in sums)
+    return jnp.concatenate(d_x), *jax.tree.map(lambda w: w.astype(dtype), sums), None
 
 
 chunked_swiglu.defvjp(_forward, _backward)
 
 
-def _parts(x_TE: Array, chunk_size: int, kept_chunks: int) -> tuple[Array, Array]:
-    """Splits [T, E] into the tokens of the first chunks [K, E] and the other chunks [n, C, E]."""
-    tokens, width = x_TE.shape
+def _projector(lora: LoraSpec | None, seeds_C: Array | None) -> Projector:
+    return Projector(lora, None if seeds_C is None else Dropout(seeds_C))
+
+
+def _parts(arrays: Any, chunk_size: int, kept_chunks: int) -> tuple[Any, Any]:
+    """Splits arrays [T, ...] into tokens of the first chunks [K, ...] and chunks [n, C, ...]."""
+    tokens = arrays[0].shape[0]
     kept = first_chunks(tokens, chunk_size, kept_chunks)
     size = tokens // num_chunks(tokens, chunk_size)
-    return x_TE[:kept], x_TE[kept:].reshape(-1, size, width)
+    first = jax.tree.map(lambda x: x[:kept], arrays)
+    return first, jax.tree.map(lambda x: x[kept:].reshape(-1, size, *x.shape[1:]), arrays)

@@ -17,13 +17,19 @@ from jax.sharding import Mesh
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
-from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.fsdp import compute_weights, fsdp_apply
+from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec, is_adapter
+from mtraining_jax.models.lora.projection import Dropout, Projection, Projector
 from mtraining_jax.models.parameters import Parameter, ParamTable
-from mtraining_jax.models.products import dot, dot32
+from mtraining_jax.models.products import dot32
 from mtraining_jax.models.remat import POST_ATTENTION, QKV, RESIDUAL, remat
 from mtraining_jax.models.rope.rotary import apply_rope, rope_tables
-from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
+from mtraining_jax.models.sharding import (
+    layer_specs,
+    parameter_names,
+    parameter_spec,
+    state_shardings,
+)
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.swiglu import chunked_swiglu
 
@@ -35,22 +41,48 @@ CaptureKV = Callable[[Array, Array], Any]
 
 
 def _init_param(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
-    if parameter.stddev is None:
-        return nnx.Param(jnp.full(parameter.shape, parameter.value, jnp.float32))
-    normal = jax.random.normal(rngs.params(), parameter.shape, jnp.float32)
-    return nnx.Param(normal * parameter.stddev)
+    shape, limit = parameter.shape, parameter.limit
+    if limit is not None:  # a stream of its own, so that adapters do not change their base
+        drawn = jax.random.uniform(rngs.adapters(), shape, jnp.float32, -limit, limit)
+    elif parameter.stddev is not None:
+        drawn = jax.random.normal(rngs.params(), shape, jnp.float32) * parameter.stddev
+    else:
+        drawn = jnp.full(shape, parameter.value, jnp.float32)
+    return nnx.Param(drawn.astype(parameter.dtype))
 
 
-class Linear(nnx.Module):
-    """y = x W^T + b, in the dtype of x. weight fp32 [out, in], bias fp32 [out] or absent."""
+class Matrix(nnx.Module):
+    """A matrix without a product: an embedding table [V, E], or a factor of an adapter."""
 
     def __init__(self, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
         self.weight = _init_param(table[f"{name}.weight"], rngs)
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b, in the dtype of x, optionally with a LoRA adapter.
+
+    weight [out, in], bias fp32 [out] or absent.
+    """
+
+    def __init__(
+        self, table: ParamTable, name: str, rngs: nnx.Rngs, lora: LoraSpec | None = None
+    ) -> None:
+        self.weight = _init_param(table[f"{name}.weight"], rngs)
         bias = table.get(f"{name}.bias")
         self.bias = _init_param(bias, rngs) if bias else None
+        self.name, self.lora = name.rpartition(".")[2], lora
+        a, b = (f"{name}.{factor}" for factor in FACTORS)
+        adapted = f"{a}.weight" in table
+        self.lora_A = Matrix(table, a, rngs) if adapted else None
+        self.lora_B = Matrix(table, b, rngs) if adapted else None
 
-    def __call__(self, x: Array) -> Array:
-        y = dot("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+    def projection(self, dtype: jnp.dtype) -> Projection:
+        parts = (self, self.lora_A, self.lora_B)
+        return Projection(*(part and part.weight[...].astype(dtype) for part in parts))
+
+    def __call__(self, x: Array, seeds: Array | None = None) -> Array:
+        project = Projector(self.lora, None if seeds is None else Dropout(seeds))
+        y = project(x, self.projection(x.dtype), self.name)
         if self.bias is None:
             return y
         # Added in fp32, so that the bias gradient is summed over tokens in fp32.
@@ -70,22 +102,15 @@ class RMSNorm(nnx.Module):
         return (x32 * scale * self.weight[...]).astype(x.dtype)
 
 
-class Embed(nnx.Module):
-    """An embedding table. weight fp32 [V, E]."""
-
-    def __init__(self, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
-        self.weight = _init_param(table[f"{name}.weight"], rngs)
-
-
 class SelfAttention(nnx.Module):
     """Projections and RoPE around an attention that the caller provides."""
 
     def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
         self.head_dim = spec.head_dim
-        self.q_proj = Linear(table, f"{name}.q_proj", rngs)
-        self.k_proj = Linear(table, f"{name}.k_proj", rngs)
-        self.v_proj = Linear(table, f"{name}.v_proj", rngs)
-        self.o_proj = Linear(table, f"{name}.o_proj", rngs)
+        self.q_proj = Linear(table, f"{name}.q_proj", rngs, spec.lora)
+        self.k_proj = Linear(table, f"{name}.k_proj", rngs, spec.lora)
+        self.v_proj = Linear(table, f"{name}.v_proj", rngs, spec.lora)
+        self.o_proj = Linear(table, f"{name}.o_proj", rngs, spec.lora)
 
         def norm(name: str) -> RMSNorm | None:
             exists = f"{name}.weight" in table
@@ -93,41 +118,45 @@ class SelfAttention(nnx.Module):
 
         self.q_norm, self.k_norm = norm(f"{name}.q_norm"), norm(f"{name}.k_norm")
 
-    def project(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+    def project(
+        self, x_BSE: Array, cos: Array, sin: Array, seeds_BS: Array | None
+    ) -> tuple[Array, Array, Array]:
         """[B, S, E] -> rotated queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
         split = (*x_BSE.shape[:2], -1, self.head_dim)
 
         def rotated(projection: Linear, norm: RMSNorm | None) -> Array:
-            heads = projection(x_BSE).reshape(split)
+            heads = projection(x_BSE, seeds_BS).reshape(split)
             return apply_rope(heads if norm is None else norm(heads), cos, sin)
 
         q_BSHD, k_BSHkD = rotated(self.q_proj, self.q_norm), rotated(self.k_proj, self.k_norm)
-        return q_BSHD, k_BSHkD, self.v_proj(x_BSE).reshape(split)
+        return q_BSHD, k_BSHkD, self.v_proj(x_BSE, seeds_BS).reshape(split)
 
-    def merge_heads(self, out_BSHD: Array) -> Array:
+    def merge_heads(self, out_BSHD: Array, seeds_BS: Array | None) -> Array:
         """[B, S, Hq, D] -> [B, S, E], after the output projection."""
-        return self.o_proj(out_BSHD.reshape(*out_BSHD.shape[:2], -1))
+        return self.o_proj(out_BSHD.reshape(*out_BSHD.shape[:2], -1), seeds_BS)
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
-        self.gate_proj = Linear(table, f"{name}.gate_proj", rngs)
-        self.up_proj = Linear(table, f"{name}.up_proj", rngs)
-        self.down_proj = Linear(table, f"{name}.down_proj", rngs)
+        self.gate_proj = Linear(table, f"{name}.gate_proj", rngs, spec.lora)
+        self.up_proj = Linear(table, f"{name}.up_proj", rngs, spec.lora)
+        self.down_proj = Linear(table, f"{name}.down_proj", rngs, spec.lora)
         # Without rematerialization everything is saved, which needs no chunks but more memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
-        self.kept_chunks = spec.mlp_kept_chunks
+        self.kept_chunks, self.lora = spec.mlp_kept_chunks, spec.lora
 
-    def __call__(self, x_BSE: Array) -> Array:
+    def __call__(self, x_BSE: Array, seeds_BS: Array | None) -> Array:
         if self.chunk_size is None:
-            return self.down_proj(jax.nn.silu(self.gate_proj(x_BSE)) * self.up_proj(x_BSE))
+            gate, up = self.gate_proj(x_BSE, seeds_BS), self.up_proj(x_BSE, seeds_BS)
+            return self.down_proj(jax.nn.silu(gate) * up, seeds_BS)
         parts = (self.gate_proj, self.up_proj, self.down_proj)
-        weights = (part.weight[...].astype(x_BSE.dtype) for part in parts)
+        projections = (part.projection(x_BSE.dtype) for part in parts)
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
-        out_TE = chunked_swiglu(x_TE, *weights, self.chunk_size, self.kept_chunks)
-        return cast(Array, out_TE).reshape(x_BSE.shape)
+        seeds_T = None if seeds_BS is None else seeds_BS.reshape(-1)
+        how = self.chunk_size, self.kept_chunks, self.lora
+        return cast(Array, chunked_swiglu(x_TE, *projections, seeds_T, *how)).reshape(x_BSE.shape)
 
 
 class DecoderLayer(nnx.Module):
@@ -140,13 +169,18 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(table, "post_attention_layernorm", eps, rngs)
         self.mlp = MLP(spec, table, "mlp", rngs)
 
-    def before_attention(self, x_BSE: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin)
+    def before_attention(
+        self, x_BSE: Array, cos: Array, sin: Array, seeds_BS: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin, seeds_BS)
 
-    def after_attention(self, x_BSE: Array, out_BSHD: Array) -> Array:
-        x_BSE = checkpoint_name(x_BSE + self.self_attn.merge_heads(out_BSHD), POST_ATTENTION)
+    def after_attention(
+        self, x_BSE: Array, out_BSHD: Array, seeds_BS: Array | None = None
+    ) -> Array:
+        x_BSE = x_BSE + self.self_attn.merge_heads(out_BSHD, seeds_BS)
+        x_BSE = checkpoint_name(x_BSE, POST_ATTENTION)
         with jax.named_scope("mlp"):
-            return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
+            return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE), seeds_BS)
 
 
 class Transformer(nnx.Module):
@@ -154,9 +188,9 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         spec = ModelSpec.from_config(config)
-        table, layer = spec.parameters, family_of(spec.family).layer(spec)
+        table, layer = spec.parameters, spec.layer
         self.spec = spec
-        self.embed_tokens = Embed(table, "embed_tokens", rngs)
+        self.embed_tokens = Matrix(table, "embed_tokens", rngs)
 
         @nnx.split_rngs(splits=spec.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -178,6 +212,7 @@ class Transformer(nnx.Module):
         mesh: Mesh | None = None,
         fsdp: bool = False,
         length: int | Array | None = None,
+        dropout_seeds: Array | None = None,
     ) -> tuple[Array, dict[str, Any]]:
         """Runs all layers.
 
@@ -196,6 +231,7 @@ class Transformer(nnx.Module):
             fsdp: whether parameters are sharded as in `param_shardings(..., fsdp=True)`.
             length: sequence length if it is not S, because of padding or future tokens; or int32
                 [B, S], the length of each token's document. Some RoPE scalings use it.
+            dropout_seeds: fp32 [B, S], from `projection.seeds_from`, to drop inputs of adapters.
 
         Returns:
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
@@ -211,34 +247,44 @@ class Transformer(nnx.Module):
             x_BSE = fsdp_apply(lookup, table_VE, tokens, specs=specs, mesh=mesh)
         graphdef, layers = nnx.split(self.layers)
         specs = mesh and layer_specs(layers, table, mesh, fsdp)
+        names = parameter_names(layers)
+
+        def hold(name: str, x: Array) -> Array:
+            frozen = self.spec.lora is not None and not is_adapter(name)
+            return jax.lax.stop_gradient(x) if frozen else x
 
         def run_half_layer(method: Callable[..., Any], parameters: nnx.State, *x: Array) -> Any:
             def run(parameters: nnx.State, *x: Array) -> Any:
-                return method(nnx.merge(graphdef, parameters), *x)
+                # Here and not outside, so that neither products nor collectives compute gradients.
+                return method(nnx.merge(graphdef, jax.tree.map(hold, names, parameters)), *x)
 
             return fsdp_apply(run, parameters, *x, specs=specs, mesh=mesh)
 
-        def body(x_BSE: Array, inputs: tuple[Any, Any]) -> tuple[Array, dict[str, Any]]:
-            parameters, layer_inputs = inputs
+        def body(x_BSE: Array, inputs: tuple[Any, Any, Any]) -> tuple[Array, dict[str, Any]]:
+            parameters, layer_inputs, number = inputs
             parameters = compute_weights(parameters, dtype)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
+            seeds = () if dropout_seeds is None else Dropout.of_layer(dropout_seeds, number)
             with jax.named_scope("attention_inputs"):
-                qkv = run_half_layer(DecoderLayer.before_attention, parameters, x_BSE, cos, sin)
+                before = DecoderLayer.before_attention
+                qkv = run_half_layer(before, parameters, x_BSE, cos, sin, *seeds)
             qkv = checkpoint_name(qkv, QKV)
             extra = () if attention_inputs is None else (attention_inputs.for_layer(layer_inputs),)
             with jax.named_scope("attention"):
                 out_BSHD, stats = attention(*qkv, *extra)
-            x_BSE = run_half_layer(DecoderLayer.after_attention, parameters, x_BSE, out_BSHD)
+            after = DecoderLayer.after_attention
+            x_BSE = run_half_layer(after, parameters, x_BSE, out_BSHD, *seeds)
             stats = jax.lax.stop_gradient(jax.tree.map(_as_statistic, stats))
             return x_BSE, stats if capture_kv is None else stats | {"kv": capture_kv(*qkv[1:])}
 
         body = remat(body, self.spec.remat)
         per_layer = None if attention_inputs is None else attention_inputs.per_layer()
-        x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, per_layer))
+        numbers = None if dropout_seeds is None else jnp.arange(self.spec.num_layers)
+        x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, per_layer, numbers))
         return self.norm(x_BSE), stats
 
     def lm_head_weight(self) -> Array:
-        """The output matrix, fp32 [V, E]: the embedding if tied."""
+        """The output matrix, [V, E]: the embedding if tied."""
         table = self.embed_tokens if self.lm_head is None else self.lm_head
         return table.weight[...]
 
@@ -278,7 +324,8 @@ def init_model(
 def _init_state(seed: int | Array, spec: ModelSpec, mesh: Mesh | None, fsdp: bool) -> nnx.State:
     is_key = jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
     key = seed if is_key else jax.random.key(seed)
-    state = nnx.state(Transformer(spec, rngs=nnx.Rngs(params=key)))
+    rngs = nnx.Rngs(params=key, adapters=jax.random.fold_in(key, 1))
+    state = nnx.state(Transformer(spec, rngs=rngs))
     if mesh is None:
         return state
     return jax.lax.with_sharding_constraint(state, param_shardings(spec, mesh, fsdp))

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.models.lora.projection import Projection
 from mtraining_jax.models.swiglu import chunked_swiglu
 
 TOKENS, WIDTH, INNER = 24, 8, 12
@@ -12,6 +13,10 @@ def example(dtype):
     rng = np.random.default_rng(0)
     shapes = (TOKENS, WIDTH), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def swiglu(x, gate, up, down, *how):
+    return chunked_swiglu(x, *map(Projection, (gate, up, down)), None, *how)
 
 
 def whole(x, gate, up, down):
@@ -36,7 +41,7 @@ def with_gradients(function, arguments):
 def test_chunks_change_neither_result_nor_gradients(chunk_size, kept_chunks):
     arguments = example(jnp.float32)
     expected = with_gradients(whole, arguments)
-    actual = with_gradients(lambda *x: chunked_swiglu(*x, chunk_size, kept_chunks), arguments)
+    actual = with_gradients(lambda *x: swiglu(*x, chunk_size, kept_chunks), arguments)
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
@@ -44,7 +49,7 @@ def test_chunks_change_neither_result_nor_gradients(chunk_size, kept_chunks):
 def test_bf16_weight_gradients_accumulate_in_fp32_over_chunks():
     arguments = example(jnp.bfloat16)
     exact = with_gradients(whole, [x.astype(jnp.float32) for x in arguments])
-    actual = with_gradients(lambda *x: chunked_swiglu(*x, 1), arguments)
+    actual = with_gradients(lambda *x: swiglu(*x, 1), arguments)
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
         assert ours.dtype == jnp.bfloat16
         error = jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)
@@ -53,7 +58,7 @@ def test_bf16_weight_gradients_accumulate_in_fp32_over_chunks():
 
 def test_no_activation_of_all_tokens_is_formed():
     def total(*arguments):
-        return chunked_swiglu(*arguments, 8).sum()
+        return swiglu(*arguments, 8).sum()
 
     jaxpr = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2, 3)))(*example(jnp.float32)))
     assert f"f32[8,{INNER}]" in jaxpr

@@ -48,7 +48,7 @@ class Family:
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
-        """The parameters of one layer by their name in it; a matrix is [out, in]."""
+        """The parameters of one layer without adapters, by their name in it; matrices [out, in]."""
         hidden, inner, std = spec.hidden_size, spec.intermediate_size, spec.initializer_range
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return {
@@ -68,7 +68,7 @@ class Family:
         std = spec.initializer_range
         embedding = matrix(spec.vocab_size, spec.hidden_size, ("vocab", "embed"), std)
         table = {"embed_tokens.weight": embedding}
-        for name, x in self.layer(spec).items():
+        for name, x in spec.layer.items():
             shape, axes = (spec.num_layers, *x.shape), ("layers", *x.axes)
             table[f"{LAYERS}{name}"] = dataclasses.replace(x, shape=shape, axes=axes)
         table["norm.weight"] = vector(spec.hidden_size, 1.0)

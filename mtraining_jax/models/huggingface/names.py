@@ -8,11 +8,12 @@ from mtraining_jax.models.spec import ModelSpec
 
 
 class Part(NamedTuple):
-    """The rows of a tensor that belong to one parameter, or to one layer of a stacked one."""
+    """The part of a tensor that belongs to one parameter, or to one layer of a stacked one."""
 
     parameter: str  # dotted name, e.g. "layers.mlp.up_proj.weight"
     layer: int | None
     first_row: int
+    first_column: int = 0
 
 
 class CheckpointTensor(NamedTuple):

@@ -1,7 +1,7 @@
 """Reads safetensors into a sharded state; each device reads only its slices."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from jax import Array
 from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
+from mtraining_jax.models.huggingface.checksums import digest
 from mtraining_jax.models.huggingface.config import check_same_model, read_json
-from mtraining_jax.models.huggingface.names import Part, checkpoint_tensors
+from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, checkpoint_tensors
+from mtraining_jax.models.huggingface.peft import BASE_DIGEST, PEFT_FILE, adapter_tensors, is_shared
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
@@ -47,28 +49,77 @@ def load_hf(
     Raises:
         UserError: a file is missing or damaged, or the checkpoint is of another model.
     """
-    spec = ModelSpec.from_config(config)
-    check_same_model(spec, directory, override)
-    wanted = abstract_state(spec)
+    wanted = abstract_state(config)
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, wanted)
-    sources = _check_tensors(Tensors(directory), spec)
+    names = parameter_names(wanted)
+    leaves = jax.tree.map(_with_sharding, wanted, shardings)
+    by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(leaves), strict=True))
+    loaded = load_parameters(directory, config, by_name, override=override)
+    return jax.tree.map(lambda name: loaded[name], names)
 
-    def load(name: str, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
-        return _load_parameter(sources[name], leaf.shape, sharding)
 
-    return jax.tree.map(load, parameter_names(wanted), wanted, shardings)
+def load_parameters(
+    directory: str | Path,
+    config: Any,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    override: Sequence[str] = (),
+) -> dict[str, Array]:
+    """Reads the parameters of a checkpoint by name; for the other arguments see `load_hf`.
+
+    `wanted` has shape, dtype and sharding of each parameter of the model, except for adapters.
+    """
+    spec = ModelSpec.from_config(config)
+    check_same_model(spec, directory, override)
+    # The copy of a tied embedding and rotary tables are ignored.
+    ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    sources = _check_tensors(Tensors(directory), checkpoint_tensors(spec), ignored)
+    return {name: _load_parameter(sources[name], x) for name, x in wanted.items()}
+
+
+def load_peft(
+    directory: str | Path,
+    spec: ModelSpec,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    base: Mapping[str, Array],
+) -> dict[str, Array]:
+    """Reads PEFT adapters for the adapters of `spec`, by name.
+
+    Raises:
+        UserError: a file is missing or damaged, or the adapters have other shapes or another base.
+    """
+    tensors = Tensors(directory, PEFT_FILE)
+    sources = _check_tensors(tensors, adapter_tensors(spec, is_shared(directory, spec)))
+    check_base(directory, tensors.metadata.get(BASE_DIGEST), base)
+    return {name: _load_parameter(sources[name], x) for name, x in wanted.items()}
+
+
+def check_base(path: str | Path, needed: str | None, base: Mapping[str, Array]) -> None:
+    """Raises a UserError if adapters with the digest of a base do not belong to `base`."""
+    if needed is not None and needed != (found := digest(base)):
+        raise UserError(
+            f"{path} has adapters of another base model: it needs the one with digest {needed}, "
+            f"but model.init_from has {found}; set model.init_from to the folder that the adapters "
+            "were trained from"
+        )
+
+
+def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 class Tensors:
     """The tensors of a checkpoint, read lazily, and their files by name."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, single_file: str = SINGLE_FILE) -> None:
         self.directory = Path(directory)
-        single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
-        if single.exists():
+        single, index = self.directory / single_file, self.directory / INDEX_FILE
+        self.metadata: dict[str, str] = {}
+        if single.exists() or single_file != SINGLE_FILE:
             self._handles = {single: _open_file(single)}
+            self.metadata = self._handles[single].metadata() or {}
             self.files = dict.fromkeys(self._handles[single].keys(), single)
             return
         if not index.exists():
@@ -92,7 +143,7 @@ class Tensors:
 
 def _open_file(path: Path) -> Any:
     if (problem := absence(path)) is not None:  # opening a pipe would wait for its writer
-        listed = "" if path.name == SINGLE_FILE else f", but {INDEX_FILE} lists it"
+        listed = "" if path.name in (SINGLE_FILE, PEFT_FILE) else f", but {INDEX_FILE} lists it"
         raise UserError(f"{path} {problem}{listed}")
     try:
         return safe_open(path, framework="numpy")
@@ -102,9 +153,10 @@ def _open_file(path: Path) -> Any:
         raise UserError(f"cannot read {path}: {error}") from None
 
 
-def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]]:
+def _check_tensors(
+    tensors: Tensors, expected: Sequence[CheckpointTensor], ignored: Collection[str] = ()
+) -> dict[str, list[_Source]]:
     """The sources of every parameter, in layer order for stacked ones."""
-    expected = checkpoint_tensors(spec)
     sources: dict[str, list[_Source]] = {}
     for tensor in expected:
         name = tensor.name
@@ -120,36 +172,36 @@ def _check_tensors(tensors: Tensors, spec: ModelSpec) -> dict[str, list[_Source]
             raise UserError(f"{where} {name} has dtype {dtype}; it must be one of {known}")
         for part in tensor.parts:
             sources.setdefault(part.parameter, []).append((found, part))
-    # The copy of a tied embedding and rotary tables are ignored.
-    names = {tensor.name for tensor in expected}
-    names |= {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    names = {*(tensor.name for tensor in expected), *ignored}
     for name, path in tensors.files.items():
         if name not in names and not name.endswith("rotary_emb.inv_freq"):
             raise UserError(f"{path}: tensor {name} does not belong to this model")
     return sources
 
 
-def _load_parameter(
-    sources: Sequence[_Source], shape: tuple[int, ...], sharding: Sharding
-) -> Array:
+def _load_parameter(sources: Sequence[_Source], wanted: jax.ShapeDtypeStruct) -> Array:
+    dtype = wanted.dtype
+
     @functools.cache  # devices with the same slice share one read
     def block(ranges: tuple[tuple[int, int, int], ...]) -> np.ndarray:
         slices = [slice(start, stop) for start, stop, _ in ranges]
         if sources[0][1].layer is None:
-            return _read_rows(sources[0], *slices).astype(np.float32)
+            return _read_part(sources[0], *slices).astype(dtype)
         layers, *rest = slices
-        values = np.empty([stop - start for start, stop, _ in ranges], np.float32)
+        values = np.empty([stop - start for start, stop, _ in ranges], dtype)
         for row, layer in enumerate(range(layers.start, layers.stop)):
-            values[row] = _read_rows(sources[layer], *rest)
+            values[row] = _read_part(sources[layer], *rest)
         return values
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        return block(tuple(part.indices(size) for part, size in zip(index, shape, strict=True)))
+        sizes = zip(index, wanted.shape, strict=True)
+        return block(tuple(part.indices(size) for part, size in sizes))
 
-    return jax.make_array_from_callback(shape, sharding, read)
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
 
 
-def _read_rows(source: _Source, rows: slice, *rest: slice) -> np.ndarray:
+def _read_part(source: _Source, *slices: slice) -> np.ndarray:
     tensor, part = source
-    return tensor[(slice(rows.start + part.first_row, rows.stop + part.first_row), *rest)]
+    starts = zip(slices, (part.first_row, part.first_column), strict=False)
+    return tensor[tuple(slice(x.start + first, x.stop + first) for x, first in starts)]

@@ -18,9 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from mtraining_jax.models.huggingface.checksums import digest
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, hf_config, read_json
-from mtraining_jax.models.huggingface.names import CheckpointTensor, checkpoint_tensors
+from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, checkpoint_tensors
+from mtraining_jax.models.huggingface.peft import (
+    BASE_DIGEST,
+    PEFT_CONFIG,
+    PEFT_FILE,
+    adapter_tensors,
+    peft_config,
+)
 from mtraining_jax.models.huggingface.read import INDEX_FILE, SINGLE_FILE
+from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec
+from mtraining_jax.models.products import dot32
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ComputeDtype, ModelSpec
 from mtraining_jax.utils.errors import UserError
@@ -48,7 +58,8 @@ def save_hf(
 
     Args:
         directory: target folder; must not exist, or be empty.
-        config: a `ModelSpec`, or any object or mapping with its fields.
+        config: a `ModelSpec`, or any object or mapping with its fields. With adapters, the merged
+            model is written.
         state: state of a `Transformer` (`nnx.State` or pure dict), arrays with any sharding.
         dtype: dtype of the written tensors, "bfloat16" or "float32".
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
@@ -92,16 +103,59 @@ def save_hf(
             weight_map |= {tensor.name: file for tensor in shard}
             tensors = {}
             for tensor in shard:
-                parts = [_gather(parameters[x.parameter], x.layer, dtype) for x in tensor.parts]
+                parts = [_gather(parameters, part, dtype, spec.lora) for part in tensor.parts]
                 if is_first:
-                    arrays = [np.asarray(part) for part in parts]
-                    tensors[tensor.name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                    tensors[tensor.name] = _assembled(tensor, parts)
             _on_first(folder, folder.write_tensors, file, tensors)
         others = {CONFIG_FILE: config_json, **(copied or {})}
         if len(shards) > 1:
             size = sum(_size(tensor, jnp.dtype(dtype)) for shard in shards for tensor in shard)
             others[INDEX_FILE] = {"metadata": {"total_size": size}, "weight_map": weight_map}
         _on_first(folder, folder.write_others, others)
+        _on_first(folder, folder.publish)
+    finally:
+        if is_first:
+            folder.discard()
+    return directory
+
+
+def save_peft(
+    directory: str | Path,
+    spec: ModelSpec,
+    parameters: Mapping[str, Array],
+    *,
+    base: Mapping[str, Array],
+    base_folder: str | Path | None,
+    copied: Mapping[str, Path | dict[str, Any]] | None = None,
+) -> Path:
+    """Writes adapters, fp32, as a folder that PEFT loads; replaces an older one.
+
+    All processes must call this.
+
+    Args:
+        directory: target folder; must not exist, be empty or contain adapters.
+        spec: the model, with adapters.
+        parameters: the adapters by name.
+        base: the parameters of their base by name, which identify it.
+        base_folder: where the base can be found.
+        copied: extra files by name, as in `save_hf`.
+
+    Raises:
+        UserError: the folder is in use or not writable; nothing is left.
+    """
+    directory = Path(directory)
+    folder = _Folder(directory, (directory / PEFT_CONFIG).is_file())
+    is_first, tensors = jax.process_index() == 0, {}
+    metadata = {BASE_DIGEST: digest(base)}
+    config = peft_config(spec, None if base_folder is None else str(base_folder))
+    try:
+        _on_first(folder, folder.make)
+        for tensor in adapter_tensors(spec):
+            parts = [_gather(parameters, part, "float32", None) for part in tensor.parts]
+            if is_first:
+                tensors[tensor.name] = _assembled(tensor, parts)
+        _on_first(folder, folder.write_tensors, PEFT_FILE, tensors, metadata)
+        _on_first(folder, folder.write_others, {PEFT_CONFIG: config, **(copied or {})})
         _on_first(folder, folder.publish)
     finally:
         if is_first:
@@ -129,20 +183,50 @@ def _size(tensor: CheckpointTensor, dtype: jnp.dtype) -> int:
     return math.prod(tensor.shape) * dtype.itemsize
 
 
-def _gather(parameter: Array, layer: int | None, dtype: str) -> Array:
-    """Returns a parameter, or a layer of it, on every process; a collective operation."""
-    sharding, replicated = getattr(parameter, "sharding", None), None
+def _gather(
+    parameters: Mapping[str, Array], part: Part, dtype: str, lora: LoraSpec | None
+) -> Array:
+    """Returns a parameter, or a layer of it, on every process; a collective operation.
+
+    It is merged with its adapter, if it has one.
+    """
+    module = part.parameter.removesuffix(".weight")
+    names = part.parameter, *(f"{module}.{factor}.weight" for factor in FACTORS)
+    found = tuple(parameters[name] for name in names if name in parameters)
+    sharding, replicated = getattr(found[0], "sharding", None), None
     if isinstance(sharding, NamedSharding):
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    return _cast(parameter, layer, dtype=dtype, sharding=replicated).addressable_data(0)
+    scale = 0.0 if lora is None else lora.scale
+    how = {"dtype": dtype, "sharding": replicated, "scale": scale}
+    return _merged(found, part.layer, **how).addressable_data(0)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "sharding"))
-def _cast(x: Array, layer: int | None, *, dtype: str, sharding: Sharding | None) -> Array:
+@functools.partial(jax.jit, static_argnames=("dtype", "sharding", "scale"))
+def _merged(
+    found: tuple[Array, ...],
+    layer: int | None,
+    *,
+    dtype: str,
+    sharding: Sharding | None,
+    scale: float,
+) -> Array:
     if layer is not None:
-        x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+        found = tuple(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in found)
+    x, *factors = found
+    if factors:
+        x = x.astype(jnp.float32) + scale * dot32("ri,or->oi", *factors)
     x = x.astype(dtype)
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _assembled(tensor: CheckpointTensor, parts: list[Array]) -> np.ndarray:
+    if len(parts) == 1:
+        return np.asarray(parts[0])
+    found = np.zeros(tensor.shape, parts[0].dtype)
+    for part, array in zip(tensor.parts, parts, strict=True):
+        starts = zip(array.shape, (part.first_row, part.first_column), strict=False)
+        found[tuple(slice(first, first + size) for size, first in starts)] = array
+    return found
 
 
 class _Folder:
@@ -159,9 +243,11 @@ class _Folder:
         self.temporary.parent.mkdir(parents=True, exist_ok=True)
         self.temporary.mkdir()
 
-    def write_tensors(self, file: str, tensors: dict[str, np.ndarray]) -> None:
+    def write_tensors(
+        self, file: str, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] | None = None
+    ) -> None:
         path = self.temporary / file
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
         mask = os.umask(0)
         os.umask(mask)
         path.chmod(0o666 & ~mask)  # safetensors creates files that only their owner can read

@@ -1,0 +1,31 @@
+"""Checksums of parameters, whatever their sharding."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def checksum(x: Array) -> Array:
+    """Sums bits * (2 * position + 1) of 32-bit numbers, mod 2^32: exact in any summation order."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def digest(parameters: Mapping[str, Array]) -> str:
+    """Identifies parameters by name, also if they are stored in bfloat16 once and in fp32 once."""
+    sums = {name: int(x) for name, x in jax.device_get(_rounded(dict(parameters))).items()}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _rounded(parameters: dict[str, Array]) -> dict[str, Array]:
+    bf16 = {"exponent_bits": 8, "mantissa_bits": 7}
+    as_fp32 = jax.tree.map(lambda x: x.astype(jnp.float32), parameters)
+    return jax.tree.map(lambda x: checksum(lax.reduce_precision(x, **bf16)), as_fp32)
