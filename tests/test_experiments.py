@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import (
+    chats,
     compare,
     data,
     decision,
@@ -28,6 +29,7 @@ from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.models.label_scores import LabelScores
 from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.random_bits import Stream
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152,
@@ -580,3 +582,44 @@ def test_runs_are_trained_by_train_py():
     command = run.train_command("b", "window", 2, data.FOLDER, [("run.steps", "700")], True)
     assert command[1:4] == ["train.py", "--config", "experiments/configs/b_window.toml"]
     assert "--run.name=b_window_s2_probe" in command and "--optimizer.decay_steps=700" in command
+
+
+def test_answers_of_chats_are_in_their_texts(tmp_path):
+    lines = [f"This is line number {i} of the play, with spaces." for i in range(300)]
+    play = chats.Play("\n\n".join(["EXIT.", *lines, "EXIT."]), ByteTokenizer())
+    asked = set()
+    for number in range(20):
+        (first, *others) = chats.chat(play, 4096, Stream(0, number))["messages"]
+        _, text, question = first["content"].split("\n\n")
+        assert 2000 < len(text) < 4096 + 200  # with two secrets
+        found = text.splitlines()
+        turns = [question, *(message["content"] for message in others)]
+        for question, answer in zip(turns[::2], turns[1::2], strict=True):
+            if question.startswith("Which line follows"):
+                assert found[found.index(question.split('"')[1]) + 1] == answer
+                kind = "line"
+            else:
+                name = question.split()[-1].rstrip("?")
+                kind = "absent" if "does not say" in answer else "secret"
+                assert (answer in found) == (kind == "secret") and name in answer
+                assert sum(f"number of {name} is" in line for line in found) == (kind == "secret")
+            asked.add(kind)
+    assert asked == {"line", "absent", "secret"}
+    records = [chats.needle(play, 2048, number, Stream(2, number)) for number in range(10)]
+    for record in records:
+        _, text, _ = record["prompt"][0]["content"].split("\n\n")
+        (place,) = [i for i, x in enumerate(text.splitlines()) if record["answer"] in x]
+        assert place == round(record["depth"] * (len(text.splitlines()) - 1))
+    file = tmp_path / "answers.jsonl"
+    texts = [record["answer"] if record["depth"] < 1 else "none" for record in records]
+    answers = (json.dumps(x | {"text": text}) for x, text in zip(records, texts, strict=True))
+    file.write_text("\n".join(answers))
+    assert chats.score(file) == {0: (2, 2), 0.25: (2, 2), 0.5: (2, 2), 0.75: (2, 2), 1: (0, 2)}
+
+
+def test_the_configuration_of_chats(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    override = [("model.init_from", str(tmp_path)), ("data.tokenizer", "tokenizer.json")]
+    config = load_config("experiments/configs/chats.toml", override)
+    assert config.data.source_options.messages_field == "messages"
+    assert config.eval.data.source_options.messages_field == "messages"

@@ -41,7 +41,7 @@ class ChatTemplate:
         now: The time for templates that print the date.
 
     Raises:
-        UserError: If there is no valid template, or Jinja2 is missing.
+        UserError: If the template or Jinja2 is missing, or the template is invalid.
     """
 
     def __init__(self, tokenizer: Tokenizer, now: datetime = TRAINING_DATE) -> None:
