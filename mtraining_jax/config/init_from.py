@@ -40,6 +40,9 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
     if not os.path.exists(os.path.join(folder, CONFIG_FILE)):
         resume = "; a run that resumes from its own checkpoint does not need it: set"
         resume += " model.init_from = none and all sizes of the model"
+    lora = table.get("lora")
+    if isinstance(lora, dict) and lora.get("rank"):
+        resume = "; adapters always need it"
     try:
         family = given.get("family")
         found = read_hf_values(folder, family if isinstance(family, str) else None)

@@ -18,6 +18,7 @@ class Config:
     data: sections.DataConfig = sections.DataConfig()
     eval: sections.EvalConfig = sections.EvalConfig()
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    lora: sections.LoraConfig = sections.LoraConfig()
     loss: sections.LossConfig = sections.LossConfig()
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     metrics: sections.MetricsConfig = sections.MetricsConfig()

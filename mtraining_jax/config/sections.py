@@ -14,6 +14,7 @@ from mtraining_jax.config.kinds import PATTERN_KIND, ROPE_KIND, SOURCE_KIND
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.families import FAMILIES
+from mtraining_jax.models.lora.adapters import LoraSpec
 from mtraining_jax.models.rope import RopeScaling
 from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.patterns.registry import PATTERNS
@@ -273,6 +274,33 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LoraConfig:
+    """LoRA: train low-rank adapters of frozen matrices instead of all parameters."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters; 0 trains the model without adapters."""
+    alpha: PositiveFloat | None = None
+    """Adapters are multiplied by alpha / rank; none: 2 * rank."""
+    targets: TextList = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    """Projections with an adapter; by default all of attention and MLP, because adapters of
+    attention only learn less, also at a higher rank (QLoRA)."""
+    dropout: Decay = 0.0
+    """Fraction of the inputs of adapters that are dropped in training."""
+    init_from: PathText | None = None
+    """Folder of a PEFT adapter to start from; none starts without effect (B = 0)."""
+
+    @property
+    def spec(self) -> LoraSpec | None:
+        """The adapters of the model; None without."""
+        if not self.rank:
+            return None
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
+        return LoraSpec(self.rank, alpha, self.targets, self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class LossConfig:
     """Next-token cross entropy."""
 
@@ -303,7 +331,8 @@ class CheckpointConfig:
     async_save: bool = True
     """Continue training while a checkpoint is written."""
     export_hf: bool = False
-    """Export the trained model for Hugging Face transformers, in bfloat16, to RUN_FOLDER/hf."""
+    """Export the trained model for Hugging Face transformers, in bfloat16, to RUN_FOLDER/hf, and
+    LoRA adapters for PEFT to RUN_FOLDER/adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -4,11 +4,14 @@ import math
 import re
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.config.schema import Config
+from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.huggingface.config import FREE
+from mtraining_jax.models.huggingface.peft import fused_parts, read_peft_config
+from mtraining_jax.models.lora.adapters import target_problems
 from mtraining_jax.models.spec import spec_problems
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened, toml_value
@@ -38,6 +41,7 @@ def validate(config: Config, device_count: int | None = None, platform: str = ""
         *_sequence(config),
         *_sparsity(config),
         *_dense_steps(config),
+        *_lora(config),
         *_audit(config),
         *_devices(config, device_count, platform),
         *_data(config),
@@ -184,6 +188,36 @@ def _dense_steps(config: Config) -> Iterator[str]:
     if config.data.balance == "density":
         way = 'set data.balance = "length"'
         yield f"{names} cannot be combined with {named.data.balance}, which {learns}; {way}"
+
+
+def _lora(config: Config) -> Iterator[str]:
+    lora, model, named = config.lora, config.model, _Named(config)
+    if lora.spec is None:
+        if lora.init_from is not None:
+            yield f"{named.lora.init_from} needs lora.rank, that of the adapters in this folder"
+        return
+    if config.optimizer.trainable:
+        yield (
+            f"{named.optimizer.trainable} cannot be combined with {named.lora.rank}, which trains "
+            "adapters only; set lora.targets instead"
+        )
+    family = family_of(model.family)
+    yield from target_problems(family.layer(cast(Any, model)), lora.targets)
+    for module, parts in fused_parts(family).items():
+        given = [part for part in parts if part in lora.targets]
+        if given and len(given) < len(parts):
+            yield (
+                f"{named.lora.targets} has {', '.join(given)}, but checkpoints of "
+                f"{family.model_type} have one matrix {module} of {', '.join(parts)}; set all of "
+                "them or none"
+            )
+    if lora.init_from is not None:
+        found, _ = read_peft_config(lora.init_from, model.family)
+        for name in ("rank", "alpha", "targets"):
+            was, now = getattr(found, name), getattr(lora.spec, name)
+            if was != now and (name != "targets" or set(was) != set(now)):
+                was = toml_value(was)
+                yield f"{named.lora.init_from} has {name} = {was}; set lora.{name} = {was}"
 
 
 def _audit(config: Config) -> Iterator[str]:

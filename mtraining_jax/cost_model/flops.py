@@ -1,8 +1,9 @@
 """Floating point operations (FLOP) of a training step, and hardware peak rates for MFU.
 
 - *Model FLOP*: required by the mathematics. Each query-key pair takes 4 D forward (two products)
-  and 8 D backward (four) per head; a matrix parameter 2 and 4 per token. MFU is their rate over
-  the hardware peak. The output layer counts, the token embedding and rematerialization do not.
+  and 8 D backward (four) per head; a matrix parameter 2 and 4 per token, and 2 and 2 if it is
+  frozen. MFU is their rate over the hardware peak. The output layer counts, the token embedding
+  and rematerialization do not.
 - *Executed FLOP*: done by the kernels. Backward recomputes the logits, so 10 D; entire tiles count.
 """
 
@@ -10,6 +11,7 @@ import dataclasses
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.families.family import family_of
+from mtraining_jax.models.lora.adapters import projections
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.selection.metrics import causal_pairs
 
@@ -58,7 +60,7 @@ def step_flops(
     heads = causal * data.batch_size * model.num_layers * model.num_heads
     product = 2.0 * heads * model.head_dim * causal_pairs(data.seq_len)
     return StepFlops(
-        matrices=6.0 * _matrix_parameters(config) * config.tokens_per_step,
+        matrices=matrix_flops(config) * config.tokens_per_step,
         attention_executed=7 * product * executed,
         attention_dense=7 * product,
         attention_model=6 * product * density,
@@ -78,7 +80,7 @@ def audit_flops(config: Config) -> tuple[float, float]:
     tokens = config.tokens_per_step * short / data.seq_len / parts
     return (
         14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim,
-        2 * (6.0 * _matrix_parameters(config) * tokens + attention),
+        2 * (matrix_flops(config) * tokens + attention),
     )
 
 
@@ -100,5 +102,19 @@ def head_products(config: Config) -> int:
     return config.model.vocab_size * config.model.hidden_size
 
 
-def _matrix_parameters(config: Config) -> int:
-    return config.model.num_layers * sum(layer_products(config).values()) + head_products(config)
+def adapter_products(config: Config) -> dict[str, int]:
+    """Number of entries of both factors of each adapter in a layer, by the name of its matrix."""
+    lora = config.lora.spec
+    if lora is None:
+        return {}
+    spec = dataclasses.replace(ModelSpec.from_config(config.model), lora=lora)
+    names = (f"{projections(spec.layer)[target]}.weight" for target in lora.targets)
+    return {name: lora.rank * sum(spec.layer[name].shape) for name in names}
+
+
+def matrix_flops(config: Config) -> float:
+    """FLOP per token with matrices, forward and backward; a frozen matrix has no gradient."""
+    matrices = config.model.num_layers * sum(layer_products(config).values())
+    matrices += head_products(config)
+    adapters = config.model.num_layers * sum(adapter_products(config).values())
+    return (4.0 if adapters else 6.0) * matrices + 6.0 * adapters

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config, config_of_model
 from mtraining_jax.config.renamed import with_current_names
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.evaluation.engine.network import Network
-from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_json
-from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values, read_json
+from mtraining_jax.models.huggingface.peft import PEFT_CONFIG, read_peft_config
+from mtraining_jax.models.huggingface.read import check_base, load_parameters, load_peft
+from mtraining_jax.models.lora.adapters import is_adapter
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
@@ -33,7 +34,7 @@ AttentionKind = Literal["dense", "sparse"]
 Overrides = Sequence[tuple[str, str]]
 
 # Sections of a run's configuration that matter for inference.
-_SECTIONS = ("model", "sparsity", "parallel", "data", "loss")
+_SECTIONS = ("model", "sparsity", "parallel", "data", "loss", "lora")
 _TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -77,7 +78,8 @@ def load(
     folder = Path(folder).expanduser()
     checkpoints = folder / CHECKPOINTS_NAME
     step = newest_step(checkpoints)
-    if step is None and not (folder / CONFIG_FILE).is_file():
+    is_adapter_folder = step is None and (folder / PEFT_CONFIG).is_file()
+    if step is None and not is_adapter_folder and not (folder / CONFIG_FILE).is_file():
         raise no_model(folder)
     if attention not in ("dense", "sparse"):
         raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
@@ -89,12 +91,15 @@ def load(
         # bfloat16 is slow on a CPU.
         usual = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
+        if is_adapter_folder:
+            table["lora"], table["model"]["init_from"] = _adapters(folder, overrides)
     else:
         source = f"{folder}, step {step}"
         saved = with_current_names(read_record(checkpoints, step)["config"])
         table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
-        # The saved sizes are complete, and the folder of the initial weights may no longer exist.
-        table["model"] |= {"init_from": None, "override": []}
+        if not table["lora"].get("rank"):
+            # The saved sizes are complete, and the folder of the initial weights may be gone.
+            table["model"] |= {"init_from": None, "override": []}
         table["parallel"]["cpu_devices"] = None
         # Older checkpoints lack these fields.
         sparsity = table["sparsity"]
@@ -116,6 +121,7 @@ def load(
         )
     try:
         spec = ModelSpec.from_config(config.model)
+        spec = dataclasses.replace(spec, lora=config.lora.spec)
         mesh = make_mesh(1, parallel.nodes, parallel.devices_per_node)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
@@ -131,12 +137,7 @@ def load(
         config.loss.chunk_size,
     )
     found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
-    shardings = param_shardings(spec, mesh, network.fsdp)
-    if step is None:
-        state = load_hf(folder, spec, shardings, override=config.model.override)
-    else:
-        state = _read_run(checkpoints, step, spec, shardings)
-    state = in_compute_dtype(state, spec)
+    state = in_compute_dtype(_read(folder, step, config, spec, mesh), spec)
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
 
 
@@ -192,28 +193,66 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> PatternO
     return settings
 
 
-def _read_run(folder: Path, step: int, spec: ModelSpec, shardings: nnx.State) -> nnx.State:
-    def stored(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding)
+def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], str]:
+    """Returns the section lora for a folder of PEFT, and the folder of its base."""
+    given = dict(overrides)
+    _, named = read_peft_config(folder)
+    base = given.get("model.init_from", named)
+    if base is None or not Path(base).expanduser().is_dir():
+        what = "no base model" if base is None else f"{base} as base model, which is not a folder"
+        raise UserError(
+            f"{folder / PEFT_CONFIG} names {what}; give its folder with --model.init_from=FOLDER"
+        )
+    family = read_hf_values(base, given.get("model.family"))["family"]
+    lora, _ = read_peft_config(folder, family)
+    fields = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
+    return fields | {"init_from": str(folder)}, base
 
+
+def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh: Mesh) -> nnx.State:
+    """Reads the parameters of a run, a Hugging Face checkpoint, or adapters and their base."""
+    shardings, model = param_shardings(spec, mesh, config.parallel.fsdp), config.model
     names = parameter_names(shardings)
+
+    def stored(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     leaves = jax.tree.leaves(jax.tree.map(stored, abstract_state(spec), shardings))
     wanted = dict(zip(jax.tree.leaves(names), leaves, strict=True))
-    found = read_parameters(folder, step, wanted)
-    return jax.tree.map(lambda name: found[name], names)
+    saved, base, found = wanted, {}, {}
+    if step is None or spec.lora is not None:
+        if model.init_from is None:  # not of a Hugging Face checkpoint
+            raise UserError(
+                f"{folder} has adapters of a random model, which cannot be evaluated; train "
+                "adapters of a checkpoint: model.init_from"
+            )
+        saved = {name: x for name, x in wanted.items() if is_adapter(name)}
+        of_base = {name: x for name, x in wanted.items() if name not in saved}
+        start = folder if spec.lora is None else model.init_from
+        base = load_parameters(start, spec, of_base, override=model.override)
+    if step is not None:
+        found = read_parameters(folder / CHECKPOINTS_NAME, step, saved)
+        needed = read_record(folder / CHECKPOINTS_NAME, step).get("base")
+        check_base(folder / CHECKPOINTS_NAME / str(step), needed, base)
+    elif saved:
+        found = load_peft(folder, spec, saved, base)
+    return jax.tree.map(lambda name: (found | base)[name], names)
 
 
 def _find_tokenizer(
     folder: Path, config: Config, is_run: bool, name: str | None
 ) -> tuple[Tokenizer | None, frozenset[int]]:
-    data, ids = config.data, [] if is_run else _end_ids(folder)
+    data, start = config.data, Path(config.model.init_from or folder).expanduser()
+    ids = [] if is_run else _end_ids(start)
     eos = data.eos if is_run else next(iter(ids), None)
     if name is None and is_run:
         # Token files and random ids need none, but the run may name the one they were made with.
         if isinstance(data.source_options, DocumentSource) or data.tokenizer != BYTES:
             name = data.tokenizer
-    elif name is None and (folder / _TOKENIZER_FILE).is_file():
-        name = str(folder / _TOKENIZER_FILE)
+    elif name is None:
+        start = config.model.init_from  # the base of adapters, or the same folder
+        files = [x / _TOKENIZER_FILE for x in (folder, Path(start or folder).expanduser())]
+        name = next((str(file) for file in files if file.is_file()), None)
     if name is None:
         return None, frozenset(ids)
     tokenizer = make_tokenizer(name, eos)

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, get_args
 
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.lora.adapters import LoraSpec, with_adapters, with_frozen_base
+from mtraining_jax.models.lora.adapters import (
+    LoraSpec,
+    target_problems,
+    with_adapters,
+    with_frozen_base,
+)
 from mtraining_jax.models.parameters import ParamTable
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
@@ -59,7 +64,11 @@ class ModelSpec:
         if self.mlp_kept_chunks < 0:
             raise ValueError(f"mlp_kept_chunks = {self.mlp_kept_chunks} must not be negative")
         FAMILIES.get(self.family)
-        if problems := list(spec_problems(self)):
+        problems = list(spec_problems(self))
+        if self.lora is not None:
+            layer = FAMILIES.get(self.family)().layer(self)
+            problems += target_problems(layer, self.lora.targets)
+        if problems:
             raise ValueError("; ".join(problems))
 
     @classmethod

@@ -4,7 +4,7 @@ import dataclasses
 
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model import pattern_costs
-from mtraining_jax.cost_model.flops import StepFlops, layer_products, step_flops
+from mtraining_jax.cost_model.flops import StepFlops, adapter_products, layer_products, step_flops
 from mtraining_jax.cost_model.kernel_times import (
     CODED_SPEEDUP,
     KERNEL_RATES,
@@ -35,15 +35,17 @@ def count_flops(config: Config, pairs: Pairs | None = None) -> Flops:
     pairs = planned_pairs(config) if pairs is None else pairs
     model, density = config.model, pairs.density
     step = step_flops(config, density=density, executed=density, causal=pairs.causal)
-    products = layer_products(config)
+    adapters = adapter_products(config)
+    products = {name: n + adapters.get(name, 0) for name, n in layer_products(config).items()}
     per_layer = 2.0 * config.tokens_per_step * model.num_layers
     forward = per_layer * sum(products.values())
-    # One of the three products of the MLP. The backward pass does not need the output of the last.
-    third = per_layer * products["mlp.down_proj.weight"]
+    # The backward pass does not need the output of the last of the three products of the MLP.
+    gate_and_up = per_layer * sum(products[f"mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    last = per_layer * products["mlp.down_proj.weight"]
     again = 1 - kept_mlp_tokens(config) / config.local_tokens
     return Flops(
         **dataclasses.asdict(step),
-        recomputed={"none": 0.0, "mlp": 2 * third * again}.get(model.remat, forward - third),
+        recomputed={"none": 0.0, "mlp": gate_and_up * again}.get(model.remat, forward - last),
         # 4 of the 14 FLOP per pair and head dimension are forward.
         attention_recomputed=step.attention_executed * 4 / 14 if model.remat == "full" else 0.0,
         density=density,
@@ -83,13 +85,14 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         # Each is copied into the stack of all layers and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept * model.num_layers * micro_batches / gpu.copy_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
+    # A frozen base takes no part in it.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     result["optimizer"] = touched / gpu.copy_bytes
     if config.parallel.fsdp:
         # All-gather of parameters in forward and backward, reduce-scatter of gradients, all in the
-        # compute dtype.
+        # compute dtype. A frozen base is stored in it and has no gradients.
         shard = memory.parameters / 4 * (2 if model.dtype == "bfloat16" else 4)
-        moved = 3 * micro_batches * shard * (config.ranks - 1)
+        moved = micro_batches * (3 * shard + 2 * memory.base) * (config.ranks - 1)
         result["gathering parameters"] = moved / gpu.link_bytes
     return result
 

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model import pattern_costs
-from mtraining_jax.cost_model.flops import head_products, layer_products
+from mtraining_jax.cost_model.flops import adapter_products, head_products, layer_products
 from mtraining_jax.models.chunks import first_chunks
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.memory_check import shard_bytes
@@ -33,6 +33,7 @@ _COPY_ARRAYS = 6
 class Memory:
     """Bytes on one device."""
 
+    base: int  # frozen base of adapters, local shards in the compute dtype
     parameters: int  # local shards, fp32
     optimizer: int  # both moments
     gradients: int  # of trainable parameters, fp32
@@ -62,9 +63,10 @@ def estimate_memory(config: Config) -> Memory:
     state = builder.abstract()
     gradients = shard_bytes(builder.split(state.parameters)[0])
     # The update keeps old values until the new ones are known to be finite.
-    update = gradients + 4 * head_products(config)
+    update = gradients + (0 if state.base else 4 * head_products(config))
     index_layers = 1 if config.model.remat == "full" else num_layers
     return Memory(
+        base=shard_bytes(state.base),
         parameters=shard_bytes(state.parameters),
         optimizer=shard_bytes(state.opt_state),
         gradients=gradients,
@@ -153,9 +155,11 @@ def _layer(config: Config) -> int:
         chunk = tokens
     mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
     # Gathered matrices, their gradients, and the sums of the MLP's gradients over chunks.
-    products = layer_products(config)
-    matrices = 2 * sum(products.values()) * size
-    matrices += 2 * 4 * sum(n for name, n in products.items() if name.startswith("mlp."))
+    products, trained = layer_products(config), adapter_products(config)
+    matrices = sum(products.values()) * size
+    trained = trained or products
+    matrices += sum(trained.values()) * size
+    matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))
     num_blocks = config.data.seq_len // config.sparsity.block_size
     copies = pattern_costs.query_copies(config.sparsity.pattern, num_blocks)
     return wide + mlp + matrices + _COPY_ARRAYS * copies * tokens * queries * size
@@ -168,7 +172,8 @@ def _loss(config: Config) -> int:
     logits = chunk * model.vocab_size * (4 + size)
     hidden = _HEAD_ARRAYS * config.local_tokens * model.hidden_size * size
     # Weight in the compute dtype, and its fp32 gradient before and after a chunk.
-    return logits + hidden + head_products(config) * (size + 2 * 4)
+    weight = size + 2 * 4 if config.lora.spec is None else 0
+    return logits + hidden + head_products(config) * weight
 
 
 def _dtype_bytes(config: Config) -> int:

@@ -47,7 +47,7 @@ def make_gradient_comparison(
     replicas, parts = config.parallel.replicas, config.optimizer.accumulation_steps
 
     def compare(state: TrainState, batch: Batch) -> dict[str, Array]:
-        trained, frozen = builder.split(state.parameters)
+        trained, frozen = builder.split(state.model)
         first = {
             # The first micro-batch of each replica.
             name: x.reshape(replicas, parts, -1, *x.shape[1:])[:, 0].reshape(-1, *x.shape[1:])

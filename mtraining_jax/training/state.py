@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection, Container
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.config import Config
-from mtraining_jax.models.huggingface.read import load_hf
-from mtraining_jax.models.sharding import lm_head_spec
+from mtraining_jax.models.huggingface.read import load_parameters, load_peft
+from mtraining_jax.models.lora.adapters import is_adapter
+from mtraining_jax.models.sharding import lm_head_name, lm_head_spec
 from mtraining_jax.models.sharding import parameter_names as names_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import (
@@ -35,29 +37,39 @@ class TrainState:
     """The training state, a pytree."""
 
     step: Array  # int32, steps taken so far, including skipped ones: the number of batches read
-    parameters: Parameters  # trained and frozen
+    parameters: Parameters  # those of a checkpoint: adapters if there are any, else all
     opt_state: optax.OptState  # of the trained parameters
     skipped: Array  # int32, number of skipped updates so far
     skipped_in_row: Array  # int32, the same since the last applied one
     rng: Array  # uint32 [2], key data (`PRNG_IMPL`) for the random numbers of a step
+    base: Parameters = dataclasses.field(default_factory=dict)  # frozen, of adapters; never saved
+
+    @property
+    def model(self) -> Parameters:
+        """All parameters of the model."""
+        return self.parameters | self.base
 
 
 class StateBuilder:
     """Builds training states of one run on its mesh, as arrays or as shapes."""
 
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
-        self.spec = ModelSpec.from_config(config.model)
+        spec = ModelSpec.from_config(config.model)
+        self.spec = dataclasses.replace(spec, lora=config.lora.spec)
         self.graphdef = graph_definition(self.spec)
         self.optimizer = make_optimizer(config.optimizer)
         self._config, self.fsdp = config, config.parallel.fsdp
         self.mesh: Any = mesh  # abstract for planning
+        self.lm_head_name = lm_head_name(self.spec)
         self.lm_head_spec = lm_head_spec(self.spec, self.mesh, self.fsdp)
         abstract = abstract_state(self.spec)
         self._structure = jax.tree.structure(abstract)
         self._names = tuple(jax.tree.leaves(names_of(abstract)))
         self._shapes = self.flatten(abstract)
         self._shardings = self.flatten(param_shardings(self.spec, self.mesh, self.fsdp))
-        self.trainable = trainable_names(self._names, config.optimizer.trainable)
+        self._adapters = frozenset(filter(is_adapter, self._names))
+        trainable = trainable_names(self._names, config.optimizer.trainable)
+        self.trainable = self._adapters or trainable
 
     def flatten(self, state: nnx.State) -> dict[str, Any]:
         return dict(zip(self._names, jax.tree.leaves(state), strict=True))
@@ -66,10 +78,8 @@ class StateBuilder:
         return jax.tree.unflatten(self._structure, [parameters[name] for name in self._names])
 
     def split(self, parameters: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return (
-            {name: x for name, x in parameters.items() if name in self.trainable},
-            {name: x for name, x in parameters.items() if name not in self.trainable},
-        )
+        """Splits parameters into trained and frozen ones."""
+        return _split(parameters, self.trainable)
 
     def count_parameters(self) -> tuple[int, int]:
         sizes = {name: math.prod(x.shape) for name, x in self._shapes.items()}
@@ -92,22 +102,56 @@ class StateBuilder:
 
     def fresh(self) -> TrainState:
         """Builds the state before the first step; its values do not depend on the mesh."""
-        model, seed = self._config.model, self._config.run.seed
-        if model.init_from is None:
-            _, drawn = init_model(self.spec, seed=seed, mesh=self.mesh, fsdp=self.fsdp)
+        start = self._config.lora.init_from
+        if start is not None and self._adapters:
+            base = self.base()
+            parameters = base | load_peft(start, self.spec, self._wanted(self._adapters), base)
+        elif self._config.model.init_from is None:
+            parameters = self._drawn()
         else:
-            shardings = self.unflatten(self._shardings)
-            drawn = load_hf(model.init_from, self.spec, shardings, override=model.override)
+            parameters = self.base() | self._drawn(self._adapters)
         around = jax.jit(self._around, out_shardings=self.shardings(), donate_argnums=0)
-        return around(self.flatten(drawn))
+        return around(parameters)
+
+    def base(self) -> Parameters:
+        """Loads or draws the parameters before the first step, without adapters."""
+        model = self._config.model
+        names = self._shapes.keys() - self._adapters
+        if model.init_from is None:
+            return self._drawn(names)
+        wanted = self._wanted(names)
+        return load_parameters(model.init_from, self.spec, wanted, override=model.override)
+
+    def _wanted(self, names: Collection[str]) -> dict[str, Any]:
+        """Shapes and shardings of parameters."""
+        return {name: x for name, x in self.abstract().model.items() if name in names}
+
+    def _drawn(self, names: Collection[str] | None = None) -> Parameters:
+        def draw() -> Parameters:
+            how = {"seed": self._config.run.seed, "mesh": self.mesh, "fsdp": self.fsdp}
+            drawn = self.flatten(init_model(self.spec, **how)[1])
+            return drawn if names is None else {name: drawn[name] for name in sorted(names)}
+
+        if names is not None and not names:
+            return {}
+        return draw() if names is None else jax.jit(draw)()
 
     def _around(self, parameters: Parameters) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
+        saved, base = _split(parameters, self._adapters or parameters)
         return TrainState(
             step=zero,
-            parameters=parameters,
+            parameters=saved,
             opt_state=self.optimizer.init(self.split(parameters)[0]),
             skipped=zero,
             skipped_in_row=zero,
             rng=jax.random.key_data(jax.random.key(self._config.run.seed, impl=PRNG_IMPL)),
+            base=base,
         )
+
+
+def _split(parameters: Parameters, names: Container[str]) -> tuple[Parameters, Parameters]:
+    return (
+        {name: x for name, x in parameters.items() if name in names},
+        {name: x for name, x in parameters.items() if name not in names},
+    )

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
+from mtraining_jax.models.lora.projection import seeds_from
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
@@ -57,8 +58,10 @@ def make_train_step(
     gradients_of = make_gradients(config, builder, attention, attention_inputs, audited)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        trained, frozen = builder.split(state.parameters)
+        trained, frozen = builder.split(state.model)
         rows = draw_rows(config, state) if audited else None
+        if config.lora.dropout and config.lora.rank:
+            batch = batch | {"dropout": draw_dropout(state, batch["tokens"].shape, mesh)}
         loss, gradients, by_group = gradients_of(trained, frozen, batch, rows)
         several = config.parallel.replicas > 1
         layers = jax.tree.map(_over_parts, by_group) if several else dict(by_group)
@@ -76,13 +79,13 @@ def make_train_step(
                 (updated, opt_state),
                 (trained, state.opt_state),
             )
-            after = TrainState(
+            after = dataclasses.replace(
+                state,
                 step=state.step + 1,
-                parameters={**frozen, **updated},
+                parameters=state.parameters | updated,
                 opt_state=opt_state,
                 skipped=state.skipped + jnp.where(finite, 0, 1),
                 skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
-                rng=state.rng,
             )
         metrics = {
             "step": after.step,
@@ -116,10 +119,19 @@ def audits_steps(config: Config) -> bool:
 
 def draw_rows(config: Config, state: TrainState) -> AuditRows:
     """Draws the queries to audit, given the state before the step; new ones for each step."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl=PRNG_IMPL), state.step)
     # With documents, the end of a sequence is the end of one document, or padding.
-    last = not config.data.has_documents
-    return AuditRows.draw(key, config.data.seq_len, config.audit.num_queries, last=last)
+    last, seq_len = not config.data.has_documents, config.data.seq_len
+    return AuditRows.draw(_key_of_step(state), seq_len, config.audit.num_queries, last=last)
+
+
+def draw_dropout(state: TrainState, shape: tuple[int, ...], mesh: Mesh) -> Array:
+    """Draws the dropout seeds of all tokens, fp32 [B, S], given the state before the step."""
+    bits = jax.random.bits(jax.random.fold_in(_key_of_step(state), 1), shape, jnp.uint32)
+    return constrain(seeds_from(bits), mesh, TOKENS)
+
+
+def _key_of_step(state: TrainState) -> Array:
+    return jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl=PRNG_IMPL), state.step)
 
 
 def make_gradients(
@@ -149,6 +161,7 @@ def make_gradients(
             mesh=mesh,
             weight_spec=builder.lm_head_spec,
             label_weights_BS=batch.get("weights"),
+            trains_weight=builder.lm_head_name in builder.trainable,
         )
         return total / jnp.maximum(count, 1), layers
 
@@ -219,6 +232,7 @@ def run_layers(
         mesh=builder.mesh,
         fsdp=builder.fsdp,
         length=batch.get("document_lengths"),
+        dropout_seeds=batch.get("dropout"),
     )
     return hidden, model.lm_head_weight(), layers
 

@@ -68,7 +68,7 @@ class Evaluator:
         self._batches.loader.set_state(self._begin)
         batch = next(self._batches)
         for name, function in self._programs.items():
-            self._programs[name] = function.lower(state.parameters, batch).compile()
+            self._programs[name] = function.lower(state.model, batch).compile()
             check_memory(self._programs[name], devices, "the evaluation on validation data")
 
     def measure(self, state: TrainState, after_batch: Callable[[], None] = lambda: None) -> Record:
@@ -81,7 +81,7 @@ class Evaluator:
                 batch = next(self._batches)
                 before = [sums[-1] for sums in found.values() if sums]
                 for name, program in self._programs.items():
-                    found[name].append(program(state.parameters, batch))
+                    found[name].append(program(state.model, batch))
                 jax.block_until_ready(before)  # one batch ahead of the devices
                 after_batch()
         except UserError as error:

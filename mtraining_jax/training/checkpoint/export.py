@@ -6,7 +6,7 @@ from typing import Any
 from mtraining_jax.config import Config
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
-from mtraining_jax.models.huggingface.write import save_hf
+from mtraining_jax.models.huggingface.write import save_hf, save_peft
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import read_state, run_folder
 from mtraining_jax.training.state import StateBuilder, TrainState
@@ -19,27 +19,35 @@ _COPIED = (
 )  # fmt: skip
 
 
-def export_state(config: Config, builder: StateBuilder, state: TrainState) -> Path:
+def export_state(config: Config, builder: StateBuilder, state: TrainState) -> list[Path]:
     """Writes a state into RUN_FOLDER/hf, replacing an older export; all processes call it.
 
-    The tokenizer is data.tokenizer, or that of model.init_from if training read token ids.
+    The tokenizer is data.tokenizer, or that of model.init_from if training read token ids. Adapters
+    are merged, and also written into RUN_FOLDER/adapter. Returns the written folders.
     """
-    return save_hf(
+    copied, start = _tokenizer_files(config), config.model.init_from
+    merged = save_hf(
         config.run.folder / "hf",
-        config.model,
-        builder.unflatten(state.parameters),
-        copied=_tokenizer_files(config),
+        builder.spec,
+        builder.unflatten(state.model),
+        copied=copied,
         replace=True,
-        like=config.model.init_from,
+        like=start,
         eos=_eos(config),
     )
+    if not state.base:
+        return [merged]
+    copied = {name: file for name, file in copied.items() if name != _GENERATION}
+    how = {"base": state.base, "base_folder": start and Path(start).absolute(), "copied": copied}
+    adapter = config.run.folder / "adapter"
+    return [merged, save_peft(adapter, builder.spec, state.parameters, **how)]
 
 
-def export_checkpoint(config: Config, step: int) -> Path:
+def export_checkpoint(config: Config, step: int) -> list[Path]:
     """Exports a checkpoint of the run; see `export_state`."""
     builder = StateBuilder(config, build_mesh(config))
     folder = run_folder.checkpoint_folder(config)
-    state, _ = read_state(folder, step, builder.abstract(), config)
+    state, _ = read_state(folder, step, builder.abstract(), config, builder.base)
     return export_state(config, builder, state)
 
 

@@ -15,6 +15,7 @@ _FREE_MODEL_FIELDS = (
     "dtype", "init_from", "remat", "mlp_chunk_size", "mlp_kept_chunks", "max_position_embeddings",
     "override",
 )  # fmt: skip
+_ADAPTER_FIELDS = "alpha", "targets"
 # Sections and fields that a run may change without other results.
 _FREE = ("checkpoint", "distributed", "run.name", "run.output_dir", "run.steps")
 
@@ -35,13 +36,16 @@ def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
     # The folder of the initial weights may no longer exist. Fields that were added later had their
     # defaults.
     model = saved["model"] | {"init_from": None, "override": []}
-    table = {"model": model, "optimizer": saved.get("optimizer", {})}
+    table = {"model": model} | {name: saved.get(name, {}) for name in ("optimizer", "lora")}
     before, current = config_to_dict(config_of_model(table, str(path))), config_to_dict(config)
     fields = [("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS]
-    for section, field in [*fields, ("optimizer", "trainable")]:
+    fields += [("lora", field) for field in ("rank", *_ADAPTER_FIELDS) if before["lora"]["rank"]]
+    fields += [("lora", "rank"), ("optimizer", "trainable")]
+    for section, field in fields:
         was, now = before[section][field], current[section][field]
         if was != now:
-            what = "of another model" if section == "model" else "with other trained parameters"
+            whats = {"model": "of another model", "lora": "with other adapters"}
+            what = whats.get(section, "with other trained parameters")
             was, now = toml_value(was), toml_value(now)
             raise UserError(
                 f"{path} is a checkpoint {what}: it has {section}.{field} = {was}, but this run "

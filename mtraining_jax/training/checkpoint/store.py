@@ -10,21 +10,22 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath  # the paths of Orbax
-from jax import Array, lax
 
 from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.models.huggingface.checksums import checksum, digest
+from mtraining_jax.models.huggingface.read import check_base
 from mtraining_jax.training.checkpoint.errors import damaged, unreadable, writing_into
 from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
+from mtraining_jax.training.optimizer import Parameters
 from mtraining_jax.training.state import TrainState
 
 _TABLES = "config", "shapes", "checksums"
@@ -73,6 +74,8 @@ class Checkpoints:
             "shapes": {name: list(x.shape) for name, x in state.parameters.items()},
             "checksums": _checksums(arrays),
         }
+        if state.base:
+            record["base"] = digest(state.base)
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
         )
@@ -99,21 +102,29 @@ def read_record(folder: Path, step: int) -> dict[str, Any]:
 
 
 def read_state(
-    folder: Path, step: int, abstract: TrainState, config: Config
+    folder: Path,
+    step: int,
+    abstract: TrainState,
+    config: Config,
+    load_base: Callable[[], Parameters] = dict,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads the state and the position of the data loader.
 
     `abstract` has the shapes and shardings to restore; the mesh may differ from that of the save.
-    Raises a UserError if the checkpoint cannot be read, or is of another model.
+    `load_base` returns the base of adapters. Raises a UserError if the checkpoint cannot be read,
+    or is of another model.
     """
     record = read_record(folder, step)
     check_same_model(folder / str(step), record["config"], config)
     check_shapes(folder / str(step), record["shapes"], abstract.parameters)
     restore = ocp.args.StandardRestore(_fields(abstract))
-    return TrainState(**_read_arrays(folder, step, restore, record)), record["loader"]
+    arrays = _read_arrays(folder, step, restore, record)
+    base = load_base() if abstract.base else {}
+    check_base(folder / str(step), record.get("base"), base)
+    return TrainState(**arrays, base=base), record["loader"]
 
 
-def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> dict[str, Array]:
+def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> Parameters:
     """Reads the fp32 parameters of a checkpoint by name, without optimizer state.
 
     `abstract` has a `jax.ShapeDtypeStruct` with target sharding of each. Raises a UserError if the
@@ -173,7 +184,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _fields(state: TrainState) -> dict[str, Any]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    """The arrays of a checkpoint."""
+    names = (field.name for field in dataclasses.fields(state))
+    return {name: getattr(state, name) for name in names if name != "base"}
 
 
 def _checksums(arrays: dict[str, Any]) -> dict[str, int]:
@@ -194,16 +207,7 @@ def _by_name(tree: Any) -> dict[str, int]:
 
 @jax.jit
 def _all_checksums(arrays: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(_checksum, arrays)
-
-
-def _checksum(x: Array) -> Array:
-    """Sums bits * (2 * position + 1) over elements, mod 2^32: exact in any summation order."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+    return jax.tree.map(checksum, arrays)
 
 
 def _checksum_on_host(x: np.ndarray) -> np.uint32:

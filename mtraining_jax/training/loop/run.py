@@ -94,7 +94,8 @@ def _run(
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from, _changed_fields(config, resume_from)))
         if config.checkpoint.export_hf:
-            display.say(f"  wrote      {export_checkpoint(config, resume_from)}")
+            for place in export_checkpoint(config, resume_from):
+                display.say(f"  wrote      {place}")
         return []
     use_compile_cache(config)
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)

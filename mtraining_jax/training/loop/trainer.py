@@ -108,7 +108,8 @@ class Trainer:
 
     def _restore(self, folder: Path, step: int) -> None:
         with self._watchdog.watch(f"reading the checkpoint of step {step}"):
-            self._state, place = read_state(folder, step, self._builder.abstract(), self._config)
+            abstract, base = self._builder.abstract(), self._builder.base
+            self._state, place = read_state(folder, step, abstract, self._config, base)
         self._batches.loader.set_state(place)
         if isinstance(self._replicas, Tuner):
             self._replicas.go_to(step, place.get(_TUNING))
@@ -207,7 +208,7 @@ class Trainer:
         if self._save_is_due():
             places.append(_short(self._checkpoints.folder / str(self._step)))
         if self._config.checkpoint.export_hf:
-            places.append(str(export_state(self._config, self._builder, self._state)))
+            places += map(str, export_state(self._config, self._builder, self._state))
         return places
 
     def _asked_to_stop(self) -> bool:

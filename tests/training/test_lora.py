@@ -1,0 +1,151 @@
+"""Runs that train LoRA adapters: checkpoints, resuming, export and loading."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mtraining_jax.config import Config, config_of_model, config_to_dict, validate
+from mtraining_jax.evaluation.load import load
+from mtraining_jax.models.transformer import graph_definition
+from mtraining_jax.training.build import build_mesh
+from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
+from mtraining_jax.training.checkpoint.store import read_record
+from mtraining_jax.training.loop.run import run
+from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.utils.errors import UserError
+from tests.models.common import forward
+from tests.training.common import losses
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+# Its checkpoint has fused projections.
+BASE = CHECKPOINTS / "phi3_tiny_longrope"
+
+
+def adapted(config: Config, **sections: dict) -> Config:
+    """A run of adapters on 1 x 1 x 2 devices; `sections` override single fields."""
+    table = config_to_dict(config)
+    table["model"] = {"init_from": str(BASE), "remat": "mlp", "mlp_chunk_size": 16}
+    base = {
+        "lora": {"rank": 4, "dropout": 0.1},
+        "sparsity": {"kind": "dense"},
+        "parallel": {"nodes": 1, "devices_per_node": 2, "fsdp": True},
+        "optimizer": {"accumulation_steps": 2},
+        "checkpoint": {"interval": 2, "export_hf": True},
+    }
+    for changes in (base, sections):
+        for section, fields in changes.items():
+            table[section] = table[section] | fields
+    config = config_of_model(table, "a test")
+    validate(config)
+    return config
+
+
+def logits_of(folder: Path, dtype: str = "float32") -> np.ndarray:
+    loaded = load(folder, "dense", dtype=dtype)
+    tokens = jnp.arange(24, dtype=jnp.int32)[None]
+    state = jax.device_get(loaded.state)
+    return np.asarray(forward(graph_definition(loaded.network.spec), state, tokens, tokens[0])[1])
+
+
+def test_a_run_resumes_exactly_exports_and_loads(config):
+    config = adapted(config)
+    whole = run(config)
+    record = read_record(checkpoint_folder(config), 4)
+    assert len(record["shapes"]) == 2 * 7 and all("lora_" in name for name in record["shapes"])
+    base = StateBuilder(config, build_mesh(config)).base()
+    assert base["layers.mlp.up_proj.weight"].dtype == jnp.bfloat16
+
+    part = adapted(config, run={"name": "part"}, checkpoint={"export_hf": False})
+    folder = part.run.folder
+    shutil.copytree(config.run.folder, folder)
+    shutil.rmtree(checkpoint_folder(part) / "4")
+    np.testing.assert_array_equal(losses(run(part)), losses(whole)[2:])
+
+    folder = config.run.folder
+    written = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(BASE)
+    logits = logits_of(folder / "adapter")
+    np.testing.assert_array_equal(logits, logits_of(folder))
+    assert np.abs(logits - logits_of(BASE)).max() > 0.1
+    assert np.abs(logits - logits_of(folder / "hf")).max() < 0.05  # matrices rounded to bfloat16
+
+    start = {"init_from": str(folder / "adapter"), "rank": 4}
+    fresh = StateBuilder(adapted(config, lora=start), build_mesh(config)).fresh()
+    tensors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.self_attn.qkv_proj"
+    a = np.asarray(fresh.parameters["layers.self_attn.k_proj.lora_A.weight"])[1]
+    b = np.asarray(fresh.parameters["layers.self_attn.k_proj.lora_B.weight"])[1]
+    np.testing.assert_array_equal(tensors[f"{prefix}.lora_A.weight"][4:8], a)
+    np.testing.assert_array_equal(tensors[f"{prefix}.lora_B.weight"][32:48, 4:8], b)
+    assert not tensors[f"{prefix}.lora_B.weight"][32:48, :4].any()
+
+    # The same shapes, but other values.
+    other = shutil.copytree(BASE, folder / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 1.1
+    save_file(tensors, other / "model.safetensors")
+    message = "has adapters of another base model: .* set model.init_from to the folder"
+    of_other = {"model": {"init_from": str(other)}, "run": {"steps": 6}}
+    for attempt in (
+        lambda: run(adapted(config, **of_other)),
+        lambda: load(folder, "dense", [("model.init_from", str(other))]),
+        lambda: load(folder / "adapter", "dense", [("model.init_from", str(other))]),
+        lambda: StateBuilder(adapted(config, **of_other, lora=start), build_mesh(config)).fresh(),
+    ):
+        with pytest.raises(UserError, match=message):
+            attempt()
+    with pytest.raises(UserError, match="with other adapters: it has lora.alpha = none"):
+        run(adapted(config, lora={"alpha": 32.0}, run={"steps": 6}))
+    shutil.rmtree(other)
+    (folder / "adapter" / "adapter_config.json").write_text(
+        json.dumps(written | {"base_model_name_or_path": str(other)})
+    )
+    with pytest.raises(UserError, match="which is not a folder; give its folder with --model.init"):
+        load(folder / "adapter", "dense")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"lora": {"targets": ["o_proj", "gate"]}}, '"gate" is not a projection .* gate_proj, up_'),
+        ({"lora": {"targets": []}}, "lora.targets is empty; choose from q_proj, k_proj"),
+        ({"lora": {"targets": ["q_proj"]}}, "one matrix qkv_proj of q_proj, k_proj, v_"),
+        ({"lora": {"rank": -1}}, "lora.rank = -1 is not allowed"),
+        ({"lora": {"dropout": 1.0}}, "lora.dropout = 1.0 is not allowed"),
+        ({"lora": {"rank": 0, "init_from": "x"}}, 'init_from = "x" needs lora.rank'),
+        ({"lora": {"init_from": "x"}}, "cannot read x/adapter_config.json: No such file"),
+        ({"optimizer": {"trainable": ["self_attn"]}}, "cannot be combined with lora.rank = 4"),
+        ({"model": {"init_from": "missing"}}, "adapters always need it"),
+    ],
+)  # fmt: skip
+def test_bad_fields(config, sections, message):
+    with pytest.raises(UserError, match=message) as error:
+        adapted(config, **sections)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 8}, "has rank = 8; set lora.rank = 8"),
+        ({"lora_alpha": 3}, "has alpha = 3.0; set lora.alpha = 3.0"),
+        ({"use_dora": True}, "use_dora = true is not supported; it must be false"),
+        ({"target_modules": "all"}, "target_modules='all' must be a list"),
+        ({"target_modules": ["o_proj"]}, 'has targets = ["o_proj"]; set lora.targets'),
+        ({"r": None}, "r=None must be an integer"),
+    ],
+)
+def test_bad_adapters(config, tmp_path, fields, message):
+    usual = {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}
+    usual["target_modules"].append("down_proj")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(usual | fields))
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        adapted(config, lora={"init_from": str(tmp_path)})
+    assert "\n" not in str(error.value)
