@@ -11,6 +11,7 @@ import pytest
 from mtraining_jax.data.chat.conversation import read_conversation
 from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.tokenizer import make_tokenizer
+from mtraining_jax.data.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat_folders import STYLES, template_of, write_folder
 from tests.data.common import error_of, loader_of, section
@@ -210,6 +211,7 @@ USER, ANSWER = said("user", "q"), said("assistant", "a")
         ([said("user", [{"type": "image"}])], ": message 1 has a part that is not text"),
         ([USER], ": no message has the role assistant, so nothing is trained"),
         ([USER, said("assistant", "", tool_calls=[{}])], ": message 2 has a tool call without a"),
+        ([USER, ANSWER | {"tool_calls": CALL}], ": message 2 has tool_calls that are not a list"),
         ([USER, ANSWER | {"tool_calls": [CALL]}], " has tool_calls, which the chat template igno"),
         ([USER, ANSWER | {"reasoning": "r"}], " has reasoning_content, which the chat template"),
         ([USER, ANSWER, said("tool", "x")], "(This template has no role tool)"),
@@ -297,6 +299,23 @@ def test_sources_read_conversations(tmp_path, chats, name):
     assert error_of(300, 1, **fields) == (
         f"{where}: no message has the role assistant, so nothing is trained"
     )
+
+
+def test_conversations_are_pretokenized_with_one_template(tmp_path, chats):
+    qwen = chats("qwen2.5")
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    tokenizer = tmp_path / "qwen2.5/tokenizer.json"
+    fields = {"paths": (str(tmp_path / "a.jsonl"),), "tokenizer": str(tokenizer)}
+    data = section(300, source="jsonl", messages_field="messages", **fields)
+    totals = tokenize_corpus(data, 300, tmp_path / "tokens", processes=1)
+    wanted = [encoded(qwen, row["messages"], row.get("tools")) for row in ROWS]
+    found = np.load(tmp_path / "tokens/part-00000.npy.mask")
+    assert found.tolist() == [bool(x) for tokens in wanted for x in tokens.trained]
+    assert totals.trained == found.sum()
+    # Parts that one template made are not continued with another.
+    (tokenizer.parent / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(UserError, match="tokens was started with checksum of the chat template ="):
+        tokenize_corpus(data, 300, tmp_path / "tokens", processes=1)
 
 
 def test_options_of_conversations(tmp_path):

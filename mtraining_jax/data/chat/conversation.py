@@ -76,6 +76,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UserError(f"{where} has no content; it must be text")
     if read.get("weight", 1) not in (0, 1):
         raise UserError(f"{where} has weight = {read['weight']}; it must be 0 (not trained) or 1")
+    if not isinstance(calls, list):
+        raise UserError(f"{where} has tool_calls that are not a list")
     if calls:
         read["tool_calls"] = [_call(call, where) for call in calls]
     if names := [name for name in REASONING if name in read]:
