@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtraining_jax.config import config_from_dict, config_to_dict, load_config
+from mtraining_jax.data.chat.conversation import read_conversation
+from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
@@ -22,6 +24,7 @@ from mtraining_jax.models.huggingface.read import Tensors
 from mtraining_jax.patterns.budgets import load_budgets
 from mtraining_jax.reporting.writers.jsonl import _lines_until
 from mtraining_jax.utils.errors import UserError
+from tests.data.chat_folders import template_of, write_folder
 from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +165,38 @@ def test_tokenizers(folder, table, settings):
     if found is not None:
         result_of(lambda: found.encode("a b"))
         result_of(lambda: found.start)
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "weight": 0},
+    {"role": "tool", "content": "x"},
+    {"from": "gpt", "value": "a", "reasoning": None},
+]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@FUZZ
+@given(
+    messages=otherwise(MESSAGES),
+    tools=otherwise(TOOLS),
+    settings=otherwise({"chat_template": "{{ messages[0].content }}"}),
+)
+def test_conversations_and_chat_templates(folder, messages, tools, settings):
+    home = folder / "chat"
+    if not home.exists():
+        write_folder(home, template_of("qwen2.5", marked=False))
+    (folder / "tokenizer.json").write_bytes((home / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    def encode(folder, messages, tools):
+        template = ChatTemplate(make_tokenizer(str(folder / "tokenizer.json"), "<|endoftext|>"))
+        found = template.encode(read_conversation(messages, tools, "a file"))
+        assert found.ids.size == found.trained.size
+
+    result_of(lambda: encode(home, messages, tools))
+    result_of(lambda: encode(folder, MESSAGES, TOOLS))
 
 
 BUDGETS = [{"0": ["vertical_and_slash", 8, 4, 0.5], "1": ["block_sparse", 8, 4, 1]}]
