@@ -15,6 +15,7 @@ from mtraining_jax.data.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat_folders import STYLES, template_of, write_folder
 from tests.data.common import error_of, loader_of, section
+from tests.data.test_hf_disk import save
 
 WHERE = "a.jsonl, line 7"
 
@@ -76,6 +77,9 @@ GOLDEN = {
 }
 
 
+USER, ANSWER = said("user", "q"), said("assistant", "a")
+
+
 def chats_of(folder, source, **how):
     return ChatTemplate(make_tokenizer(write_folder(folder, source, **how), "<|endoftext|>"))
 
@@ -130,6 +134,20 @@ def test_a_turn_that_the_template_changes_later_is_not_trained(chats):
     tokens = encoded(qwen3, longer)
     assert trained_texts(qwen3, tokens) == ["<think>\nso\n</think>\n\nB<|im_end|>"]
     assert tokens.note.startswith("conversations with a turn that is not trained because")
+
+
+def test_a_token_at_the_end_of_the_conversation_is_no_change(tmp_path):
+    # As in the template of Phi-3: the end of the text follows the end of the last turn.
+    each = chats_of(
+        tmp_path / "x",
+        "{% for m in messages %}{{ '<|header|>' + m.role + '\n' + m.content + '<|eot|>\n' }}"
+        "{% endfor %}{{ '<|header|>assistant\n' if add_generation_prompt else eos_token }}",
+    )
+    tokens = encoded(each, [USER, ANSWER, USER, said("assistant", "b")])
+    assert trained_texts(each, tokens) == ["a<|eot|>", "b<|eot|>\n<|endoftext|>"]
+    assert tokens.note == ""
+    end = each.end_token(read_conversation([USER], None, WHERE))
+    assert each._tokenizer.added_tokens[end].content == "<|eot|>"
 
 
 def test_weight_zero_excludes_a_message(chats, tmp_path):
@@ -197,9 +215,6 @@ def test_missing_and_invalid_templates(tmp_path, source, problem):
         ChatTemplate(make_tokenizer("bytes"))
 
 
-USER, ANSWER = said("user", "q"), said("assistant", "a")
-
-
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
@@ -261,11 +276,15 @@ def write_rows(path, rows):
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return "jsonl"
-    pq.write_table(pa.Table.from_pylist([{"tools": None} | row for row in rows]), path)
-    return "parquet"
+    table = pa.Table.from_pylist([{"tools": None} | row for row in rows])
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+        return "parquet"
+    save(path, table, files=1)
+    return "hf_disk"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a"])
 def test_sources_read_conversations(tmp_path, chats, name):
     qwen = chats("qwen2.5")
     source = write_rows(tmp_path / name, ROWS)
@@ -295,9 +314,9 @@ def test_sources_read_conversations(tmp_path, chats, name):
     error = error_of(300, 1, **fields | {"seq_len": 32})
     assert error.startswith("data.seq_len = 32 is less than the ") and "not split" in error
     write_rows(tmp_path / name, [*ROWS, {"messages": [USER]}])
-    where = f"{tmp_path / name}, {'line 4' if source == 'jsonl' else 'row 3'}"
-    assert error_of(300, 1, **fields) == (
-        f"{where}: no message has the role assistant, so nothing is trained"
+    where = "line 4" if source == "jsonl" else "row 3"
+    assert error_of(300, 1, **fields).endswith(
+        f", {where}: no message has the role assistant, so nothing is trained"
     )
 
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import uuid
 import zlib
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from mtraining_jax.utils.file_limits import read_text
 _TEMPLATE_FILE = "chat_template.jinja"
 # `strftime_now` of templates, fixed so that all processes and resumed runs render the same text.
 TRAINING_DATE = datetime(2024, 7, 26)
-# Around the text that a template marks; unique, so no message contains them.
-_BEGIN, _END = (f"\ufdd0{uuid.uuid4().hex}{side}" for side in "<>")
+# Before and after the text that a template marks; random, so that no message contains it.
+_MARK = f"\ufdd0{uuid.uuid4().hex}"
 # A note of `MaskedTokens`.
 _CHANGED = "conversations with a turn that is not trained because the template changes it later"
-_MARKS = re.compile(r"{%[-+]?\s*generation\b")
+_GENERATION = re.compile(r"{%[-+]?\s*generation\b")
 
 
 class ChatTemplate:
@@ -52,7 +52,7 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._name, sources = _sources(tokenizer)
-        self._marked = {name for name, source in sources.items() if _MARKS.search(source)}
+        self._marked = {name for name, source in sources.items() if _GENERATION.search(source)}
         self.checksum = zlib.crc32(json.dumps([sources, tokenizer.special_tokens]).encode())
         environment = _environment(now)
         # A template is code, so this may raise anything.
@@ -72,10 +72,11 @@ class ChatTemplate:
 
     def end_token(self, conversation: Conversation) -> int | None:
         """The id of the token that ends an answer to a conversation; None if there is none."""
-        messages = [*conversation.messages, {"role": "assistant", "content": "x"}]
+        messages = [*conversation.messages, {"role": "assistant", "content": "Yes."}]
         text = self._render(dataclasses.replace(conversation, messages=messages))
-        end = self._end_of_turn(_marked_spans(text)[0])
-        return None if end is None else self._special[end]
+        _, answer, after = _marked_spans(text)[0].rpartition("Yes.")
+        ends = [end for end in self._special if answer and after.lstrip().startswith(end)]
+        return self._special[max(ends, key=len)] if ends else None
 
     def encode(self, conversation: Conversation) -> MaskedTokens:
         """The tokens of a conversation; trained are those that the model itself generates.
@@ -86,8 +87,8 @@ class ChatTemplate:
         that the template changes once later messages follow, for example without their reasoning.
 
         Raises:
-            UserError: If the template cannot render the conversation or ignores a part of it, or if
-                no message of the assistant can be trained.
+            UserError: If the template cannot render the conversation, ignores a part of it, or does
+                not show what the model generates; also without a message of the assistant.
         """
         messages, where, note = conversation.messages, conversation.where, ""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -139,12 +140,16 @@ class ChatTemplate:
             raise UserError(f"{where}: the chat template drops a part of its content; {hint}")
         if text.startswith(upto):
             return len(prompt), len(upto)
-        # Later messages change the turn: harmless if it only loses tags, such as empty reasoning.
+        # Later messages change the turn: harmless if it only loses tags, such as empty reasoning
+        # before the answer, or another special token after the one that ends the turn.
         begin = len(prompt)
-        kept = text[begin : text.find(end, begin) + len(end)]
-        if text.startswith(prompt) and kept.endswith(end) and answer.endswith(kept):
-            if not self._added.sub("", answer.removesuffix(kept)).strip():
+        while end is not None and text.startswith(prompt):
+            kept = text[begin : text.find(end, begin) + len(end)]
+            lost = self._added.sub("", answer.removesuffix(kept)).strip()
+            if kept.endswith(end) and answer.endswith(kept) and not lost:
                 return begin, begin + len(kept)
+            answer = answer.removesuffix(end).rstrip()
+            end = self._end_of_turn(answer)
         return None
 
     def _check_complete(self, conversation: Conversation, text: str) -> None:
@@ -232,8 +237,8 @@ def _environment(now: datetime) -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
-            return nodes.Scope([begin, *body, end]).set_lineno(line)
+            mark = nodes.Output([nodes.TemplateData(_MARK)])
+            return nodes.Scope([mark, *body, mark]).set_lineno(line)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -251,20 +256,9 @@ def _environment(now: datetime) -> Any:
 
 def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and the spans that they enclosed."""
-
-    def pieces() -> Iterator[tuple[str, bool]]:
-        for number, piece in enumerate(text.split(_BEGIN)):
-            inside, _, after = piece.rpartition(_END)
-            yield inside, number > 0
-            yield after, False
-
-    found, size, spans = [], 0, []
-    for piece, is_inside in pieces():
-        found.append(piece)
-        if is_inside:
-            spans.append((size, size + len(piece)))
-        size += len(piece)
-    return "".join(found), spans
+    pieces = text.split(_MARK)
+    edges = [0, *itertools.accumulate(map(len, pieces))]
+    return "".join(pieces), list(zip(edges[1:-1:2], edges[2::2], strict=True))
 
 
 @functools.cache
