@@ -29,7 +29,7 @@ with label masks is shown in parts, marked + if trained, else -.
   --config NAME    configuration of the run, as in train.py
   --SECTION.FIELD=VALUE
                    override a field, as in train.py
-  --samples N      number of sequences to show (default: 3)
+  --samples N      number of sequences to show, of each part of a mixture (default: 3)
   --picture FILE   also write a plot of packed documents (needs matplotlib)
   --help [SECTION] print this help, or the fields of a section, and exit
 """
@@ -62,6 +62,7 @@ def _run(arguments: list[str]) -> int:
     if tokenizer is None and (data.tokenizer != BYTES or vocab_size == ByteTokenizer().vocab_size):
         tokenizer = make_tokenizer(data.tokenizer, data.eos)
     eos = data.eos if tokenizer is None else tokenizer.eos
+    packs = None
     if data.has_documents:
         packs = packs_of(corpus, data, block_size)
         report = report_on(packs, data.seq_len, block_size)
@@ -75,9 +76,12 @@ def _run(arguments: list[str]) -> int:
         count, pieces = len(starts), functools.partial(_pieces, corpus, starts, data.seq_len, eos)
         found = f"{counted(count, 'sequence')} of {data.seq_len:,} tokens ({data.mode})"
         lines = [f"{data.source}: {corpus.summary}; {found}"]
-    for number in range(min(options.samples, count)):
+    parts = getattr(packs, "parts", None) or corpus.parts
+    of_parts = {"": range(count)} if parts is None else parts.sequences
+    for number, part in [(x, name) for name, of in of_parts.items() for x in of[: options.samples]]:
         begins, lengths = pieces(number)
-        lines.append(f"sequence {number}: {counted(lengths.size, 'document')}")
+        of_part = f" of {part}" if part else ""
+        lines.append(f"sequence {number}{of_part}: {counted(lengths.size, 'document')}")
         position = 0
         for begin, length in zip(begins[:_DOCUMENTS], lengths[:_DOCUMENTS], strict=True):
             positions = begin + np.arange(length)

@@ -6,7 +6,6 @@ from pathlib import Path
 from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import DENSE_STEPS
-from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES
 
 
@@ -54,8 +53,7 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
 
 
 def _reads_text_as_bytes(config: Config) -> bool:
-    source = config.data.source_options
-    is_text = isinstance(source, DocumentSource) and not source.holds_ids
+    is_text = not config.data.source_options.holds_ids
     has_own = (Path(config.model.init_from or "") / "tokenizer.json").is_file()
     return is_text and config.data.tokenizer == BYTES and not has_own
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mtraining_jax.data.packing.packs import PackArrays, Packs
+from mtraining_jax.data.packing.packs import PackArrays, Packs, Parts
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.utils.errors import UserError
@@ -34,10 +34,11 @@ class Corpus:
     # First position of each sequence in the stream, int64; None splits it every `data.seq_len`.
     starts: np.ndarray | range | None = None
     # Packs the documents, for `data` and the tokens per block; None if they are unknown.
-    pack: Callable[[DataSpec, int], Packs] | None = None
+    pack: Callable[..., Packs] | None = None
     # Whether the tokens at positions int64 [n] are trained, bool [n]; None: all are.
     trained: Callable[[np.ndarray], np.ndarray] | None = None
-    endless: bool = False  # sequences are generated on demand, without epochs
+    endless: bool = False  # without epochs: a mixture, or sequences that are generated on demand
+    parts: Parts | None = None  # of a mixture that is not packed
 
 
 def starts_of(corpus: Corpus, data: DataSpec) -> np.ndarray | range:
@@ -56,15 +57,19 @@ def starts_of(corpus: Corpus, data: DataSpec) -> np.ndarray | range:
 def packs_of(corpus: Corpus, data: DataSpec, block_size: int) -> Packs:
     """Packs the documents of a corpus into sequences, if `data.has_documents`."""
     if data.mode == "exact":
-        starts = np.asarray(starts_of(corpus, data), np.int64)
-        lengths, ends = np.full(starts.shape, data.seq_len), 1 + np.arange(starts.size)
-        return PackArrays(starts, lengths, ends, data.seq_len)
+        return one_document_each(starts_of(corpus, data), data.seq_len)
     if corpus.pack is None:
         raise UserError(
             f'data.mask_documents = true is not possible with data.source = "{data.source}", which '
             "has no document boundaries"
         )
     return corpus.pack(data, block_size)
+
+
+def one_document_each(starts: np.ndarray | range, seq_len: int) -> PackArrays:
+    """Sequences of one document, with these first positions."""
+    begins = np.asarray(starts, np.int64)
+    return PackArrays(begins, np.full(begins.shape, seq_len), 1 + np.arange(begins.size), seq_len)
 
 
 def check_some_exact(lengths: np.ndarray, data: DataSpec) -> None:

@@ -41,7 +41,6 @@ class DocumentSource(Source):
 
     @property
     def holds_ids(self) -> bool:
-        """Whether documents are token ids, so that no tokenizer is needed."""
         return False
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:

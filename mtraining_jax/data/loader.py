@@ -14,7 +14,7 @@ import numpy as np
 
 from mtraining_jax.data.balance import Balance
 from mtraining_jax.data.corpus import packs_of, starts_of
-from mtraining_jax.data.packing.packs import Packs, block_table, stream_positions
+from mtraining_jax.data.packing.packs import Packs, Parts, block_table, stream_positions
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.models.labels import IGNORE_LABEL
@@ -55,6 +55,7 @@ class Loader:
 
     Attributes:
         packs: None without `data.has_documents`.
+        parts: those of a mixture.
         sequences: sequence index of each row of the last global batch, int64 [B].
         step: number of the last batch, counted from 1 over the entire run.
     """
@@ -91,6 +92,7 @@ class Loader:
             self.packs = packs_of(self.corpus, data, self._block_size)
         self._starts = starts_of(self.corpus, data) if self.packs is None else ()
         self.num_sequences = len(self._starts if self.packs is None else self.packs)
+        self.parts: Parts | None = getattr(self.packs, "parts", None) or self.corpus.parts
         self.description = self._describe(balance)
         self.identity = self._identity()
         balances = balance is not None and self.packs is not None and balance.replicas > 1
@@ -127,6 +129,11 @@ class Loader:
 
     def description_for(self, steps: int) -> str:
         """The description, with the number of epochs in these steps."""
+        if self.parts is not None:
+            read = steps * self._data.batch_size / sum(self.parts.weights)
+            of_parts = zip(self.parts.sequences.items(), self.parts.weights, strict=True)
+            texts = [f"{read * weight / len(of):.3g} of {name}" for (name, of), weight in of_parts]
+            return f"{self.description}; epochs in {counted(steps, 'step')}: {', '.join(texts)}"
         if self.corpus.endless:
             return self.description
         batch_size = self._data.batch_size
@@ -145,6 +152,8 @@ class Loader:
             identity["sparsity.block_size"] = self._block_size
         identity["number of tokens"] = len(self.corpus.stream)
         identity["number of sequences"] = self.num_sequences
+        if self.parts is not None:
+            identity["weights of data.parts"] = dict(self.parts.given)
         if self.packs is not None:
             identity["digest of the packed documents"] = self.packs.digest
         stream = self.corpus.stream
@@ -155,12 +164,16 @@ class Loader:
         return identity
 
     def _start_reading(self) -> None:
-        sequences = grain.MapDataset.range(self.num_sequences)
+        parts, whole = self.parts, range(self.num_sequences)
+        numbers = [whole] if parts is None else parts.sequences.values()
+        sequences = [grain.MapDataset.range(of.start, of.stop) for of in numbers]
         if self._data.shuffle:
-            sequences = sequences.shuffle(seed=self._data.seed)
+            sequences = [of.shuffle(seed=self._data.seed) for of in sequences]
+        weights = (1.0,) if parts is None else parts.weights
+        mixed = grain.MapDataset.mix([of.repeat() for of in sequences], weights)
         # Without drop_remainder Grain counts batches of one row in floating point and exceeds the
         # range of an index. The endless repetition has no remainder.
-        batches = sequences.repeat().batch(self._data.batch_size, drop_remainder=True)
+        batches = mixed.batch(self._data.batch_size, drop_remainder=True)
         generation = None if self._densities is None else self._densities.generation
         batches = batches.map_with_index(functools.partial(self._read, generation))
         # Rows may have megabytes; one thread that prefetches two batches hides the latency.

@@ -43,6 +43,11 @@ class Source:
         """Whether `open` knows document lengths without reading documents (used by dry runs)."""
         return False
 
+    @property
+    def holds_ids(self) -> bool:
+        """Whether the data is token ids, so that no tokenizer is needed."""
+        return True
+
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         """Opens the source; called once, after `problems`, with the same result in all processes.
 

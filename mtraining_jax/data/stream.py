@@ -60,6 +60,12 @@ class TokenStream:
                 for start, chunk in chunks(part.ids):
                     self._vocab.check(chunk, part.name, range(start, start + chunk.size))
 
+    @classmethod
+    def joined(cls, streams: Sequence["TokenStream"]) -> "TokenStream":
+        """The streams one after the other."""
+        parts = [part for stream in streams for part in stream._parts]
+        return cls(parts, max((stream._vocab for stream in streams), key=lambda x: x.size))
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

@@ -20,15 +20,16 @@ from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make
 from mtraining_jax.data.masked import joined
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.sources.token_parts import (
+    TOKENIZER,
     PartRecord,
     close_folder,
     mark_incomplete,
     open_folder,
     read_record,
+    tokenizer_identity,
     write_part,
 )
 from mtraining_jax.data.spec import DataSpec
-from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
@@ -187,10 +188,9 @@ def _make_part(
 
 
 def _identity(data: DataSpec, encoder: Encoder, part_bytes: int) -> dict[str, Any]:
-    name = None if encoder.tokenizer is None else data.tokenizer
-    digest = None
-    if name not in (None, BYTES):
-        digest = zlib.crc32(Path(name).expanduser().read_bytes())
+    tokenizer = None, None
+    if encoder.tokenizer is not None:
+        tokenizer = tokenizer_identity(data.tokenizer)
     chat = {}
     if encoder.tokenizer is not None and getattr(data.source_options, "messages_field", None):
         chat = {"checksum of the chat template": chat_template(encoder.tokenizer).checksum}
@@ -198,8 +198,7 @@ def _identity(data: DataSpec, encoder: Encoder, part_bytes: int) -> dict[str, An
         **chat,
         "data.source": data.source,
         **{f"data.{name}": value for name, value in asdict(data.source_options).items()},
-        "data.tokenizer": name,
-        "checksum of the tokenizer": digest,
+        **dict(zip(TOKENIZER, tokenizer, strict=True)),
         "data.eos": encoder.eos,
         "type of ids": encoder.dtype.name,
         "bytes of a part": part_bytes,

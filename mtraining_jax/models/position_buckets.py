@@ -26,13 +26,16 @@ def bucket_names(count: int) -> list[str]:
 def sums_by_bucket(
     losses_BS: Array, labels_BS: Array, positions_BS: Array, buckets: int
 ) -> tuple[Array, Array]:
-    """Sums losses, fp32 in nats, and counts labels, int32, by bucket of the predicting position."""
+    """Sums losses, fp32 in nats, and counts labels, int32, by bucket of the predicting position.
+
+    Returns [B, K] each, for K buckets.
+    """
     # Exactly floor(log2(position of the label)).
     bucket_BS = 31 - lax.clz((positions_BS + 1).astype(jnp.int32))
     inside_KBS = bucket_BS == jnp.arange(buckets, dtype=jnp.int32)[:, None, None]
     counted_KBS = inside_KBS & (labels_BS != IGNORE_LABEL)
-    sums = jnp.sum(jnp.where(inside_KBS, losses_BS, 0.0), axis=(1, 2))
-    return sums, jnp.sum(counted_KBS, axis=(1, 2), dtype=jnp.int32)
+    sums_KB = jnp.sum(jnp.where(inside_KBS, losses_BS, 0.0), axis=2)
+    return sums_KB.T, jnp.sum(counted_KBS, axis=2, dtype=jnp.int32).T
 
 
 def means_by_bucket(losses: np.ndarray) -> tuple[list[float], list[int]]:

@@ -84,8 +84,8 @@ def validation_record(sums: Mapping[str, tuple[np.ndarray, np.ndarray]], seconds
     """JSON-serializable metrics of an evaluation, merged into the step's record.
 
     `sums` are sums of losses in nats and numbers of labels by bucket of positions, by NAME:
-    eval_loss and eval_loss_dense. Entry k of NAME_by_position is the mean over positions 2^k to
-    2^(k+1) - 1. Non-finite values become None.
+    eval_loss, eval_loss_dense, and these with /PART for each part of a mixture. Entry k of
+    NAME_by_position is the mean over positions 2^k to 2^(k+1) - 1. Non-finite values become None.
     """
     record: Record = {}
     for name, (losses, labels) in sums.items():
@@ -100,9 +100,14 @@ def _means(losses: np.ndarray, labels: np.ndarray) -> list[float]:
 
 def validation_text(record: Record) -> str | None:
     """Validation losses of a record, e.g. `2.61, dense 2.58`, if any."""
-    names = {"eval_loss": "", "eval_loss_dense": "dense "}
-    parts = [text + number(record[name], ".4f") for name, text in names.items() if name in record]
-    return ", ".join(parts) or None
+    texts = []
+    for name, text in {"eval_loss": "", "eval_loss_dense": "dense "}.items():
+        if name in record:
+            texts.append(text + number(record[name], ".4f"))
+        for part in sorted(x for x in record if x.startswith(f"{name}/")):
+            if not part.endswith("_by_position"):
+                texts.append(f"{text}{part.partition('/')[2]} {number(record[part], '.4f')}")
+    return ", ".join(texts) or None
 
 
 def density_of(record: Record) -> float | None:

@@ -76,9 +76,11 @@ class Evaluator:
         begin = time.perf_counter()
         self._batches.loader.set_state(self._begin)
         found: dict[str, list[Any]] = {name: [] for name in self._programs}
+        sequences = []  # of each row
         try:
             for _ in range(self._config.eval.num_batches):
                 batch = next(self._batches)
+                sequences.append(self.loader.sequences)
                 before = [sums[-1] for sums in found.values() if sums]
                 for name, program in self._programs.items():
                     found[name].append(program(state.model, batch))
@@ -89,8 +91,15 @@ class Evaluator:
         sums = {}
         for name, batches in jax.device_get(found).items():
             # In fp64, so that the order of batches does not matter.
-            loss, count = (np.sum(x, axis=0, dtype=np.float64) for x in zip(*batches, strict=True))
-            sums[name] = loss, count
+            losses, counts = (
+                np.concatenate(x).astype(np.float64) for x in zip(*batches, strict=True)
+            )
+            sums[name] = losses.sum(0), counts.sum(0)
+            if (parts := self.loader.parts) is not None:
+                part_of = parts.of(np.concatenate(sequences))
+                for number, part in enumerate(parts.given):
+                    rows = part_of == number
+                    sums[f"{name}/{part}"] = losses[rows].sum(0), counts[rows].sum(0)
         return validation_record(sums, time.perf_counter() - begin)
 
     def close(self) -> None:
@@ -108,7 +117,7 @@ def _patterns(config: Config, evaluation: Config) -> dict[str, Pattern]:
 def _make_sums(
     config: Config, builder: StateBuilder, attention: Attention, inputs: AttentionInputs
 ) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
-    """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by position bucket."""
+    """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by row and bucket."""
     buckets = num_buckets(config.data.seq_len)
 
     def sums(parameters: dict[str, Array], batch: Batch) -> tuple[Array, Array]:

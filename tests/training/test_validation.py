@@ -63,11 +63,14 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys,
 
 
 def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_path):
-    """Compares with the full logits."""
-    path = tmp_path / "held_out.npy"
+    """Compares with the full logits, also of each part of a mixture."""
     tokens = np.random.default_rng(5).integers(0, VOCAB, (2, 128))
-    np.save(path, tokens.astype(np.uint16).ravel())
-    data = changed(config, data={"paths": (str(path),), "batch_size": 1, "shuffle": False}).data
+    parts = {}
+    for name, row in zip(("one", "two"), tokens, strict=True):
+        np.save(tmp_path / f"{name}.npy", row.astype(np.uint16))
+        parts[name] = {"source": "tokens", "paths": [str(tmp_path / f"{name}.npy")]}
+    mixture = {"source": "mixture", "parts": parts, "batch_size": 1, "shuffle": False}
+    data = changed(config, data=mixture).data
     asked = {"interval": 1, "num_batches": 2, "attention": "both", "data": data}
     config = changed(config, parallel={"nodes": 1, "devices_per_node": 1}, eval=asked)
     mesh = build_mesh(config)
@@ -99,6 +102,8 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     found = log_probabilities(one)
     expected = -np.take_along_axis(np.asarray(found), tokens[:, 1:, None], -1)[..., 0]
     assert first["eval_loss_dense"] == pytest.approx(expected.mean(), rel=1e-5)
+    for name, row in zip(parts, expected, strict=True):
+        assert first[f"eval_loss_dense/{name}"] == pytest.approx(row.mean(), rel=1e-5)
     third = expected[:, 3:7].mean()  # labels at positions 4 to 7
     assert first["eval_loss_dense_by_position"][2] == pytest.approx(third, rel=1e-5)
 
@@ -128,3 +133,5 @@ def test_a_record_of_an_evaluation():
     assert validation_text({"eval_loss_dense": 1.0}) == "dense 1.0000"
     assert validation_text(found | {"eval_loss_dense": None}) == "2.6667, dense not finite"
     assert validation_text({"loss": 1.0}) is None
+    sums = {name: (np.array([x]), np.ones(1)) for name, x in (("eval_loss", 2), ("eval_loss/a", 3))}
+    assert validation_text(validation_record(sums, 1.5)) == "2.0000, a 3.0000"

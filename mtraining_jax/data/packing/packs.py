@@ -1,6 +1,7 @@
 """Sequences packed from documents, each aligned to attention blocks."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,25 @@ class Packs(Protocol):
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The parts of a mixture: their sequences follow each other and are read in proportion."""
+
+    given: Mapping[str, float]  # weights by name, as configured
+    weights: tuple[float, ...]  # of their numbers of sequences, in any unit
+    ends: np.ndarray  # int64, number of sequences up to the end of each part
+
+    @property
+    def sequences(self) -> dict[str, range]:
+        """The sequences of each part, by its name."""
+        ends = [0, *self.ends.tolist()]
+        return dict(zip(self.given, map(range, ends, ends[1:]), strict=True))
+
+    def of(self, sequences: np.ndarray) -> np.ndarray:
+        """The index of the part of each sequence, int64 [n]."""
+        return np.searchsorted(self.ends, sequences, side="right")
+
+
+@dataclass(frozen=True)
 class PackArrays:
     """Packs as arrays, with documents in order of packs."""
 
@@ -39,6 +59,7 @@ class PackArrays:
     ends: np.ndarray  # int64 [packs], number of documents up to the end of each pack
     seq_len: int
     notes: str = ""
+    parts: Parts | None = None
 
     def __len__(self) -> int:
         return self.ends.size
@@ -62,14 +83,19 @@ class PackArrays:
 
 
 def pack_documents(
-    lengths: np.ndarray, stream: TokenStream, data: DataSpec, block_size: int
+    lengths: np.ndarray,
+    stream: TokenStream,
+    data: DataSpec,
+    block_size: int,
+    upsample: tuple[int, int] | None = None,
 ) -> PackArrays:
     """Packs documents: ``pack`` by best fit, after splitting long ones; ``concat`` consecutively.
 
     Documents follow each other in the stream and have `lengths` in tokens, int64 [d]. Skips those
     with fewer than two tokens, which have no label; ``pack`` also skips those with labels that are
     all masked. It does not split documents with a label mask, such as conversations: labels of a
-    later part would lack their context. Those longer than a sequence are skipped.
+    later part would lack their context. Those longer than a sequence are skipped. `upsample` has a
+    number of tokens, and how often documents of at least as many occur.
     """
     capacity, masked, too_long = data.seq_len // block_size, 0, lengths[:0]
     kept = lengths >= _SHORTEST
@@ -81,6 +107,9 @@ def pack_documents(
         in_part = before(begins + sizes) - before(begins) < sizes
         fits = ~in_part | (sizes <= data.seq_len)
         too_long, begins, sizes = sizes[~fits], begins[fits], sizes[fits]
+    if upsample is not None:
+        counts = np.where(sizes >= upsample[0], upsample[1], 1)
+        begins, sizes = np.repeat(begins, counts), np.repeat(sizes, counts)
     longer = int((sizes > data.seq_len).sum())
     if data.mode == "pack":
         begins, sizes = chunked(begins, sizes, data.seq_len)

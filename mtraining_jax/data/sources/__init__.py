@@ -16,5 +16,6 @@ SOURCES = Registry(
         "hf_disk": f"{_HERE}.hf_disk:HuggingFaceOnDisk",
         "mds": f"{_HERE}.mds:MosaicShards",
         "tokens": f"{_HERE}.tokens:TokenFiles",
+        "mixture": f"{_HERE}.mixture:Mixture",
     },
 )

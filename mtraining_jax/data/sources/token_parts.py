@@ -8,6 +8,7 @@ of the parts and whether all of them exist.
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,10 +18,12 @@ import numpy as np
 
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.data.masked import MaskedTokens
+from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.utils.errors import UserError
 
 MANIFEST = "token_parts.json"
 LENGTHS, MASK = ".lengths", ".mask"  # after the name of a token file
+TOKENIZER = "data.tokenizer", "checksum of the tokenizer"  # in the identity of a folder
 _VERSION = 1
 
 
@@ -113,6 +116,18 @@ def check_complete(folder: Path) -> None:
             f"data.paths: {folder} is incomplete: mtraining_jax.cli.tokenize_corpus has not "
             "finished; run the same command again to resume it"
         )
+
+
+def tokenizer_identity(name: str) -> tuple[str, int | None]:
+    """The value of data.tokenizer and the checksum of its file, if it is one."""
+    return name, None if name == BYTES else zlib.crc32(Path(name).expanduser().read_bytes())
+
+
+def tokenizer_of(folder: Path) -> tuple[str, int | None] | None:
+    """The `tokenizer_identity` of a folder of parts, if known."""
+    known = _manifest(folder).get("identity", {}) if (folder / MANIFEST).is_file() else {}
+    name, checksum = map(known.get, TOKENIZER)
+    return None if name is None else (name, checksum)
 
 
 def _files(folder: Path, number: int) -> tuple[Path, ...]:

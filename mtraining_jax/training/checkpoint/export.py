@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.config import Config
-from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
 from mtraining_jax.models.huggingface.write import save_hf, save_peft
 from mtraining_jax.training.build import build_mesh
@@ -75,7 +74,6 @@ def _files_of(folder: Path) -> dict[str, Path | dict[str, Any]]:
 
 def _eos(config: Config) -> int | None:
     data = config.data
-    source = data.source_options
-    if isinstance(source, DocumentSource) and not source.holds_ids:
+    if not data.source_options.holds_ids:
         return make_tokenizer(data.tokenizer, data.eos).eos
     return data.eos if isinstance(data.eos, int) else None
