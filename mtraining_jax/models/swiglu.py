@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mtraining_jax.models.chunks import first_chunks, num_chunks
 from mtraining_jax.models.lora.adapters import LoraSpec
 from mtraining_jax.models.lora.projection import Dropout, Projection, Projector
-from mtraining_jax.models.products import dot32
+from mtraining_jax.models.products import dot, dot32
 
 # Name of the gate and up products, for a policy that saves them.
 MLP_PRODUCTS = "mlp_products"
@@ -47,7 +47,7 @@ def chunked_swiglu(
 def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora):
     def swiglu(x_CE: Array, seeds_C: Array | None) -> tuple[Array, tuple[Array, Array]]:
         project = _projector(lora, seeds_C)
-        products = project(x_CE, gate, _GATE), project(x_CE, up, _UP)
+        products = _products(project, x_CE, gate, up)[1]
         hidden_CF = jax.nn.silu(products[0]) * products[1]
         return project(hidden_CF, down, _DOWN), products
 
@@ -70,9 +70,8 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
     def chunk(sums, inputs, products=None):
         x_CE, d_out_CE, seeds_C = inputs
         project = _projector(lora, seeds_C)
-        if products is None:
-            products = project(x_CE, gate, _GATE), project(x_CE, up, _UP)
-        products = *products, project.transposed(d_out_CE, down, _DOWN)
+        (gate_x, up_x), again = _products(project, x_CE, gate, up)
+        products = *(products or again), project.transposed(d_out_CE, down, _DOWN)
         # The barrier makes XLA compute the next three arrays in one pass over these, after any
         # kind of product.
         products = lax.optimization_barrier(products)
@@ -83,11 +82,12 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
         d_up_CF = (d_hidden_CF * silu_CF).astype(dtype)
         slope_CF = sigmoid_CF + silu_CF * (1 - sigmoid_CF)
         d_gate_CF = (d_hidden_CF * up_CF * slope_CF).astype(dtype)
-        d_x_CE = project.transposed(d_gate_CF, gate, _GATE, dot32)
-        d_x_CE += project.transposed(d_up_CF, up, _UP, dot32)
+        d_gate_x = dot32("cf,fe->ce", d_gate_CF, gate.wide)
+        d_up_x = dot32("cf,fe->ce", d_up_CF, up.wide)
+        d_x_CE = project.narrowed(d_gate_x, gate, _GATE) + project.narrowed(d_up_x, up, _UP)
         gradients = (
-            project.gradients(x_CE, d_gate_CF, gate, _GATE),
-            project.gradients(x_CE, d_up_CF, up, _UP),
+            project.wide_gradients(gate_x, d_gate_CF, d_gate_x, gate, _GATE),
+            project.wide_gradients(up_x, d_up_CF, d_up_x, up, _UP),
             project.gradients(hidden_CF, d_out_CE, down, _DOWN),
         )
         return jax.tree.map(jnp.add, sums, gradients), d_x_CE.astype(dtype)
@@ -110,6 +110,13 @@ chunked_swiglu.defvjp(_forward, _backward)
 
 def _projector(lora: LoraSpec | None, seeds_C: Array | None) -> Projector:
     return Projector(lora, None if seeds_C is None else Dropout(seeds_C))
+
+
+def _products(project: Projector, x_CE: Array, gate: Projection, up: Projection) -> Any:
+    """Returns the widened inputs of both projections, and their products."""
+    inputs = project.widened(x_CE, gate, _GATE), project.widened(x_CE, up, _UP)
+    dots = (dot("ce,fe->cf", x, of.wide) for x, of in zip(inputs, (gate, up), strict=True))
+    return inputs, tuple(dots)
 
 
 def _parts(arrays: Any, chunk_size: int, kept_chunks: int) -> tuple[Any, Any]:

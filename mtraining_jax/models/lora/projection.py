@@ -21,6 +21,13 @@ class Projection(NamedTuple):
     lora_A: Any = None  # [R, I], or None without an adapter
     lora_B: Any = None  # [O, R]
 
+    @property
+    def wide(self) -> Array:
+        """[W, B], for the widened form of x."""
+        if self.lora_B is None:
+            return self.weight
+        return jnp.concatenate([self.weight, self.lora_B], axis=-1)
+
     def trained(self, lora: LoraSpec | None) -> Self:
         return self if lora is None else self._replace(weight=None)
 
@@ -63,6 +70,34 @@ class Projector(NamedTuple):
             return y
         return y + dot("...r,or->...o", self._low(x, of, name), of.lora_B)
 
+    # With more outputs than inputs, a second pass over y would take as long as a fifth of its
+    # product. So y is one product of [x, s x A^T] and [W, B], and d_x is part of its gradient.
+
+    def widened(self, x: Array, of: Projection, name: str) -> Array:
+        """Returns [x, s x A^T], [C, I + R]; x without an adapter."""
+        if of.lora_B is None:
+            return x
+        return jnp.concatenate([x, self._low(x, of, name)], axis=-1)
+
+    def narrowed(self, d_wide: Array, of: Projection, name: str) -> Array:
+        """Returns the gradient of x [C, I] from that of its widened form, fp32 both."""
+        if of.lora_B is None:
+            return d_wide
+        d_x, d_low = jnp.split(d_wide, [of.weight.shape[1]], axis=-1)
+        d_low = self._scaled(d_low, of.lora_A)
+        return d_x + self._dropped(dot32("cr,ri->ci", d_low, of.lora_A), name)
+
+    def wide_gradients(
+        self, wide: Array, d_y: Array, d_wide: Array, of: Projection, name: str
+    ) -> Projection:
+        """The same as `gradients`, from the widened form of x and its fp32 gradient."""
+        if of.lora_B is None:
+            return self.gradients(wide, d_y, of, name)
+        x, low = jnp.split(wide, [of.weight.shape[1]], axis=-1)
+        d_low = self._scaled(d_wide[:, x.shape[1] :], x)
+        d_A = dot32("cr,ci->ri", d_low, self._dropped(x, name))
+        return Projection(None, d_A, dot32("co,cr->or", d_y, low))
+
     def gradients(self, x: Array, d_y: Array, of: Projection, name: str) -> Projection:
         """The fp32 gradients of the trained parameters, for x [C, I] and d_y [C, O]."""
         if self.lora is None:
@@ -72,12 +107,16 @@ class Projector(NamedTuple):
         d_A = dot32("cr,ci->ri", self._d_low(d_y, of), self._dropped(x, name))
         return Projection(None, d_A, dot32("co,cr->or", d_y, self._low(x, of, name)))
 
-    def transposed(self, d_y: Array, of: Projection, name: str, product=dot) -> Array:
-        """The gradient of x [C, I] for d_y [C, O]; `product` is `dot` or `dot32`."""
-        d_x = product("co,oi->ci", d_y, of.weight)
+    def transposed(self, d_y: Array, of: Projection, name: str) -> Array:
+        """The gradient of x [C, I] for d_y [C, O], in the dtype of d_y."""
         if of.lora_B is None:
-            return d_x
-        return d_x + self._dropped(product("cr,ri->ci", self._d_low(d_y, of), of.lora_A), name)
+            return dot("co,oi->ci", d_y, of.weight)
+        d_low = self._d_low(d_y, of)
+        if self.dropout is None:
+            wide = jnp.concatenate([d_y, d_low], axis=-1)
+            return dot("co,oi->ci", wide, jnp.concatenate([of.weight, of.lora_A]))
+        d_x = dot("co,oi->ci", d_y, of.weight)
+        return d_x + self._dropped(dot("cr,ri->ci", d_low, of.lora_A), name)
 
     def _low(self, x: Array, of: Projection, name: str) -> Array:
         return self._scaled(dot32("...i,ri->...r", self._dropped(x, name), of.lora_A), x)
