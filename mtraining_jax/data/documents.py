@@ -19,6 +19,7 @@ from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream, Vocab, spill
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened, toml_value
 from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
 
@@ -68,7 +69,10 @@ class DocumentSource(Source):
                 if not exact or tokens.ids.size == data.seq_len:
                     yield tokens
 
-        part = spill(encoded_documents(), encoder.dtype, f'data.source = "{data.source}"')
+        name = f'data.source = "{data.source}"'
+        if isinstance(self, FileSource):
+            name += f" (data.paths = {shortened(toml_value(self.paths), 200)})"
+        part = spill(encoded_documents(), encoder.dtype, name)
         sizes = np.asarray(lengths, np.int64)
         if exact:
             check_some_exact(sizes, data)

@@ -273,8 +273,10 @@ def test_invalid_masks(tmp_path, mask, reason):
 def test_other_problems_of_masks(tmp_path):
     fields = write_jsonl(tmp_path)
     zeros = write_jsonl(tmp_path, loss_mask=[[0] * n for n in LENGTHS])
+    (path,) = zeros["paths"]
     assert error_of(**zeros) == (
-        'no token is trained: the label mask of data.source = "jsonl" is 0 everywhere'
+        f'no token is trained: the label mask of data.source = "jsonl" (data.paths = ["{path}"]) '
+        "is 0 everywhere"
     )
     with pytest.raises(UserError, match='no token of data.source = "jsonl" is trained: its label'):
         tokenize_corpus(section(**zeros), VOCAB, tmp_path / "out", 1)
