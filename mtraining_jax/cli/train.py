@@ -23,8 +23,8 @@ usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
                    status 1 if the run does not fit. MODE: compile compiles the training step for
                    its GPU mesh, even on a machine without GPUs; estimate uses formulas; auto
                    (default) compiles if the CUDA plugin of JAX is installed
-  --dry-run-gpu=GPU  GPU type for the dry run: h200 (default) or a100-40gb (its times are not
-                   based on measurements)
+  --dry-run-gpu=GPU  GPU type for the dry run: h200 (default), h100 (80 GB) or a100-40gb (times of
+                   the last two are not based on measurements)
   --print-config   print the resolved configuration as TOML and exit
   --version        print the version and exit
   --help [SECTION] print this help, or the fields of one section, and exit; the options of a

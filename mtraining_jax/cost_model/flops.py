@@ -8,10 +8,12 @@
 """
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.families.family import family_of
-from mtraining_jax.models.lora.adapters import projections
+from mtraining_jax.models.lora.adapters import FACTORS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.selection.metrics import causal_pairs
 
@@ -102,19 +104,20 @@ def head_products(config: Config) -> int:
     return config.model.vocab_size * config.model.hidden_size
 
 
-def adapter_products(config: Config) -> dict[str, int]:
-    """Number of entries of both factors of each adapter in a layer, by the name of its matrix."""
-    lora = config.lora.spec
-    if lora is None:
-        return {}
-    spec = dataclasses.replace(ModelSpec.from_config(config.model), lora=lora)
-    names = (f"{projections(spec.layer)[target]}.weight" for target in lora.targets)
-    return {name: lora.rank * sum(spec.layer[name].shape) for name in names}
+def adapter_products(config: Config, factors: Sequence[str] = FACTORS) -> Counter[str]:
+    """Number of entries of an adapter's factors in a layer, by the name of its matrix."""
+    spec = dataclasses.replace(ModelSpec.from_config(config.model), lora=config.lora.spec)
+    found = Counter()
+    for name, parameter in spec.layer.items():
+        module, _, factor = name.removesuffix(".weight").rpartition(".")
+        if factor in factors:
+            found[f"{module}.weight"] += parameter.size
+    return found
 
 
 def matrix_flops(config: Config) -> float:
     """FLOP per token with matrices, forward and backward; a frozen matrix has no gradient."""
     matrices = config.model.num_layers * sum(layer_products(config).values())
     matrices += head_products(config)
-    adapters = config.model.num_layers * sum(adapter_products(config).values())
+    adapters = config.model.num_layers * adapter_products(config).total()
     return (4.0 if adapters else 6.0) * matrices + 6.0 * adapters

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.models.chunks import first_chunks, num_chunks
 from mtraining_jax.models.lora.adapters import LoraSpec
-from mtraining_jax.models.lora.projection import Dropout, Projection, Projector
+from mtraining_jax.models.lora.projection import Dropout, Projection, Projector, widened
 from mtraining_jax.models.products import dot, dot32
 
 # Name of the gate and up products, for a policy that saves them.
@@ -47,7 +47,8 @@ def chunked_swiglu(
 def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora):
     def swiglu(x_CE: Array, seeds_C: Array | None) -> tuple[Array, tuple[Array, Array]]:
         project = _projector(lora, seeds_C)
-        products = _products(project, x_CE, gate, up)[1]
+        lows = project.low(x_CE, gate, _GATE), project.low(x_CE, up, _UP)
+        products = _products(x_CE, lows, gate, up)
         hidden_CF = jax.nn.silu(products[0]) * products[1]
         return project(hidden_CF, down, _DOWN), products
 
@@ -70,8 +71,11 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
     def chunk(sums, inputs, products=None):
         x_CE, d_out_CE, seeds_C = inputs
         project = _projector(lora, seeds_C)
-        (gate_x, up_x), again = _products(project, x_CE, gate, up)
-        products = *(products or again), project.transposed(d_out_CE, down, _DOWN)
+        lows = project.low(x_CE, gate, _GATE), project.low(x_CE, up, _UP)
+        d_low = project.d_low(d_out_CE, down)
+        if products is None:
+            products = _products(x_CE, lows, gate, up)
+        products = *products, project.transposed(d_out_CE, d_low, down, _DOWN)
         # The barrier makes XLA compute the next three arrays in one pass over these, after any
         # kind of product.
         products = lax.optimization_barrier(products)
@@ -82,13 +86,15 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
         d_up_CF = (d_hidden_CF * silu_CF).astype(dtype)
         slope_CF = sigmoid_CF + silu_CF * (1 - sigmoid_CF)
         d_gate_CF = (d_hidden_CF * up_CF * slope_CF).astype(dtype)
-        d_gate_x = dot32("cf,fe->ce", d_gate_CF, gate.wide)
-        d_up_x = dot32("cf,fe->ce", d_up_CF, up.wide)
-        d_x_CE = project.narrowed(d_gate_x, gate, _GATE) + project.narrowed(d_up_x, up, _UP)
+        d_x_gate, d_low_gate = project.split(dot32("cf,fe->ce", d_gate_CF, gate.wide), gate)
+        d_x_up, d_low_up = project.split(dot32("cf,fe->ce", d_up_CF, up.wide), up)
+        d_x_CE = project.through_A(d_x_gate, d_low_gate, gate, _GATE)
+        d_x_CE += project.through_A(d_x_up, d_low_up, up, _UP)
+        low_down = project.low(hidden_CF, down, _DOWN)
         gradients = (
-            project.wide_gradients(gate_x, d_gate_CF, d_gate_x, gate, _GATE),
-            project.wide_gradients(up_x, d_up_CF, d_up_x, up, _UP),
-            project.gradients(hidden_CF, d_out_CE, down, _DOWN),
+            project.gradients(x_CE, lows[0], d_gate_CF, d_low_gate, _GATE),
+            project.gradients(x_CE, lows[1], d_up_CF, d_low_up, _UP),
+            project.gradients(hidden_CF, low_down, d_out_CE, d_low, _DOWN),
         )
         return jax.tree.map(jnp.add, sums, gradients), d_x_CE.astype(dtype)
 
@@ -112,11 +118,9 @@ def _projector(lora: LoraSpec | None, seeds_C: Array | None) -> Projector:
     return Projector(lora, None if seeds_C is None else Dropout(seeds_C))
 
 
-def _products(project: Projector, x_CE: Array, gate: Projection, up: Projection) -> Any:
-    """Returns the widened inputs of both projections, and their products."""
-    inputs = project.widened(x_CE, gate, _GATE), project.widened(x_CE, up, _UP)
-    dots = (dot("ce,fe->cf", x, of.wide) for x, of in zip(inputs, (gate, up), strict=True))
-    return inputs, tuple(dots)
+def _products(x_CE: Array, lows: tuple[Any, Any], gate: Projection, up: Projection) -> Any:
+    inputs = (widened(x_CE, low) for low in lows)
+    return tuple(dot("ce,fe->cf", x, of.wide) for x, of in zip(inputs, (gate, up), strict=True))
 
 
 def _parts(arrays: Any, chunk_size: int, kept_chunks: int) -> tuple[Any, Any]:

@@ -34,6 +34,16 @@ H200 = Gpu(
     lists_seconds=0.20e-3 / (16 * 131072),
 )
 
+H100 = dataclasses.replace(
+    H200,
+    kind="NVIDIA H100 80GB HBM3",
+    target_config=None,
+    memory=85_520_809_984,  # 79.65 GiB
+    # The same chip; data sheets: 3.35 TB/s of memory instead of 4.8.
+    copy_bytes=4.27e12 * 3.35 / 4.8,
+    forecast="kernel rates are those of an H200, which is the same chip with faster memory",
+)
+
 A100_40GB = Gpu(
     kind="NVIDIA A100-SXM4-40GB",
     memory=42_505_000_000,  # 39.59 GiB as reported by CUDA
@@ -53,4 +63,4 @@ A100_40GB = Gpu(
     forecast="the kernels have not run on an A100, only on an H200",
 )
 
-GPUS = {"h200": H200, "a100-40gb": A100_40GB}
+GPUS = {"h200": H200, "h100": H100, "a100-40gb": A100_40GB}

@@ -155,10 +155,9 @@ def _layer(config: Config) -> int:
         chunk = tokens
     mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
     # Gathered matrices, their gradients, and the sums of the MLP's gradients over chunks.
-    products, trained = layer_products(config), adapter_products(config)
-    matrices = sum(products.values()) * size
-    trained = trained or products
-    matrices += sum(trained.values()) * size
+    products = layer_products(config)
+    trained = adapter_products(config) or products
+    matrices = (sum(products.values()) + sum(trained.values())) * size
     matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))
     num_blocks = config.data.seq_len // config.sparsity.block_size
     copies = pattern_costs.query_copies(config.sparsity.pattern, num_blocks)

@@ -14,7 +14,6 @@ from mtraining_jax.cost_model.flops import audit_flops, mean_audit_flops
 from mtraining_jax.cost_model.kernel_times import CODED_SPEEDUP, SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.models import embedding
 from mtraining_jax.models.loss import linear_cross_entropy
-from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.patterns.base import select_index
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
@@ -133,6 +132,7 @@ def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainabl
     assert memory.parameters == held(state.parameters)
     assert memory.optimizer == held(state.opt_state)
     assert memory.gradients == held(trained)
+    assert memory.base == held(state.base)
     assert planned_state(config).count_parameters() == tuple(
         sum(x.size for x in tree.values()) for tree in (state.parameters, trained)
     )
@@ -159,10 +159,11 @@ def products(jaxpr):
     return total
 
 
+@pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize(
     ("remat", "kept"), [("none", 0), ("mlp", 0), ("mlp", 3), ("attention", 0), ("full", 0)]
 )
-def test_flops_match_the_traced_products(config, remat, kept, monkeypatch):
+def test_flops_match_the_traced_products(config, remat, kept, rank, monkeypatch):
     # The embedding's gradient sums are not counted: on GPUs 512 FLOP per token and width.
     monkeypatch.setattr(embedding, "sum_rows", embedding._add_in_order)
     model = {"remat": remat, "mlp_chunk_size": 32, "mlp_kept_chunks": kept}
@@ -172,18 +173,23 @@ def test_flops_match_the_traced_products(config, remat, kept, monkeypatch):
         loss={"chunk_size": 128},
         data={"batch_size": 1},
         parallel={"replicas": 1, "nodes": 1, "devices_per_node": 1},
+        lora={"rank": rank},
     )
-    graphdef, state = graph_definition(config.model), abstract_state(config.model)
+    builder = planned_state(config)
+    state = builder.abstract()
     tokens = jnp.zeros((1, config.data.seq_len), jnp.int32)
 
-    def loss(state):
-        model = nnx.merge(graphdef, state)
+    def loss(trained, frozen):
+        model = nnx.merge(builder.graphdef, builder.unflatten(trained | frozen))
         # Has no matrix products but uses all three inputs.
         hidden, _ = model(tokens, tokens, lambda q, k, v: (q * k * v, {}))
-        return linear_cross_entropy(hidden, model.lm_head_weight(), tokens, chunk_size=128)
+        weight = model.lm_head_weight()
+        return linear_cross_entropy(
+            hidden, weight, tokens, chunk_size=128, trains_weight=not frozen
+        )
 
     flops = count_flops(config)
-    traced = products(jax.make_jaxpr(jax.grad(loss))(state).jaxpr)
+    traced = products(jax.make_jaxpr(jax.grad(loss))(*builder.split(state.model)).jaxpr)
     assert flops.matrices + flops.recomputed == pytest.approx(traced, rel=1e-6)
 
 

@@ -23,7 +23,7 @@ class Projection(NamedTuple):
 
     @property
     def wide(self) -> Array:
-        """[W, B], for the widened form of x."""
+        """[W, B], or W without an adapter."""
         if self.lora_B is None:
             return self.weight
         return jnp.concatenate([self.weight, self.lora_B], axis=-1)
@@ -57,76 +57,73 @@ def seeds_from(bits: Array) -> Array:
     return (bits >> (32 - _SEED_BITS)).astype(jnp.float32)
 
 
+def widened(x: Array, low: Array | None) -> Array:
+    """[x, low], or x without an adapter."""
+    return x if low is None else jnp.concatenate([x, low], axis=-1)
+
+
 class Projector(NamedTuple):
-    """Computes with projections of one kind: trained ones, or with adapters of `lora`."""
+    """Computes with projections of one kind: trained ones, or with adapters of `lora`.
+
+    `low` is s x A^T, [..., R], and `d_low` its gradient; both are None without an adapter.
+
+    With more outputs than inputs, a second pass over y would take as long as a fifth of its
+    product. So y is one product of [x, low] and `Projection.wide`, [W, B]; its gradient has d_low.
+    """
 
     lora: LoraSpec | None = None
     dropout: Dropout | None = None
 
     def __call__(self, x: Array, of: Projection, name: str) -> Array:
         """Projects x [..., I] to y [..., O], in the dtype of x; `name` is that of the target."""
-        y = dot("...i,oi->...o", x, of.weight)
-        if of.lora_B is None:
-            return y
-        return y + dot("...r,or->...o", self._low(x, of, name), of.lora_B)
+        y, low = dot("...i,oi->...o", x, of.weight), self.low(x, of, name)
+        return y if low is None else y + dot("...r,or->...o", low, of.lora_B)
 
-    # With more outputs than inputs, a second pass over y would take as long as a fifth of its
-    # product. So y is one product of [x, s x A^T] and [W, B], and d_x is part of its gradient.
+    def low(self, x: Array, of: Projection, name: str) -> Array | None:
+        if of.lora_A is None:
+            return None
+        return self._scaled(dot32("...i,ri->...r", self._dropped(x, name), of.lora_A), x.dtype)
 
-    def widened(self, x: Array, of: Projection, name: str) -> Array:
-        """Returns [x, s x A^T], [C, I + R]; x without an adapter."""
+    def d_low(self, d_y: Array, of: Projection) -> Array | None:
         if of.lora_B is None:
-            return x
-        return jnp.concatenate([x, self._low(x, of, name)], axis=-1)
+            return None
+        return self._scaled(dot32("co,or->cr", d_y, of.lora_B), d_y.dtype)
 
-    def narrowed(self, d_wide: Array, of: Projection, name: str) -> Array:
-        """Returns the gradient of x [C, I] from that of its widened form, fp32 both."""
+    def split(self, d_wide: Array, of: Projection) -> tuple[Array, Array | None]:
+        """Splits the fp32 gradient of [x, low] into its parts."""
         if of.lora_B is None:
-            return d_wide
+            return d_wide, None
         d_x, d_low = jnp.split(d_wide, [of.weight.shape[1]], axis=-1)
-        d_low = self._scaled(d_low, of.lora_A)
-        return d_x + self._dropped(dot32("cr,ri->ci", d_low, of.lora_A), name)
+        return d_x, self._scaled(d_low, of.lora_B.dtype)
 
-    def wide_gradients(
-        self, wide: Array, d_y: Array, d_wide: Array, of: Projection, name: str
+    def gradients(
+        self, x: Array, low: Array | None, d_y: Array, d_low: Array | None, name: str
     ) -> Projection:
-        """The same as `gradients`, from the widened form of x and its fp32 gradient."""
-        if of.lora_B is None:
-            return self.gradients(wide, d_y, of, name)
-        x, low = jnp.split(wide, [of.weight.shape[1]], axis=-1)
-        d_low = self._scaled(d_wide[:, x.shape[1] :], x)
-        d_A = dot32("cr,ci->ri", d_low, self._dropped(x, name))
-        return Projection(None, d_A, dot32("co,cr->or", d_y, low))
-
-    def gradients(self, x: Array, d_y: Array, of: Projection, name: str) -> Projection:
         """The fp32 gradients of the trained parameters, for x [C, I] and d_y [C, O]."""
         if self.lora is None:
             return Projection(dot32("co,ci->oi", d_y, x))
-        if of.lora_B is None:
+        if low is None or d_low is None:
             return Projection(None)
-        d_A = dot32("cr,ci->ri", self._d_low(d_y, of), self._dropped(x, name))
-        return Projection(None, d_A, dot32("co,cr->or", d_y, self._low(x, of, name)))
+        d_A = dot32("cr,ci->ri", d_low, self._dropped(x, name))
+        return Projection(None, d_A, dot32("co,cr->or", d_y, low))
 
-    def transposed(self, d_y: Array, of: Projection, name: str) -> Array:
+    def through_A(self, d_x: Array, d_low: Array | None, of: Projection, name: str) -> Array:
+        """Adds the gradient of x through its adapter, fp32."""
+        if d_low is None:
+            return d_x
+        return d_x + self._dropped(dot32("cr,ri->ci", d_low, of.lora_A), name)
+
+    def transposed(self, d_y: Array, d_low: Array | None, of: Projection, name: str) -> Array:
         """The gradient of x [C, I] for d_y [C, O], in the dtype of d_y."""
-        if of.lora_B is None:
-            return dot("co,oi->ci", d_y, of.weight)
-        d_low = self._d_low(d_y, of)
-        if self.dropout is None:
-            wide = jnp.concatenate([d_y, d_low], axis=-1)
-            return dot("co,oi->ci", wide, jnp.concatenate([of.weight, of.lora_A]))
+        if d_low is not None and self.dropout is None:
+            weight = jnp.concatenate([of.weight, of.lora_A])
+            return dot("co,oi->ci", widened(d_y, d_low), weight)
         d_x = dot("co,oi->ci", d_y, of.weight)
-        return d_x + self._dropped(dot("cr,ri->ci", d_low, of.lora_A), name)
+        return self.through_A(d_x, d_low, of, name).astype(d_y.dtype)
 
-    def _low(self, x: Array, of: Projection, name: str) -> Array:
-        return self._scaled(dot32("...i,ri->...r", self._dropped(x, name), of.lora_A), x)
-
-    def _d_low(self, d_y: Array, of: Projection) -> Array:
-        return self._scaled(dot32("co,or->cr", d_y, of.lora_B), d_y)
-
-    def _scaled(self, low: Array, like: Array) -> Array:
+    def _scaled(self, low: Array, dtype: jnp.dtype) -> Array:
         assert self.lora is not None
-        return (low * self.lora.scale).astype(like.dtype)
+        return (low * self.lora.scale).astype(dtype)
 
     def _dropped(self, x: Array, name: str) -> Array:
         if self.lora is None or self.dropout is None:
