@@ -93,6 +93,21 @@ def test_a_run_resumes_exactly_exports_and_loads(config):
     np.testing.assert_array_equal(tensors[f"{prefix}.lora_B.weight"][32:48, 4:8], b)
     assert not tensors[f"{prefix}.lora_B.weight"][32:48, :4].any()
 
+    # An adapter of PEFT has one A for all parts of a fused projection.
+    rng = np.random.default_rng(0)
+    shapes = {n: (4, x.shape[1]) if "lora_A" in n else (len(x), 4) for n, x in tensors.items()}
+    shared = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    (folder / "shared").mkdir()
+    save_file(shared, folder / "shared" / "adapter_model.safetensors")
+    one_rank = written | {"rank_pattern": {}, "alpha_pattern": {}}
+    (folder / "shared" / "adapter_config.json").write_text(json.dumps(one_rank))
+    of_shared = adapted(config, lora=start | {"init_from": str(folder / "shared")})
+    fresh = StateBuilder(of_shared, build_mesh(config)).fresh()
+    for part, rows in (("q_proj", slice(32)), ("v_proj", slice(48, 64))):
+        found = (fresh.parameters[f"layers.self_attn.{part}.lora_{x}.weight"][1] for x in "AB")
+        for array, name, index in zip(found, "AB", (slice(None), rows), strict=True):
+            np.testing.assert_array_equal(array, shared[f"{prefix}.lora_{name}.weight"][index])
+
     # The same shapes, but other values.
     other = shutil.copytree(BASE, folder / "other")
     tensors = load_file(other / "model.safetensors")
@@ -143,6 +158,7 @@ def test_bad_fields(config, sections, message):
     [
         ({"r": 8}, "has rank = 8; set lora.rank = 8"),
         ({"lora_alpha": 3}, "has alpha = 3.0; set lora.alpha = 3.0"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
         ({"use_dora": True}, "use_dora = true is not supported; it must be false"),
         ({"target_modules": "all"}, "target_modules='all' must be a list"),
         ({"target_modules": ["o_proj"]}, 'has targets = ["o_proj"]; set lora.targets'),

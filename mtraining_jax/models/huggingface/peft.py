@@ -28,11 +28,14 @@ from mtraining_jax.utils.limits import (
 
 PEFT_CONFIG, PEFT_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_DIGEST = "base_digest"  # in the metadata of the tensors
+# Of `init_lora_weights`: others, such as "pissa", also change the base.
+_INITS = True, False, "gaussian", "eva", "orthogonal"
 # Fields that change the computation, with the only supported values.
 _FIXED = {
     "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False,
     "use_dora": False, "modules_to_save": None, "layers_to_transform": None, "lora_bias": False,
     "layer_replication": None, "trainable_token_indices": None, "target_parameters": None,
+    "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None,
 }  # fmt: skip
 
 
@@ -88,6 +91,11 @@ def read_peft_config(
         if raw.get(name, needed) != needed and raw[name]:
             given, needed = json.dumps(raw[name]), json.dumps(needed)
             raise UserError(f"{path}: {name} = {given} is not supported; it must be {needed}")
+    if (init := raw.get("init_lora_weights", True)) not in _INITS:
+        raise UserError(
+            f"{path}: init_lora_weights = {json.dumps(init)} is not supported, because it changes "
+            "the base model; convert the adapters to plain LoRA with PEFT"
+        )
     given = {name: raw[name] for name in _Fields.__dataclass_fields__ if name in raw}
     try:
         found = _Fields(**given)
@@ -96,7 +104,9 @@ def read_peft_config(
     parts = {} if family is None else fused_parts(family_of(family))
     modules = map(_last, found.target_modules)
     targets = [part for module in modules for part in parts.get(module, (module,))]
-    lora = LoraSpec(found.r, float(found.lora_alpha), tuple(targets), found.lora_dropout)
+    # PEFT may list a module once per layer.
+    unique = tuple(sorted(set(targets)))
+    lora = LoraSpec(found.r, float(found.lora_alpha), unique, found.lora_dropout)
     return lora, found.base_model_name_or_path
 
 
