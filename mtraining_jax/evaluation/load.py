@@ -149,7 +149,7 @@ def no_model(folder: Path) -> UserError:
     hint = f"; did you mean {close}?" if close else ""
     return UserError(
         f"{folder} contains no model: neither {CHECKPOINTS_NAME}/STEP of a run nor {CONFIG_FILE} "
-        f"of a Hugging Face checkpoint{hint}"
+        f"or {PEFT_CONFIG} of a Hugging Face checkpoint{hint}"
     )
 
 
@@ -242,7 +242,7 @@ def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh:
 def _find_tokenizer(
     folder: Path, config: Config, is_run: bool, name: str | None
 ) -> tuple[Tokenizer | None, frozenset[int]]:
-    data, start = config.data, Path(config.model.init_from or folder).expanduser()
+    data, start = config.data, Path(config.model.init_from or folder)  # of a base, or the folder
     ids = [] if is_run else _end_ids(start)
     eos = data.eos if is_run else next(iter(ids), None)
     if name is None and is_run:
@@ -250,8 +250,7 @@ def _find_tokenizer(
         if isinstance(data.source_options, DocumentSource) or data.tokenizer != BYTES:
             name = data.tokenizer
     elif name is None:
-        start = config.model.init_from  # the base of adapters, or the same folder
-        files = [x / _TOKENIZER_FILE for x in (folder, Path(start or folder).expanduser())]
+        files = [x / _TOKENIZER_FILE for x in (folder, start)]
         name = next((str(file) for file in files if file.is_file()), None)
     if name is None:
         return None, frozenset(ids)

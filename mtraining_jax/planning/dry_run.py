@@ -148,7 +148,7 @@ def _memory_lines(
     frozen = ("frozen base", memory.base, f"{config.model.dtype}, {spread}")
     rows = [
         *([frozen] if memory.base else []),
-        ("parameters", memory.parameters, f"fp32, {spread}"),
+        ("adapters" if memory.base else "parameters", memory.parameters, f"fp32, {spread}"),
         ("gradients", memory.gradients, "fp32, of trainable parameters"),
         ("optimizer", memory.optimizer, "fp32, two moments"),
         ("activations", memory.kept, f"kept for backward, model.remat = {config.model.remat}"),

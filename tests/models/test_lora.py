@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 from mtraining_jax.models.lora.adapters import LoraSpec, is_adapter
-from mtraining_jax.models.lora.projection import Dropout, seeds_from
+from mtraining_jax.models.lora.projection import Dropout, Projection, Projector, seeds_from
 from mtraining_jax.models.loss import linear_cross_entropy
 from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.swiglu import chunked_swiglu
 from mtraining_jax.models.transformer import (
     abstract_state,
     graph_definition,
@@ -149,30 +150,39 @@ def test_a_frozen_base_has_no_gradients(remat):
 
 
 def test_dropout_is_the_same_in_chunks_and_scales_what_it_keeps():
-    lora = dataclasses.replace(LORA, dropout=0.25)
-    spec = tiny_spec(num_layers=2, lora=lora)
-    tokens, positions = some_tokens(spec), jnp.arange(16, dtype=jnp.int32)
-    state = adapted(dataclasses.replace(spec, lora=LORA))[0]
-    bits = jax.random.bits(jax.random.key(0), (2, *tokens.shape), jnp.uint32)
-    factors = {name: x for name, x in by_name(state).items() if is_adapter(name)}
+    lora, rng = dataclasses.replace(LORA, dropout=0.25), np.random.default_rng(0)
 
-    def loss(factors, spec, seeds):
-        model = nnx.merge(graph_definition(spec), with_values(state, factors))
-        attention = dense_attention(positions)
-        hidden, _ = model(tokens, positions, attention, dropout_seeds=seeds)
-        return jnp.sum(model.logits(hidden) ** 2)
+    def projection(rows, columns):
+        shapes = (rows, columns), (lora.rank, columns), (rows, lora.rank)
+        return Projection(*(jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes))
 
-    run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    seeds, others = seeds_from(bits)
-    expected, gradient = run(factors, spec, seeds)
-    chunks = dataclasses.replace(spec, remat="attention", mlp_chunk_size=5)
-    found, other = run(factors, chunks, seeds)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for name, x in gradient.items():
-        np.testing.assert_allclose(other[name], x, atol=1e-4 * np.abs(x).max(), err_msg=name)
-    assert abs(run(factors, spec, others)[0] / expected - 1) > 1e-3
-    x = jnp.ones((32, 512))
-    dropped = Dropout(seeds.reshape(-1))(x, 0.25, "q_proj")
+    x, parts = jnp.asarray(rng.normal(size=(24, 8)), jnp.float32), [projection(12, 8)] * 2
+    parts.append(projection(8, 12))
+    bits = jax.random.bits(jax.random.key(0), (2, 24), jnp.uint32)
+    seeds, others = (Dropout.of_layer(seeds_from(x), jnp.int32(3)).seeds for x in bits)
+
+    def whole(x, gate, up, down, seeds):
+        project = Projector(lora, Dropout(seeds))
+        hidden = jax.nn.silu(project(x, gate, "gate_proj")) * project(x, up, "up_proj")
+        return project(hidden, down, "down_proj")
+
+    def chunks(x, gate, up, down, seeds):
+        return chunked_swiglu(x, gate, up, down, seeds, 5, 1, lora)
+
+    def outcome(function, seeds):
+        def total(x, *parts):
+            out = function(x, *parts, seeds)
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
+
+        (_, out), gradients = jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True)(x, *parts)
+        return out, gradients[0], [gradient[1:] for gradient in gradients[1:]]
+
+    expected, found = (jax.jit(outcome, static_argnums=0)(f, seeds) for f in (whole, chunks))
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+    assert np.abs(whole(x, *parts, others) - expected[0]).max() > 0.1
+    ones = jnp.ones((24, 512))
+    dropped = Dropout(seeds)(ones, 0.25, "q_proj")
     assert set(np.unique(dropped)) == {0, np.float32(1 / 0.75)}
     np.testing.assert_allclose(np.mean(dropped), 1, atol=0.03)
-    assert not np.array_equal(dropped, Dropout(seeds.reshape(-1))(x, 0.25, "k_proj"))
+    assert not np.array_equal(dropped, Dropout(seeds)(ones, 0.25, "k_proj"))

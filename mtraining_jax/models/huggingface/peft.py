@@ -28,7 +28,7 @@ from mtraining_jax.utils.limits import (
 
 PEFT_CONFIG, PEFT_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_DIGEST = "base_digest"  # in the metadata of the tensors
-# Of `init_lora_weights`: others, such as "pissa", also change the base.
+# Values of `init_lora_weights`; others, such as "pissa", also change the base.
 _INITS = True, False, "gaussian", "eva", "orthogonal"
 # Fields that change the computation, with the only supported values.
 _FIXED = {
@@ -93,8 +93,8 @@ def read_peft_config(
             raise UserError(f"{path}: {name} = {given} is not supported; it must be {needed}")
     if (init := raw.get("init_lora_weights", True)) not in _INITS:
         raise UserError(
-            f"{path}: init_lora_weights = {json.dumps(init)} is not supported, because it changes "
-            "the base model; convert the adapters to plain LoRA with PEFT"
+            f"{path}: init_lora_weights = {json.dumps(init)} is not supported, because it may "
+            "change the base model; convert the adapters to plain LoRA with PEFT"
         )
     given = {name: raw[name] for name in _Fields.__dataclass_fields__ if name in raw}
     try:
