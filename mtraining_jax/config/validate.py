@@ -255,7 +255,7 @@ def _devices(config: Config, device_count: int | None, platform: str) -> Iterato
         return
     found = counted(available, f"{platform} device".lstrip())
     why = f"but JAX finds only {found}; reduce one of these fields or add processes"
-    if parallel.cpu_devices is not None:
+    if parallel.cpu_devices is not None and parallel.cpu_devices <= available:
         processes = available // parallel.cpu_devices
         why = f"more than the {available} of {cpus} in {counted(processes, 'process')}; reduce one"
         why += f" of these fields or set parallel.cpu_devices = {-(-config.devices // processes)}"
