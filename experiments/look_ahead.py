@@ -1,12 +1,14 @@
-"""Measures whether a pattern's selection uses later tokens: a block's losses, whole and cut off.
+"""Measures whether a pattern's selection uses later tokens, by losses of single blocks.
 
     python -m experiments.look_ahead --tier c --arm sampled_rows --inferred sampled_rows --out FILE
 
 A pattern that selects per row of blocks may select for a query by later queries of its block. So
-for random positions p of held-out text the loss on token p + 1 is computed twice: with p's block
-complete, and in a sequence that ends at p. Keys and values of earlier blocks, which are the same
-for both, come from one pass over the text; the block is computed by XLA both times. Half of the
-tokens are far copies (`mtraining_jax/evaluation/far_copies.py`), where the text has as many.
+for random positions p of held-out text the loss on token p + 1 is computed three times: with p's
+block complete, with the tokens after p replaced by those of another block of the text, and in a
+sequence that ends at p. If the first is lower than the second, later tokens help to predict token
+p + 1; the third also differs in which queries select. Keys and values of earlier blocks, which are
+the same for all, come from one pass over the text; the block is computed by XLA every time. Half
+of the tokens are far copies (`mtraining_jax/evaluation/far_copies.py`), where the text has as many.
 Appends a JSON line per text to FILE and skips texts that are there.
 """
 
@@ -39,6 +41,7 @@ from pallas_kernels import attention
 from pallas_kernels.index import bits as sets
 
 _SHARES = 1 / 4, 1 / 2, 1  # prefixes are padded to these parts of the sequence
+_AT_ONCE = 11  # variants of a block
 
 
 class CutBlocks:
@@ -69,23 +72,36 @@ class CutBlocks:
         return losses, [jnp.stack(x) for x in zip(*kept, strict=True)]
 
     def losses(
-        self, tokens: np.ndarray, kept: list[Array], block: int, ends: np.ndarray
+        self,
+        tokens: np.ndarray,
+        kept: list[Array],
+        block: int,
+        inputs: np.ndarray,
+        ends: np.ndarray,
     ) -> np.ndarray:
-        """Losses on the tokens after the block's, with its first `ends` tokens: [ends, g]."""
+        """Losses on the tokens after the block's, with its first `ends` tokens: [n, g].
+
+        Inputs, int32 [n, g], stand in for the block's tokens; ends are int32 [n].
+        """
         blocks, first = self.seq_len // self.size, block * self.size
         padded = next(int(x * blocks) for x in _SHARES if block < int(x * blocks)) * self.size
-        ids = jnp.asarray(tokens[first : first + self.size + 1], jnp.int32)
+        labels = jnp.asarray(tokens[first + 1 : first + self.size + 1], jnp.int32)
         parts = [x[:, :, :padded] for x in kept]
-        return np.asarray(self._block(*parts, ids, jnp.int32(block), jnp.asarray(ends, jnp.int32)))
+        variants = jnp.asarray(inputs, jnp.int32), jnp.asarray(ends, jnp.int32)
+        return np.asarray(self._block(*parts, labels, jnp.int32(block), variants))
 
-    def _losses(self, k_all: Array, v_all: Array, ids: Array, block: Array, ends: Array) -> Array:
-        def cut(end: Array) -> Array:
+    def _losses(
+        self, k_all: Array, v_all: Array, labels: Array, block: Array, each: tuple[Array, Array]
+    ) -> Array:
+        def variant(each: tuple[Array, Array]) -> Array:
+            inputs, end = each
+
             def attend(layer: Array, q: Array, k: Array, v: Array) -> Array:
                 return self._attend_block(q, k, v, k_all[layer], v_all[layer], block, end)
 
-            return self.model.part_losses(ids, block * self.size, attend)
+            return self.model.part_losses(inputs, labels, block * self.size, attend)
 
-        return jax.lax.map(cut, ends)
+        return jax.lax.map(variant, each, batch_size=_AT_ONCE)
 
     def _attend_block(
         self, q: Array, k: Array, v: Array, k_all: Array, v_all: Array, block: Array, end: Array
@@ -120,22 +136,28 @@ class CutBlocks:
 def measured(
     cut: CutBlocks, tokens: np.ndarray, blocks: np.ndarray, each: int, rng: np.random.Generator
 ) -> Iterator[list]:
-    """Yields [position, far copy, loss with the block complete, cut off, in one pass]."""
-    far = far_copies(tokens)
+    """Yields [position, far copy, loss with the block complete, cut off, in one pass, replaced]."""
+    far, size = far_copies(tokens), cut.size
     whole, kept = cut.read(tokens)
     for block in blocks:
-        first = int(block) * cut.size
-        copies = np.flatnonzero(far[first + 1 : first + cut.size + 1])
-        others = np.flatnonzero(~far[first + 1 : first + cut.size + 1])
+        first = int(block) * size
+        copies = np.flatnonzero(far[first + 1 : first + size + 1])
+        others = np.flatnonzero(~far[first + 1 : first + size + 1])
         half = min(each // 2, len(copies))
         places = np.concatenate([
             rng.choice(copies, half, replace=False),
             rng.choice(others, min(each - half, len(others)), replace=False),
         ]).astype(int)  # fmt: skip
-        losses = cut.losses(tokens, kept, int(block), np.array([*(places + 1), cut.size]))
-        for row, place in zip(losses[:-1], places, strict=True):
-            p = first + int(place)
-            values = losses[-1][place], row[place], whole[p]
+        true, other = (
+            tokens[x : x + size] for x in (first, int(rng.choice(blocks[blocks != block])) * size)
+        )
+        replaced = np.where(np.arange(size) <= places[:, None], true, other)
+        inputs = np.concatenate([replaced, np.broadcast_to(true, (len(places) + 1, size))])
+        ends = np.array([*(size for _ in places), *(places + 1), size])
+        losses = cut.losses(tokens, kept, int(block), inputs, ends)
+        for n, place in enumerate(places.tolist()):
+            p, of_cut = first + place, losses[len(places) + n, place]
+            values = losses[-1, place], of_cut, whole[p], losses[n, place]
             yield [p, int(far[p + 1]), *(round(float(x), 5) for x in values)]
 
 
@@ -186,16 +208,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def summary(rows: list[list]) -> dict[str, str]:
-    """Mean of the loss with the block complete minus cut off, by kind of token and place."""
+    """Mean loss with the block complete minus replaced and minus cut off, by kind and place."""
     table, found = np.array(rows, np.float64), {}
-    place, difference = table[:, 0] % 128, table[:, 2] - table[:, 3]
-    for far in (0, 1):
-        for begin, end in ((0, 128), (0, 32), (32, 96), (96, 127)):
-            part = difference[(table[:, 1] == far) & (place >= begin) & (place < end)]
-            if len(part) > 1:
-                error = part.std(ddof=1) / len(part) ** 0.5
-                name = f"{'far' if far else 'other'} {begin}-{end}"
-                found[name] = f"{part.mean():+.4f} +- {error:.4f} ({len(part)})"
+    place = table[:, 0] % 128
+    for name, column in (("replaced", 5), ("cut", 3)):
+        difference = table[:, 2] - table[:, column]
+        for far in (0, 1):
+            for begin, end in ((0, 128), (0, 32), (32, 96), (96, 127)):
+                part = difference[(table[:, 1] == far) & (place >= begin) & (place < end)]
+                if len(part) > 1:
+                    error = part.std(ddof=1) / len(part) ** 0.5
+                    key = f"{name} {'far' if far else 'other'} {begin}-{end}"
+                    found[key] = f"{part.mean():+.4f} +- {error:.4f} ({len(part)})"
     return found
 
 

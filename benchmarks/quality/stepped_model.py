@@ -100,13 +100,15 @@ class SteppedModel:
         _, x, _ = collections.deque(self._run(tokens, attend), maxlen=1).pop()
         return self._losses(self._norm_state, x, self._head, tokens)
 
-    def part_losses(self, tokens: Array, first: Array, attend: Callable[..., Array]) -> Array:
-        """Returns the losses on tokens [n + 1] but the first, fp32 [n]; may be traced.
+    def part_losses(
+        self, tokens: Array, labels: Array, first: Array, attend: Callable[..., Array]
+    ) -> Array:
+        """Returns the losses on labels [n] of tokens [n], fp32 [n]; may be traced.
 
-        `first` is the position of the first token. `attend` gets the queries, keys and values of
-        the first n tokens, with the number of the layer as an array.
+        `first` is the position of the first token. `attend` gets queries, keys and values, with
+        the number of the layer as an array.
         """
-        count = tokens.shape[0] - 1
+        count = tokens.shape[0]
         tables = [lax.dynamic_slice_in_dim(x, first, count, axis=1) for x in self._tables]
 
         def layer(x: Array, number: Array) -> tuple[Array, None]:
@@ -114,8 +116,8 @@ class SteppedModel:
             return self._after(self._layers, number, x, attend(number, *qkv)), None
 
         numbers = jnp.arange(self.spec.num_layers, dtype=jnp.int32)
-        x, _ = lax.scan(layer, self._embed(self._embedding, tokens[:-1]), numbers)
-        return self._part_losses(self._norm_state, x, self._head, tokens)
+        x, _ = lax.scan(layer, self._embed(self._embedding, tokens), numbers)
+        return self._part_losses(self._norm_state, x, self._head, labels)
 
     def heads(self, tokens: np.ndarray, attend: Attend, layer: int) -> tuple[Array, Array, Array]:
         """Returns q, k and v of a layer; arguments as in `losses`."""
@@ -140,7 +142,7 @@ def _losses(graph: nnx.GraphDef, state: nnx.State, x: Array, head: Array, tokens
 
 
 def _part_losses(
-    graph: nnx.GraphDef, state: nnx.State, x: Array, head: Array, tokens: Array
+    graph: nnx.GraphDef, state: nnx.State, x: Array, head: Array, labels: Array
 ) -> Array:
     hidden = nnx.merge(graph, state)(x)
-    return label_scores(hidden, head, tokens[None, 1:], chunk_size=_LOSS_CHUNK).loss[0]
+    return label_scores(hidden, head, labels[None], chunk_size=_LOSS_CHUNK).loss[0]
