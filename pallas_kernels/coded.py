@@ -15,10 +15,12 @@ from pallas_kernels.checks import BLOCK_SIZE
 from pallas_kernels.masses import MASS_BITS, ScoreTiles, parts_at_once
 
 CODE = jnp.float8_e4m3fn
+WEIGHT_BLOCKS = 64  # weights are of a multiple of this many key blocks
 # Codes are at most 2^4, so that a product of 128 of them is at most 2^15, within fp16.
 _MOST_BITS = 4
+TAU_BITS = 15  # of shares of a mass
 _FRACTION_BITS = 23  # of fp32
-_WEIGHT_BYTES = 1 << 27  # of weights in memory at a time, if that fills the GPU
+_WEIGHT_BYTES = 1 << 28  # of weights in memory at a time, if that fills the GPU
 
 
 class CodedKeys(NamedTuple):
@@ -69,6 +71,18 @@ def _unit(largest: Array) -> Array:
     return lax.bitcast_convert_type(exponent << _FRACTION_BITS, jnp.float32)
 
 
+class KeepRule(NamedTuple):
+    """Which key blocks a query block keeps: the heaviest, until a share of its mass is reached."""
+
+    own: Array  # int32 [B or 1, n], the last key block seen
+    first: Array  # int32 [B or 1, n], the first one
+    forced_end: Array  # int32 [B or 1, n], blocks before it are kept and count first
+    tau: Array  # int32 [B or 1, n], share of the mass in units of 2^-TAU_BITS
+    local_blocks: int  # the last ones, kept and counted first as well
+    least: int  # mass in units of 2^-30, at least 1; lighter blocks are kept only if forced
+    rows: int  # rows of a query block
+
+
 class CodedScores(abc.ABC):
     """Scores key blocks for rows of queries with coded keys; subclasses provide the kernel."""
 
@@ -78,14 +92,29 @@ class CodedScores(abc.ABC):
 
     @abc.abstractmethod
     def weights(self, call: CodedCall) -> tuple[Array, Array]:
-        """Returns weights of blocks, fp16 [B, Hq, NB, R], and of all blocks, fp32 [B, Hq, R].
+        """Returns weights of blocks, fp16 [B, Hq, NB', R], and of all blocks, fp32 [B, Hq, R].
 
-        A weight is the base-2 logarithm of the sum of exp(scale q k) over the keys that a row sees,
-        -inf for none, relative to that of the row's last block. Where a row sees all 128 keys of a
-        block, they are 16 in each of eight interleaved classes; of a class the largest term and
-        four in fixed positions are computed, and the others are taken to be as large as those on
-        average. Weights are arbitrary in blocks that no row of a tile sees.
+        NB' is NB rounded up to a multiple of `WEIGHT_BLOCKS`. A weight is the base-2 logarithm of
+        the sum of exp(scale q k) over the keys that a row sees, -inf for none, relative to that of
+        the row's last block. Where a row sees all 128 keys of a block, they are 16 in each of eight
+        interleaved classes; of a class the largest term and four in fixed positions are computed,
+        and the others are taken to be as large as those on average. Weights are arbitrary in blocks
+        that no row of a tile sees.
         """
+
+    def keeps(self, num_rows: int, num_blocks: int) -> bool:
+        """Whether `kept` supports r rows of each query block and NB key blocks."""
+        del num_rows, num_blocks
+        return False
+
+    def kept(self, of_blocks: Array, of_all: Array, rule: KeepRule) -> Array:
+        """Returns the bits of the kept blocks, uint32 [B, Hq, n, NB / 32 or more], from `weights`.
+
+        The mass of a block is the sum over the rows of 2^(weight - weight of all blocks), each
+        rounded to an integer in units of 2^-30 r. Blocks are kept while the mass before them is
+        below the share, heaviest first; ties go to the smaller block number.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.kept")
 
     def rows_at_once(self, batch: int, heads: int, rows: int, local: int, blocks: int) -> int:
         """Returns how many of `local` query blocks, of `rows` rows each, to score at a time."""
@@ -120,6 +149,37 @@ class CodedScores(abc.ABC):
         Returns fp32 [B, Hq, n, NB], multiples of 2^-30; arbitrary after the last block that a row
         sees and before its first block.
         """
+        of_blocks, of_all = self._weights(q, keys, places, first_blocks, scale)
+        of_blocks = of_blocks[:, :, : keys.means.shape[1]]
+        of_all = jnp.where(of_all > -jnp.inf, of_all, 0.0)  # for rows without keys
+        share = jnp.exp2(of_blocks.astype(jnp.float32) - of_all[:, :, None])
+        num_local, num_rows = q.shape[1:3]
+        shares = (share * (float(1 << MASS_BITS) / num_rows) + 0.5).astype(jnp.int32)
+        shares = shares[..., : num_local * num_rows].reshape(*shares.shape[:3], num_local, num_rows)
+        masses = shares.sum(-1, dtype=jnp.int32).astype(jnp.float32) * 2.0**-MASS_BITS
+        return jnp.swapaxes(masses, 2, 3)
+
+    def kept_blocks(
+        self,
+        q: Array,
+        keys: CodedKeys,
+        places: Array,
+        first_blocks: Array | None = None,
+        *,
+        scale: float,
+        rule: KeepRule,
+    ) -> Array:
+        """Applies a rule to `block_masses`, whose arguments these are.
+
+        Returns uint32 bits [B, Hq, n, ceil(NB / 32)], as in `BlockMaskIndex`.
+        """
+        of_blocks, of_all = self._weights(q, keys, places, first_blocks, scale)
+        bits = self.kept(of_blocks, of_all, rule)
+        return bits[..., : -(-keys.means.shape[1] // 32)]
+
+    def _weights(
+        self, q: Array, keys: CodedKeys, places: Array, first_blocks: Array | None, scale: float
+    ) -> tuple[Array, Array]:
         batch, num_local, num_rows, heads, dim = q.shape
         padding = -(num_local * num_rows) % self.tiles().rows
         q = jnp.pad(q.reshape(batch, -1, heads, dim), ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -131,10 +191,4 @@ class CodedScores(abc.ABC):
             places = jnp.broadcast_to(places, (batch, places.shape[1]))
         places = jnp.pad(places, ((0, 0), (0, padding)), constant_values=-1)
         codes, units = encode_rows(q)
-        of_blocks, of_all = self.weights(CodedCall(q, codes, units, keys, places, starts, scale))
-        of_all = jnp.where(of_all > -jnp.inf, of_all, 0.0)  # for rows without keys
-        share = jnp.exp2(of_blocks.astype(jnp.float32) - of_all[:, :, None])
-        shares = jnp.round(share * float((1 << MASS_BITS) // num_rows)).astype(jnp.int32)
-        shares = shares[..., : num_local * num_rows].reshape(*shares.shape[:3], num_local, num_rows)
-        masses = shares.sum(-1, dtype=jnp.int32).astype(jnp.float32) * 2.0**-MASS_BITS
-        return jnp.swapaxes(masses, 2, 3)
+        return self.weights(CodedCall(q, codes, units, keys, places, starts, scale))

@@ -92,8 +92,7 @@ class RowPattern(Pattern, RowOptions):
         def bits(first: Array | int) -> Array:
             ids = lax.dynamic_slice_in_dim(context.block_ids, first, count)
             part = dataclasses.replace(context, block_ids=ids)
-            rows = lax.dynamic_slice_in_dim(q, first * size, count * size, axis=1)
-            return kept_blocks(self.scores(rows, k, part), ids, self.rule(part), part.documents)
+            return self.bits(lax.dynamic_slice_in_dim(q, first * size, count * size, 1), k, part)
 
         if count >= num_local:
             return BlockMaskIndex(bits(0), context.num_blocks, size)
@@ -107,6 +106,11 @@ class RowPattern(Pattern, RowOptions):
         found = jnp.zeros((q.shape[0], q.shape[2], num_local, words), jnp.uint32)
         found = lax.fori_loop(0, -(-num_local // count), add, found)
         return BlockMaskIndex(found, context.num_blocks, size)
+
+    def bits(self, q: Array, k: Keys, context: SelectionContext) -> Array:
+        """Returns the bits of the index; arguments as in `scores`."""
+        scores, rule = self.scores(q, k, context), self.rule(context)
+        return kept_blocks(scores, context.block_ids, rule, context.documents)
 
     def rows_at_once(self, q: Array, k: Keys, context: SelectionContext) -> int:
         """Returns how many local rows of blocks are scored at a time."""

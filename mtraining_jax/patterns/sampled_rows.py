@@ -43,6 +43,13 @@ class SampledRows(RowPattern, SampledRowsOptions):
             return probe_rows.coded_masses(q, k, context, count, self._kernels(q, context))
         return probe_rows.block_masses(q, k, context, count)
 
+    def bits(self, q: Array, k: Keys, context: SelectionContext) -> Array:
+        count = self.probe_queries_per_block
+        if isinstance(k, CodedKeys) and self._kernels(q, context).keeps(count, context.num_blocks):
+            rule, kernels = self.rule(context), self._kernels(q, context)
+            return probe_rows.coded_bits(q, k, context, count, rule, kernels)
+        return super().bits(q, k, context)
+
     def rows_at_once(self, q: Array, k: Keys, context: SelectionContext) -> int:
         if not isinstance(k, CodedKeys):
             return super().rows_at_once(q, k, context)

@@ -115,3 +115,12 @@ def add_product(acc: Array, a: Array, b: Any, *, interpreted: bool, staging: Any
         return acc + total.value(younger=0)
     run: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
     return run(plgpu.ACC.init(acc))
+
+
+def load_rows_of(flat: Any, first: Array, shape: tuple[int, int], interpreted: bool) -> Array:
+    """Loads rows `first` to `first + shape[0]` of one-dimensional memory seen as [n, shape[1]]."""
+    rows, width = shape
+    if interpreted:
+        return flat[pl.ds(first * width, rows * width)].reshape(shape)
+    source = flat.reshape((flat.shape[0] // width, width)).at[pl.ds(first, rows)]
+    return plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)

@@ -20,6 +20,7 @@ from tests.gpu_tools.ring_errors import own_device
 from tests.pallas_kernels.helpers.coded_masses import (
     check_coded_masses,
     check_coded_masses_are_independent,
+    check_kept_blocks,
 )
 from tests.patterns import inputs
 
@@ -96,3 +97,16 @@ def test_masses_of_coded_keys_match_their_definition(blocks, first, dim):
 def test_no_other_row_changes_a_bit_of_coded_masses():
     with jax.default_device(own_device()):
         check_coded_masses_are_independent(HopperCodedScores())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "packed", "ties"),
+    [
+        ((1, 2, 1100, 40, 16), False, False),
+        ((1, 1, 5000, 20, 16), False, True),
+        ((2, 2, 3000, 16, 8), True, False),
+    ],
+)
+def test_kept_blocks_are_the_heaviest(sizes, packed, ties):
+    with jax.default_device(own_device()):
+        check_kept_blocks(HopperCodedScores(), sizes, packed=packed, ties=ties)

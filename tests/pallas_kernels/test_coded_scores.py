@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.coded import encode_keys, encode_rows
@@ -9,6 +10,7 @@ from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
 from tests.pallas_kernels.helpers.coded_masses import (
     check_coded_masses,
     check_coded_masses_are_independent,
+    check_kept_blocks,
 )
 
 WATCHED = HopperCodedScores(plgpu.InterpretGPUParams(detect_races=True))
@@ -20,6 +22,18 @@ def test_masses_match_the_estimate():
 
 def test_no_other_row_changes_a_bit():
     check_coded_masses_are_independent(HopperCodedScores(plgpu.InterpretGPUParams()))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 1, 1100, 3, 16), {"packed": False, "ties": False}),
+        ((2, 1, 130, 2, 8), {"packed": True, "ties": False}),
+        ((1, 1, 90, 2, 16), {"packed": False, "ties": True, "local": 2, "least": 1 << 20}),
+    ],
+)
+def test_kept_blocks_are_the_heaviest(sizes, options):
+    check_kept_blocks(WATCHED, sizes, **options)
 
 
 def test_codes_are_within_their_range_and_precise():

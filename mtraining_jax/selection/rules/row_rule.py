@@ -13,11 +13,11 @@ from jax import Array, lax
 
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.utils.random_bits import hash_uint32
+from pallas_kernels.coded import TAU_BITS, KeepRule
 from pallas_kernels.index import bits as sets
 
 # The mass of a row is about 2^30 in total, and below 2^31 however it is rounded.
 _MASS_BITS = 30
-TAU_BITS = 15
 _DIGIT_BITS = 3
 _ROUNDS = 11  # of `_DIGIT_BITS`: masses are below 2^31
 
@@ -44,6 +44,39 @@ class RowRule:
     random_block_prob: float = 0.0
     dense_rows: Array | None = None
 
+    def forced_ends(self, rows: Array, documents: DocumentBlocks) -> Array:
+        """Returns the end of the forced blocks at the start of a row's document: int32 [B or 1, n].
+
+        A row with all blocks forced has them before itself.
+        """
+        first, _, _, dense = documents.of(rows)
+        if self.dense_prefix_blocks:
+            dense |= rows - first < self.dense_prefix_blocks
+        if self.dense_rows is not None:
+            dense |= self.dense_rows
+        return jnp.where(dense, rows, first + self.sink_blocks)
+
+    def least_mass(self) -> int:
+        return max(round(self.min_block_mass * (1 << _MASS_BITS)), 1)
+
+    def of_kernel(self, rows: Array, documents: DocumentBlocks, num_rows: int) -> KeepRule:
+        """Returns the rule, without random blocks, for the kernels that keep blocks."""
+        tau = self.tau
+        if not isinstance(tau, Array):
+            tau = jnp.full((1,), round(tau * (1 << TAU_BITS)), jnp.int32)
+        tau = jnp.broadcast_to(tau[:, None], (len(tau), len(rows)))
+        first, ends = documents.of(rows).first, self.forced_ends(rows, documents)
+        numbers = self.local_blocks, self.least_mass(), num_rows
+        return KeepRule(rows[None], first, ends, tau, *numbers)
+
+    def drawn(self, rows: Array, documents: DocumentBlocks, heads: int, num_blocks: int) -> Array:
+        """Returns the bits of the randomly drawn blocks, uint32 [B or 1, Hq, n, w]."""
+        numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+        first = documents.of(rows).first[:, None, :, None]
+        causal = (rows[:, None] >= numbers) & (numbers >= first)
+        positions = rows[:, None] - first, numbers - first
+        return sets.pack(causal & _drawn(*positions, heads, self.random_block_prob))
+
 
 def kept_blocks(
     scores: Array,
@@ -65,13 +98,9 @@ def kept_blocks(
     num_blocks = scores.shape[-1]
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     distance = rows[:, None] - numbers
-    first, length, _, dense = (x[:, None, :, None] for x in documents.of(rows))
+    first, length = (x[:, None, :, None] for x in documents.of(rows)[:2])
     causal = (distance >= 0) & (numbers >= first)
-    sinks = (numbers - first < rule.sink_blocks) | dense
-    if rule.dense_prefix_blocks:
-        sinks |= rows[:, None] - first < rule.dense_prefix_blocks
-    if rule.dense_rows is not None:
-        sinks |= rule.dense_rows[:, None, :, None]
+    sinks = numbers < rule.forced_ends(rows, documents)[:, None, :, None]
     forced = causal & (sinks | (distance < rule.local_blocks))
     scores, kept = jnp.where(causal & (scores > 0), scores, 0.0), 0
     if column_mass is None:
@@ -95,13 +124,12 @@ def kept_blocks(
     # Entry k of equal ones is kept while above + k * threshold < target.
     each = jnp.clip(threshold, 1, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
     equal_kept = -(-(target - above) // each)
-    least = max(round(rule.min_block_mass * (1 << _MASS_BITS)), 1)
+    least = rule.least_mass()
     equal = first_of(sets.pack((free == threshold[..., None]) & (free >= least)), equal_kept)
-    selected = forced | (heavier & (free >= least))
-    if rule.random_block_prob:
-        positions = rows[:, None] - first, numbers - first
-        selected |= causal & _drawn(*positions, scores.shape[1], rule.random_block_prob)
-    return sets.pack(selected) | equal
+    bits = sets.pack(forced | (heavier & (free >= least))) | equal
+    if not rule.random_block_prob:
+        return bits
+    return bits | rule.drawn(rows, documents, scores.shape[1], num_blocks)
 
 
 def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_scores
 from pallas_kernels.coded import CodedKeys, CodedScores
 
@@ -37,6 +38,24 @@ def coded_masses(
     rows, positions = probe_rows(q, context, count)
     first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
     return kernels.block_masses(rows, keys, positions, first, scale=scale)
+
+
+def coded_bits(
+    q: Array,
+    keys: CodedKeys,
+    context: SelectionContext,
+    count: int,
+    rule: RowRule,
+    kernels: CodedScores,
+) -> Array:
+    """Applies a rule to `coded_masses`: bits as in `kept_blocks`."""
+    rows, positions = probe_rows(q, context, count)
+    first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
+    of_kernel = rule.of_kernel(context.block_ids, context.documents, count)
+    bits = kernels.kept_blocks(rows, keys, positions, first, scale=scale, rule=of_kernel)
+    if not rule.random_block_prob:
+        return bits
+    return bits | rule.drawn(context.block_ids, context.documents, q.shape[2], context.num_blocks)
 
 
 def probe_rows(q: Array, context: SelectionContext, count: int) -> tuple[Array, Array]:

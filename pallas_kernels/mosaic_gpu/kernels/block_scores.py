@@ -64,7 +64,8 @@ class HopperBlockScores(BlockScores):
                 def score_item(n: Array, done: Array) -> Array:
                     it = walk.item(n)
                     rows = pl.ds(it.row_tile * kind.tile_rows + warpgroup * ROWS, ROWS)
-                    blocks = _Blocks(rows, walk.seen(it, rows), block_columns, scale * LOG2E)
+                    seen, uncut = walk.seen(it, rows), walk.uncut(it)
+                    blocks = _Blocks(rows, seen, uncut, block_columns, scale * LOG2E)
                     first, tiles = walk.columns(it)
                     products.begin_item()
 
@@ -98,6 +99,7 @@ class _Blocks(NamedTuple):
 
     rows: Any
     seen: list[Array]  # of `RowTiles.seen`
+    uncut: tuple[Array, Array]  # of `RowTiles.uncut`
     size: int  # columns of a key block
     log2_scale: float
 
@@ -106,7 +108,7 @@ def _score(
     walk: RowTiles, it: Item, tile: Array, logits: Array, blocks: _Blocks, peak: Array
 ) -> Array:
     """Writes the scores of 64 rows for the key blocks of a column tile; returns the new peak."""
-    rows, seen, size, log2_scale = blocks
+    rows, seen, uncut, size, log2_scale = blocks
     count = walk.width // size
     of_blocks = [logits[:, n * size : (n + 1) * size] for n in range(count)]
 
@@ -114,7 +116,7 @@ def _score(
         first = tile * walk.width
         return [walk.mask(first + n * size, x, seen) for n, x in enumerate(of_blocks)]
 
-    of_blocks = lax.cond(walk.is_cut(it, tile), mask, lambda x: x, of_blocks)
+    of_blocks = lax.cond(walk.is_cut(uncut, tile), mask, lambda x: x, of_blocks)
     for n, x in enumerate(of_blocks):
         own = fold(jnp.maximum, x).max(axis=1) * log2_scale
         base = jnp.where(own > -jnp.inf, own, 0.0)

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.coded import CODE, CodedCall, CodedScores
+from pallas_kernels.coded import CODE, WEIGHT_BLOCKS, CodedCall, CodedScores, KeepRule
 from pallas_kernels.masses import ScoreTiles
 from pallas_kernels.mosaic_gpu.common import (
     EDGE,
@@ -29,6 +29,7 @@ from pallas_kernels.mosaic_gpu.common import (
     tiled,
 )
 from pallas_kernels.mosaic_gpu.device import multiprocessors
+from pallas_kernels.mosaic_gpu.kernels.kept_blocks import MOST_BLOCKS, kept_blocks
 from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles, row_inputs
 
 _WARPGROUPS = 4
@@ -37,6 +38,7 @@ _STAGES = 4  # tiles of keys in flight
 _GROUP = 16  # blocks with means that are multiplied at once
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 104, 40
 _SAMPLED = 4  # of a class of 16 keys
+_LOWEST = -1e30  # less than any logarithm of a weight, and finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +48,20 @@ class HopperCodedScores(CodedScores):
     def tiles(self) -> ScoreTiles:
         return ScoreTiles(_TILE_ROWS, TILE, multiprocessors(self.interpret))
 
+    def keeps(self, num_rows: int, num_blocks: int) -> bool:
+        return num_rows % EDGE == 0 and num_blocks <= MOST_BLOCKS
+
+    def kept(self, of_blocks: Array, of_all: Array, rule: KeepRule) -> Array:
+        return kept_blocks(of_blocks, of_all, rule, self.interpret)
+
     def weights(self, call: CodedCall) -> tuple[Array, Array]:
         batch, num_rows, heads, dim = call.q.shape
         keys, num_blocks = call.keys, call.keys.means.shape[1]
         interpreted = bool(self.interpret)
         dtype = jnp.float16 if interpreted else CODE  # no products of 8-bit numbers there
         codes, of_keys = call.codes.astype(dtype), keys.codes.astype(dtype)
-        means = jnp.pad(keys.means, ((0, 0), (0, -num_blocks % _GROUP), (0, 0), (0, 0)))
+        padded = -(-num_blocks // WEIGHT_BLOCKS) * WEIGHT_BLOCKS
+        means = jnp.pad(keys.means, ((0, 0), (0, padded - num_blocks), (0, 0), (0, 0)))
         inputs = {
             "q": call.q, "codes": codes, "keys": of_keys, "means": means,
             "units": call.units * (call.scale * LOG2E), "key_units": keys.units.swapaxes(1, 2),
@@ -70,7 +79,7 @@ class HopperCodedScores(CodedScores):
 
         kernel.__name__ = "coded_scores"
         outputs = {
-            "weights": jax.ShapeDtypeStruct((batch, heads, num_blocks, num_rows), jnp.float16),
+            "weights": jax.ShapeDtypeStruct((batch, heads, padded, num_rows), jnp.float16),
             "totals": jax.ShapeDtypeStruct((batch, heads, num_rows), jnp.float32),
         }
         memory = {
@@ -152,13 +161,17 @@ class _CodedRows:
             it = self.walk.item(n)
             rows = pl.ds(it.row_tile * _TILE_ROWS + warpgroup * ROWS, ROWS)
             own = pl.ds(warpgroup * ROWS, ROWS)
-            seen = self.walk.seen(it, rows)
+            # Loads in the loop over tiles would be waited for in each of its steps.
+            seen, uncut = self.walk.seen(it, rows), self.walk.uncut(it)
             row_units = plgpu.load(
                 refs["units"].at[it.batch, it.head, rows], layout=ROW_LAYOUT, optimized=False
             )
             (first, end), kv_head = self.walk.columns(it), lax.div(it.head, self.group)
             steps, groups = done
             plgpu.barrier_wait(bars["rows_full"])
+
+            def unit_of(tile: Array) -> Array:
+                return refs["key_units"][it.batch, kv_head, tile]
 
             def multiply(name: str, rows_of: str, slot: Array, shape: tuple, dtype: Any) -> Array:
                 plgpu.barrier_wait(bars[f"{name}_full"].at[slot])
@@ -168,9 +181,10 @@ class _CodedRows:
                 return found
 
             def score_tile(i: Array, state: tuple) -> tuple:
-                reference, total, of_means = state
+                reference, sums, key_unit, of_means = state
                 tile = end - 1 - i
-                unit = row_units * refs["key_units"][it.batch, kv_head, tile]
+                unit = row_units * key_unit
+                key_unit = unit_of(jnp.maximum(tile - 1, 0))  # in time for the next tile
 
                 def multiply_means(_: Array) -> Array:
                     slot = lax.rem(groups + self._group(i, end), 2)
@@ -185,31 +199,35 @@ class _CodedRows:
                 slot = lax.rem(steps + i, _STAGES)
                 products = multiply("keys", "codes", slot, (ROWS, TILE), jnp.float16)
 
-                def cut(products: Array) -> Array:
+                def whole(products: Array) -> tuple[Array, Array]:
+                    return offset + _estimate(products, unit), reference
+
+                def cut(products: Array) -> tuple[Array, Array]:
                     at = tile * TILE
                     masked = self.walk.mask(at, products.astype(jnp.float32), seen)
-                    whole = self.walk.sees_all(at, TILE, seen)
-                    return jnp.where(whole, _estimate(products, unit), _exact(masked, unit))
+                    inside = self.walk.sees_all(at, TILE, seen)
+                    weight = offset + jnp.where(
+                        inside, _estimate(products, unit), _exact(masked, unit)
+                    )
+                    first = jnp.maximum(weight, _LOWEST)
+                    return weight, jnp.where(reference > _LOWEST, reference, first)
 
-                weight = offset + lax.cond(
-                    self.walk.is_cut(it, tile), cut, lambda x: _estimate(x, unit), products
-                )
-                reference = jnp.where(reference > -jnp.inf, reference, weight)
-                base = jnp.where(reference > -jnp.inf, reference, 0.0)
+                weight, reference = lax.cond(self.walk.is_cut(uncut, tile), cut, whole, products)
                 of_block = refs["weights"].at[it.batch, it.head, tile, rows]
-                of_block[...] = (weight - base).astype(jnp.float16)
-                return reference, _log2_add(total, weight), of_means
+                of_block[...] = (weight - reference).astype(jnp.float16)
+                return reference, _add(sums, weight), key_unit, of_means
 
+            lowest, zero = (full((ROWS,), x, ROW_LAYOUT) for x in (_LOWEST, 0.0))
             start = (
-                full((ROWS,), -jnp.inf, ROW_LAYOUT),
-                full((ROWS,), -jnp.inf, ROW_LAYOUT),
+                lowest,
+                (lowest, zero),
+                unit_of(jnp.maximum(end - 1, 0)),
                 full((ROWS, _GROUP), 0.0, plgpu.Layout.WGMMA),
             )
-            reference, total, _ = lax.fori_loop(0, end - first, score_tile, start)
+            reference, (peak, total), _, _ = lax.fori_loop(0, end - first, score_tile, start)
             plgpu.barrier_arrive(bars["rows_free"])
-            refs["totals"].at[it.batch, it.head, rows][...] = total - jnp.where(
-                reference > -jnp.inf, reference, 0.0
-            )
+            of_all = peak - reference + jnp.log2(total)
+            refs["totals"].at[it.batch, it.head, rows][...] = of_all
             return self._after(done, first, end)
 
         lax.fori_loop(0, self.walk.count(), score_item, (jnp.int32(0),) * 2)
@@ -261,11 +279,12 @@ def _exact(logits: Array, unit: Array) -> Array:
     return base + jnp.log2(fold(jnp.add, terms).sum(axis=1))
 
 
-def _log2_add(x: Array, y: Array) -> Array:
-    """Returns log2(2^x + 2^y), -inf for -inf and -inf."""
-    top = jnp.maximum(x, y)
-    base = jnp.where(top > -jnp.inf, top, 0.0)
-    return base + jnp.log2(jnp.exp2(x - base) + jnp.exp2(y - base))
+def _add(sums: tuple[Array, Array], weight: Array) -> tuple[Array, Array]:
+    """Adds 2^weight to sums 2^peak * total, given and returned as (peak, total)."""
+    peak, total = sums
+    top = jnp.maximum(peak, weight)
+    term = jnp.exp2(jnp.minimum(peak, weight) - top)  # the smaller of both relative to the larger
+    return top, jnp.where(weight > peak, total * term + 1.0, total + term)
 
 
 def _reduce(combine: Callable[[Array, Array], Array], parts: list[Array]) -> Array:

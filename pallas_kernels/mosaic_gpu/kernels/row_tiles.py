@@ -76,10 +76,15 @@ class RowTiles:
             for name in names
         ]
 
-    def is_cut(self, it: Item, tile: Array) -> Array:
-        """Whether some row of a row tile does not see all of a column tile."""
-        cut = tile >= self._at("whole", it)
-        return cut if self.from_zero else cut | (tile < self._at("whole_from", it))
+    def uncut(self, it: Item) -> tuple[Array, Array]:
+        """Returns the range of column tiles that each row of a row tile sees all of."""
+        end = self._at("whole", it)
+        return jnp.int32(0) if self.from_zero else self._at("whole_from", it), end
+
+    def is_cut(self, uncut: tuple[Array, Array], tile: Array) -> Array:
+        """Whether a column tile is outside the range of `uncut`."""
+        first, end = uncut
+        return tile >= end if self.from_zero else (tile >= end) | (tile < first)
 
     def mask(self, first: Array, x: Array, seen: list[Array]) -> Array:
         """Sets what rows do not see of columns from `first` on to -inf."""

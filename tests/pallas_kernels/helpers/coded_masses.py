@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.coded import CodedKeys, CodedScores, encode_keys, encode_rows
+from pallas_kernels.coded import CodedKeys, CodedScores, KeepRule, encode_keys, encode_rows
+from pallas_kernels.index import bits as sets
 from tests.pallas_kernels.helpers.block_masses import expected
 
 SIZE = 128
@@ -101,3 +102,41 @@ def check_coded_masses_are_independent(kernels: CodedScores) -> None:
     np.testing.assert_array_equal(
         np.where(seen, found[1:, :, 5:18:2, 5:18], 0), np.where(seen, alone, 0)
     )
+
+
+def check_kept_blocks(kernels: CodedScores, sizes, tau=0.9, local=1, least=1, *, packed, ties):
+    """Compares the kept blocks of random weights with a rule in NumPy, for all bits."""
+    batch, heads, num_blocks, count, rows = sizes
+    rng = np.random.default_rng(num_blocks)
+    own = np.sort(rng.choice(num_blocks, count, replace=False))[None].astype(np.int32)
+    first = np.zeros((1, count), np.int32)
+    if packed:  # some rows are outside of documents
+        first = np.minimum(rng.integers(0, num_blocks, (batch, count)), own)
+        first = np.where(rng.random(first.shape) < 0.2, num_blocks, first).astype(np.int32)
+    forced_end = first + rng.integers(0, 3, first.shape, np.int32)
+    padded, width = -(-num_blocks // 64) * 64, count * rows
+    weights = rng.normal(size=(batch, heads, padded, -(-width // 256) * 256)) * 3
+    weights = (np.round(weights / 3) if ties else weights).astype(np.float16)
+    seen = np.arange(padded)[:, None] <= np.repeat(own[0], rows)
+    totals = np.full((batch, heads, weights.shape[-1]), -np.inf, np.float32)
+    of_rows = np.where(seen, np.exp2(weights[..., :width].astype(np.float64)), 0)
+    totals[..., :width] = np.log2(of_rows.sum(2))
+    share = np.full((1, count), round(tau * 2**15), np.int32)
+    rule = KeepRule(*map(jnp.asarray, (own, first, forced_end, share)), local, least, rows)
+    found = jax.jit(lambda *weights: kernels.kept(*weights, rule))(weights, totals)
+    found = np.asarray(sets.unpack(found, num_blocks))
+    numbers = np.arange(num_blocks)
+    for b, h, n in np.ndindex(batch, heads, count):
+        begin, end, forced_to = (x[b % len(x), n] for x in (first, own, forced_end))
+        at = slice(n * rows, (n + 1) * rows)
+        logs = weights[b, h, :num_blocks, at].astype(np.float32) - totals[b, h, at]
+        mass = np.exp2(logs) * np.float32(2**30 / rows) + np.float32(0.5)
+        visible = (numbers >= begin) & (numbers <= end)
+        mass = np.where(visible, mass.astype(np.int64).sum(1), 0)
+        kept = visible & ((numbers < forced_to) | (numbers > end - local))
+        target, reached = -(-mass.sum() * share[0, n] // 2**15), mass[kept].sum()
+        for block in sorted(numbers[visible & ~kept], key=lambda x: (-mass[x], x)):
+            if reached >= target or mass[block] < least:
+                break
+            kept[block], reached = True, reached + mass[block]
+        np.testing.assert_array_equal(found[b, h, n], kept)
