@@ -10,6 +10,7 @@ from typing import Any
 from mtraining_jax.config.kinds import ROPE_KIND
 from mtraining_jax.config.render import values_of
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, FIXED, FREE, read_hf_values
+from mtraining_jax.models.huggingface.peft import PEFT_CONFIG
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
@@ -40,9 +41,12 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
     if not os.path.exists(os.path.join(folder, CONFIG_FILE)):
         resume = "; a run that resumes from its own checkpoint does not need it: set"
         resume += " model.init_from = none and all sizes of the model"
-    lora = table.get("lora")
-    if isinstance(lora, dict) and lora.get("rank"):
-        resume = "; adapters always need it"
+        lora = table.get("lora")
+        if isinstance(lora, dict) and lora.get("rank"):
+            resume = "; adapters always need it"
+        if os.path.exists(os.path.join(folder, PEFT_CONFIG)):
+            way = f"set lora.init_from = {folder}, and model.init_from to their base"
+            raise UserError(f"{what} has adapters of PEFT; {way}")
     try:
         family = given.get("family")
         found = read_hf_values(folder, family if isinstance(family, str) else None)

@@ -22,6 +22,10 @@ _ELSEWHERE = {
     "gradient_checkpointing": "model.remat",
     "learning_rate": "optimizer.lr",
     "logging_steps": "run.log_interval",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
     "max_grad_norm": "optimizer.clip_norm",
     "max_length": "data.seq_len",
     "max_seq_length": "data.seq_len",
@@ -34,6 +38,7 @@ _ELSEWHERE = {
     "save_every": "checkpoint.interval",
     "save_steps": "checkpoint.interval",
     "save_total_limit": "checkpoint.keep",
+    "target_modules": "lora.targets",
     "warmup_ratio": "optimizer.warmup_steps",
 }
 

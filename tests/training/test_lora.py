@@ -145,6 +145,7 @@ def test_a_run_resumes_exactly_exports_and_loads(config):
         ({"lora": {"init_from": "x"}}, "cannot read x/adapter_config.json: No such file"),
         ({"optimizer": {"trainable": ["self_attn"]}}, "cannot be combined with lora.rank = 4"),
         ({"model": {"init_from": "missing"}}, "adapters always need it"),
+        ({"lora": {"target_modules": ["x"]}}, "is not a field; did you mean lora.targets?"),
     ],
 )  # fmt: skip
 def test_bad_fields(config, sections, message):
@@ -172,3 +173,9 @@ def test_bad_adapters(config, tmp_path, fields, message):
     with pytest.raises(UserError, match=re.escape(message)) as error:
         adapted(config, lora={"init_from": str(tmp_path)})
     assert "\n" not in str(error.value)
+
+
+def test_adapters_are_not_a_checkpoint(config, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has adapters of PEFT; set lora.init_from = .* their base"):
+        adapted(config, model={"init_from": str(tmp_path)})
