@@ -32,14 +32,15 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
             "data.tokenizer to the tokenizer that the checkpoint was trained with"
         )
     pattern, seq_len = config.sparsity.pattern, config.data.seq_len
-    if config.data.has_documents and seq_len < (least := pattern.shortest_sparse_document()):
+    least = pattern.shortest_sparse_document() if config.data.has_documents else 0
+    if seq_len < least:
         own = "min_sparse_tokens" in vars(pattern)
         found.append(
             f"all documents use dense attention, because data.seq_len = {seq_len} is less than "
             f"{least} tokens; for sparse attention set "
             f"sparsity.{'min_sparse_tokens' if own else pattern.budget_field} lower"
         )
-    sparse = pattern.sparse and not config.dense_steps.count()
+    sparse = pattern.sparse and seq_len >= least and not config.dense_steps.count()
     if config.checkpoint.export_hf and sparse:
         tenth = "N" if config.run.epochs is not None else max(1, config.run.steps // 10)
         # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).

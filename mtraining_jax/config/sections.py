@@ -232,7 +232,7 @@ class EvalConfig:
     interval: NonNegativeInt = 0
     """Evaluate every N steps and after the last step; 0 disables."""
     num_batches: PositiveInt = 8
-    """Batches per evaluation, the same every time."""
+    """Batches per evaluation, the same every time; fewer if the data has fewer."""
     attention: Literal["same", "dense", "both"] = "same"
     """same: with the sparse pattern of training; dense: with all pairs; both: report both losses. A
     run with dense attention is evaluated once in any case."""

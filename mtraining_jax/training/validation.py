@@ -43,15 +43,17 @@ class Evaluator:
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
         self.loader = loader = self._batches.loader
-        wanted = config.eval.num_batches * evaluation.data.batch_size
-        if wanted > loader.num_sequences:
+        batch_size, asked = evaluation.data.batch_size, config.eval.num_batches
+        self._num_batches = min(asked, loader.num_sequences // batch_size)
+        if not self._num_batches:
             self.close()
             raise UserError(
-                f"eval.num_batches = {config.eval.num_batches} with eval.data.batch_size = "
-                f"{evaluation.data.batch_size} needs {wanted} sequences, but eval.data has only "
-                f"{loader.num_sequences} of {evaluation.data.seq_len} tokens; reduce "
-                "eval.num_batches"
+                f"eval.data has only {loader.num_sequences} of the {batch_size} sequences of "
+                f"{evaluation.data.seq_len} tokens in a batch; reduce eval.data.batch_size"
             )
+        self.description = loader.description
+        if self._num_batches < asked:
+            self.description += f"; {self._num_batches} of eval.num_batches = {asked} batches"
         self._begin = loader.get_state()
         self._programs: dict[str, Any] = {}  # jitted, until `compile`
         for name, pattern in _patterns(config, evaluation).items():
@@ -69,7 +71,8 @@ class Evaluator:
         batch = next(self._batches)
         for name, function in self._programs.items():
             self._programs[name] = function.lower(state.model, batch).compile()
-            check_memory(self._programs[name], devices, "the evaluation on validation data")
+            what = "the evaluation on validation data"
+            check_memory(self._programs[name], devices, what, is_step=False)
 
     def measure(self, state: TrainState, after_batch: Callable[[], None] = lambda: None) -> Record:
         """Evaluates a state, without changing it; `after_batch` is called after each batch."""
@@ -78,7 +81,7 @@ class Evaluator:
         found: dict[str, list[Any]] = {name: [] for name in self._programs}
         sequences = []  # of each row
         try:
-            for _ in range(self._config.eval.num_batches):
+            for _ in range(self._num_batches):
                 batch = next(self._batches)
                 sequences.append(self.loader.sequences)
                 before = [sums[-1] for sums in found.values() if sums]

@@ -1,5 +1,6 @@
 """Validation loss during training."""
 
+import dataclasses
 import shutil
 
 import jax
@@ -108,12 +109,23 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     assert first["eval_loss_dense_by_position"][2] == pytest.approx(third, rel=1e-5)
 
 
+def test_all_validation_data_is_read_if_it_has_fewer_batches(held_out, capsys):
+    all_of_it, more = (
+        run(changed(held_out, run={"name": str(n), "steps": 2}, eval={"num_batches": n}))[1]
+        for n in (3, 4)
+    )
+    assert more["eval_loss"] == all_of_it["eval_loss"]
+    assert "; 3 of eval.num_batches = 4 batches" in capsys.readouterr().out
+
+
 def test_too_little_validation_data_is_refused(held_out):
+    data = changed(held_out, data={"seq_len": 64, "batch_size": 10}).data
+    data = dataclasses.replace(data, source_options=held_out.eval.data.source_options)
     with pytest.raises(UserError) as error:
-        run(changed(held_out, eval={"num_batches": 4}))
+        run(changed(held_out, eval={"data": data}))
     assert str(error.value) == (
-        "eval.num_batches = 4 with eval.data.batch_size = 3 needs 12 sequences, but eval.data has "
-        "only 9 of 64 tokens; reduce eval.num_batches"
+        "eval.data has only 9 of the 10 sequences of 64 tokens in a batch; reduce "
+        "eval.data.batch_size"
     )
     data = changed(held_out, data={"paths": ("nowhere.npy",)}).data
     with pytest.raises(UserError, match='^eval.data.paths: "nowhere.npy" does not exist'):

@@ -74,7 +74,7 @@ class Trainer:
         if config.eval.interval:
             self._evaluator = opened.enter_context(closing(Evaluator(config, builder, mesh)))
             check_same_data(self._evaluator.loader.identity, "eval.data")
-            validation = self._evaluator.loader.description
+            validation = self._evaluator.description
         first = distributed.is_first()
         self._profile = ProfileWindow(config.profile, config.run.folder / "profile", first)
         opened.callback(self._profile.end)
