@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from mtraining_jax.config import Config, config_of_model
 from mtraining_jax.config.renamed import with_current_names
@@ -19,7 +19,7 @@ from mtraining_jax.models.huggingface.peft import PEFT_CONFIG, read_peft_config
 from mtraining_jax.models.huggingface.read import check_base, load_parameters, load_peft
 from mtraining_jax.models.lora.adapters import is_adapter
 from mtraining_jax.models.parameters import LAYERS
-from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.sharding import named_shapes, parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
@@ -212,13 +212,7 @@ def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], str]:
 def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh: Mesh) -> nnx.State:
     """Reads the parameters of a run, a Hugging Face checkpoint, or adapters and their base."""
     shardings, model = param_shardings(spec, mesh, config.parallel.fsdp), config.model
-    names = parameter_names(shardings)
-
-    def stored(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    leaves = jax.tree.leaves(jax.tree.map(stored, abstract_state(spec), shardings))
-    wanted = dict(zip(jax.tree.leaves(names), leaves, strict=True))
+    wanted = named_shapes(abstract_state(spec), shardings)
     saved, base, found = wanted, {}, {}
     if step is None or spec.lora is not None:
         if model.init_from is None:  # not of a Hugging Face checkpoint
@@ -236,7 +230,8 @@ def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh:
         check_base(folder / CHECKPOINTS_NAME / str(step), needed, base)
     elif saved:
         found = load_peft(folder, spec, saved, base)
-    return jax.tree.map(lambda name: (found | base)[name], names)
+    found |= base
+    return jax.tree.map(lambda name: found[name], parameter_names(shardings))
 
 
 def _find_tokenizer(

@@ -45,6 +45,13 @@ def parameter_names(state: Any) -> Any:
     return jax.tree.map_with_path(dotted, state)
 
 
+def named_shapes(state: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of each parameter by dotted name."""
+    names, leaves = jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state)
+    context = zip(names, leaves, jax.tree.leaves(shardings), strict=True)
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for name, x, s in context}
+
+
 def state_shardings(state: nnx.State, table: ParamTable, mesh: Mesh, fsdp: bool) -> nnx.State:
     """The `NamedSharding` of every parameter; warns of matrices that FSDP cannot shard."""
     specs = {name: parameter_spec(x, mesh, fsdp) for name, x in table.items()}

@@ -43,7 +43,8 @@ def make_train_step(
     all micro-batches and devices, or the mean over documents of their means (`loss.weighting`).
     Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. A step with a
     loss or gradient norm that is not finite is skipped and counted: parameters and optimizer state
-    stay unchanged, as they do in a batch without labels, of loss 0. With `audited`, attention is measured in every step, as `[audit]` says.
+    stay unchanged, as they do in a batch without labels, of loss 0. With `audited`, attention is
+    measured in every step, as `[audit]` says.
 
     The batch is that of `DeviceBatches`, optionally with `mass_fraction` int32 [B, L], of each
     layer for each sequence, as in `SelectionContext`.

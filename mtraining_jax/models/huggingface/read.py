@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
 from mtraining_jax.models.huggingface.checksums import digest
 from mtraining_jax.models.huggingface.config import check_same_model, read_json
 from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, checkpoint_tensors
 from mtraining_jax.models.huggingface.peft import BASE_DIGEST, PEFT_FILE, adapter_tensors, is_shared
-from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.models.sharding import named_shapes, parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
 from mtraining_jax.utils.errors import UserError
@@ -53,11 +53,9 @@ def load_hf(
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, wanted)
-    names = parameter_names(wanted)
-    leaves = jax.tree.map(_with_sharding, wanted, shardings)
-    by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(leaves), strict=True))
-    loaded = load_parameters(directory, config, by_name, override=override)
-    return jax.tree.map(lambda name: loaded[name], names)
+    shapes = named_shapes(wanted, shardings)
+    loaded = load_parameters(directory, config, shapes, override=override)
+    return jax.tree.map(lambda name: loaded[name], parameter_names(wanted))
 
 
 def load_parameters(
@@ -104,10 +102,6 @@ def check_base(path: str | Path, needed: str | None, base: Mapping[str, Array]) 
             f"but model.init_from has {found}; set model.init_from to the folder that the adapters "
             "were trained from"
         )
-
-
-def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 class Tensors:
