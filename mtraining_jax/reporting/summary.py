@@ -1,8 +1,6 @@
 """The lines that a run prints at its end: results and commands to continue with."""
 
-import os
 import shlex
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +8,7 @@ import numpy as np
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.record import Record, note_on_density, rate
-from mtraining_jax.utils.text import counted
+from mtraining_jax.utils.text import command_with, counted
 
 
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
@@ -87,19 +85,9 @@ def _next_steps(config: Config, done: int) -> list[str]:
 
 
 def _command(options: str) -> str:
-    names = {option.partition("=")[0] for option in shlex.split(options)}
-    if "--run.steps" in names:
-        # resume = false would start from scratch.
-        names |= {"--checkpoint.resume", "--run.epochs"}
-    kept, rest = [], list(sys.argv)
-    while rest:
-        argument = rest.pop(0)
-        if argument.partition("=")[0] not in names:
-            kept.append(argument)
-        elif "=" not in argument and rest and not rest[0].startswith("--"):
-            rest.pop(0)  # its value
-    prefix = "uv run" if "UV" in os.environ else "python"
-    return f"{prefix} {shlex.join(kept)} {options}"
+    # resume = false would start from scratch.
+    without = ("--checkpoint.resume", "--run.epochs") if "--run.steps=" in options else ()
+    return command_with(shlex.split(options), without)
 
 
 def _after_warm_up(history: History) -> list[Record]:

@@ -1,5 +1,10 @@
 """Plural forms, and printing of long texts."""
 
+import os
+import shlex
+import sys
+from collections.abc import Collection, Iterable
+
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import redirect_to_devnull
 
@@ -22,6 +27,25 @@ def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` around `value` as text: `1536 or 2048`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+def command_with(options: Iterable[str], without: Collection[str] = ()) -> str:
+    """The command of this process with other options, and without some.
+
+    Args:
+        options: as `--section.field=value`; they replace those of the same name.
+        without: names of options, with dashes.
+    """
+    options = list(options)
+    names = {option.partition("=")[0] for option in options}.union(without)
+    kept, rest = [], list(sys.argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument.partition("=")[0] not in names:
+            kept.append(argument)
+        elif "=" not in argument and rest and not rest[0].startswith("--"):
+            rest.pop(0)  # its value
+    return f"{'uv run' if 'UV' in os.environ else 'python'} {shlex.join([*kept, *options])}"
 
 
 def print_text(text: str) -> int:
