@@ -23,8 +23,8 @@ usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
                    status 1 if the run does not fit. MODE: compile compiles the training step for
                    its GPU mesh, even on a machine without GPUs; estimate uses formulas; auto
                    (default) compiles if the CUDA plugin of JAX is installed
-  --dry-run-gpu=GPU  GPU type for the dry run: h200 (default), h100 (80 GB) or a100-40gb (times of
-                   the last two are not based on measurements)
+  --dry-run-gpu=GPU  GPU type for the dry run: h200 (default), h100-80gb, or, as forecasts from
+                   published peak rates, {gpus}
   --print-config   print the resolved configuration as TOML and exit
   --version        print the version and exit
   --help [SECTION] print this help, or the fields of one section, and exit; the options of a
@@ -63,7 +63,8 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         parser.add_argument(f"--{name}", action="store_true")
     options = parse_with_overrides(parser, arguments)
     if options.help is not None:
-        usage = "" if options.help else _USAGE.format(names=", ".join(available_configs())) + "\n"
+        names, gpus = ", ".join(available_configs()), ", ".join(list(GPUS)[2:])
+        usage = "" if options.help else _USAGE.format(names=names, gpus=gpus) + "\n"
         fields = fields_with(options.config, options.overrides)
         return print_text(usage + help_text(fields, options.help or None))
     if options.version:
@@ -86,8 +87,8 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     try:
         run(config, signals)
     except DoesNotFit as error:
-        from mtraining_jax.planning.dry_run import way_to_fit
+        from mtraining_jax.planning.dry_run import ways_after
 
-        error.args = (f"{error}; {way_to_fit(config, error.excess)}",)
+        error.args = (f"{error}; {ways_after(error, config)}",)
         raise
     return 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,12 @@ def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
     """Lowers the training step, with its kernels, for the GPU mesh of the run."""
     assert gpu.target_config is not None
     parallel = config.parallel
+    target = (Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8")
+    for field, value in gpu.target_changes:
+        target = re.sub(rf"\b{field}: .*", f"{field}: {value}", target)
     topology = topologies.get_topology_desc(
         platform="cuda",
-        target_config=(Path(__file__).parent / gpu.target_config).read_text(encoding="utf-8"),
+        target_config=target,
         topology=f"1x{parallel.replicas * parallel.nodes}x{parallel.devices_per_node}",
     )
     mesh = make_mesh(*config.mesh_shape, devices=topology.devices)

@@ -16,7 +16,7 @@ from mtraining_jax.cost_model.kernel_times import (
 from mtraining_jax.models.lora.adapters import FACTORS
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
-from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_tokens
+from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_tokens, offloaded
 
 # Reads and writes of the inputs and outputs of adapters, counted in their products: 4.0 for
 # Qwen2.5-3B, 5.0 for Qwen3-8B. The same count explained 0.84 s of a step of 5.71 s when gate and up
@@ -84,14 +84,18 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
             scoring = pattern_costs.scoring_share(settings) * dense - products
             coded = pattern_costs.reads_coded_keys(settings) and gpu.backend == "mosaic_gpu"
             speedup = CODED_SPEEDUP if coded else 1.0
-            scoring += max(products, softmax * pairs / SCORES_PER_SECOND) / speedup
-            selection = indices * gpu.index_seconds + scoring / gpu.forward_share
+            exponentials = softmax * pairs / (SCORES_PER_SECOND * gpu.scores_share)
+            scoring = scoring / gpu.forward_share
+            scoring += max(products / gpu.forward_share, exponentials) / speedup
+            selection = indices * gpu.index_seconds + scoring
             result["index selection"] = selection / devices
         else:
             result["building work lists"] = indices * gpu.lists_seconds / devices
     if kept := kept_mlp_products(config):
         # Each is copied into the stack of all layers and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept * model.num_layers * micro_batches / gpu.copy_bytes
+    if host := offloaded(config):
+        result["offloaded activations"] = 2 * host * micro_batches / gpu.offload_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
     # A frozen base takes no part in it.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients

@@ -13,24 +13,18 @@ from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
-from mtraining_jax.planning.hardware import H200, Gpu
+from mtraining_jax.planning.fitting import Proposal, fastest, other_runs
+from mtraining_jax.planning.hardware import GPUS, H200, Gpu
 from mtraining_jax.planning.memory import Memory, estimate_memory, offloaded, planned_state
-from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import toml_value
-from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, host_memory
+from mtraining_jax.utils.errors import DoesNotFit, UserError
+from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, free_host_memory, host_memory
+from mtraining_jax.utils.text import command_with
 
 _GIB = 2**30
-# Section, field, value and effect.
-_Change = tuple[str, str, bool | int | str, str]
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it
-# Values of model.remat, from most memory to least.
-_REMAT = {
-    "none": "",
-    "mlp": "recompute half of the MLP",
-    "attention": "recompute layers except their attention",
-    "attention_offload": "the same as attention, with layer inputs offloaded to host memory",
-    "full": "recompute entire layers, including attention",
-}
+# Part of the memory that proposals leave free if possible, as formulas are not exact.
+_SPARE = 0.03
+_FASTER = 0.99  # of the predicted time, to be worth a line
 
 
 def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
@@ -71,7 +65,21 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
         how += f"; for a {largest}, which needs the most"
     pairs = planned_pairs(config, opened)
     print(*report(config, gpu, memory, how, pairs, compiled.get(largest)), sep="\n")
-    return 0 if memory.total <= available(config, gpu) else 1
+    free, program = available(config, gpu), programs[largest]
+    most = free - memory.total + estimate_memory(program).total  # as formulas count
+    if program is not config:
+        pairs = dataclasses.replace(pairs, density=1.0)
+    if memory.total > free:
+        above = f"{(memory.total - free) / _GIB:.1f} GiB"
+        print(f"\nthe run exceeds the memory of a device by {above};")
+        limit = free if compiled else None
+        print(*ways_to_fit(program, gpu, most, pairs=pairs, compiled_for=limit), sep="\n")
+        return 1
+    best = propose(program, gpu, most, pairs=pairs)
+    now = sum(seconds(program, gpu, memory, count_flops(program, pairs)).values())
+    if best is not None and best.timed and best.cost < _FASTER * now:
+        print(f"\nfaster, by formulas ({best.describe()}): {_command(best)}")
+    return 0
 
 
 def _mixed(config: Config) -> bool:
@@ -133,11 +141,6 @@ def report(
     yield from _flop_lines(config, flops, pairs)
     yield ""
     yield from _time_lines(config, gpu, memory, flops, pairs)
-    if (excess := memory.total - available(config, gpu)) > 0:
-        yield ""
-        above = f"{excess / _GIB:.1f} GiB"
-        yield f"the run exceeds the memory of a device by {above}; {way_to_fit(config, excess)}"
-        yield from _advice(config)
 
 
 def _memory_lines(
@@ -199,7 +202,7 @@ def _time_lines(
     mfu = flops.model / (total * config.devices * PEAK_BF16_FLOPS[gpu.kind])
     what = "an ESTIMATE from rates of its parts, not a measurement"
     if gpu.forecast is not None:
-        what = f"a FORECAST from rates that were not measured:\n  {gpu.forecast}"
+        what = f"a FORECAST from rates that were not all measured:\n  {gpu.forecast}"
     yield f"{_step(config)} time in seconds: {what}"
     for name, value in parts.items():
         yield f"  {name:<20} {value:6.2f}"
@@ -217,61 +220,74 @@ def _time_lines(
         yield "  assumed: the network between nodes is as fast as the links within a node"
 
 
-def _advice(config: Config) -> Iterator[str]:
-    """Describes the single options that save memory."""
-    now = estimate_memory(config).total
-    for change in _reductions(config):
-        saved = (now - estimate_memory(_with(config, change)).total) / _GIB
-        if round(saved, 1) > 0:
-            yield f"  {_option(change)}: {saved:.1f} GiB less; {change[3]}"
+def ways_to_fit(
+    config: Config,
+    gpu: Gpu,
+    most: int,
+    *,
+    host: int | None = None,
+    pairs: Pairs | None = None,
+    compiled_for: int | None = None,
+) -> Iterator[str]:
+    """Yields the lines of one sentence: settings or runs that fit, with commands.
 
-
-def way_to_fit(config: Config, excess: int) -> str:
-    """Names the first options that together save `excess` bytes of a device, by formulas."""
-    most, changes = estimate_memory(config).total - excess, list(_reductions(config))
-    for number in range(1, len(changes) + 1):
-        needed = changes[:number]
-        if estimate_memory(_with(config, *needed)).total > most:
-            continue
-        for change in changes[:number]:
-            others = [x for x in needed if x is not change]
-            if estimate_memory(_with(config, *others)).total <= most:
-                needed = others
-        return f"it fits with {' '.join(map(_option, needed))}, by formulas"
-    more = "more devices or " if config.parallel.cpu_devices is None else ""
-    return f"no option is enough: use {more}a shorter data.seq_len"
-
-
-def _option(change: _Change) -> str:
-    section, field, value, _ = change
-    return f"--{section}.{field}={toml_value(value) if isinstance(value, bool) else value}"
-
-
-def _with(config: Config, *changes: _Change) -> Config:
-    for section, field, value, _ in changes:
-        part = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: part})
-    return config
-
-
-def _reductions(config: Config) -> Iterator[_Change]:
-    """Yields changes that may reduce memory."""
-    parallel, model = config.parallel, config.model
-    if not parallel.fsdp and config.devices > 1:
-        yield "parallel", "fsdp", True, "shard parameters and moments"
-    if model.mlp_kept_chunks:
-        yield "model", "mlp_kept_chunks", 0, "recompute the MLP for all tokens"
+    Args:
+        config: the run that does not fit.
+        gpu: its GPUs.
+        most: bytes of memory of a device, for the formulas.
+        host: bytes of host memory for each device; None for no limit.
+        pairs: computed pairs, if they are known.
+        compiled_for: compile the settings for devices with so many bytes; None: only formulas.
+    """
+    best, how = propose(config, gpu, most, host, pairs), "by formulas"
+    while best is not None and compiled_for is not None:
+        print(f"compiling with {' '.join(best.options)} ...", flush=True)
+        excess = (peak := compile_step(best.config, gpu).peak) - compiled_for
+        if excess <= 0:
+            best, how = dataclasses.replace(best, memory=peak), "as compiled"
+            break
+        best = propose(config, gpu, best.memory - excess - 1, host, pairs)
+    unlimited = propose(config, gpu, most, None, pairs) if host is not None else best
+    if unlimited is not None and unlimited != best and unlimited.host > (host or 0):
+        needed, free = unlimited.host / _GIB, (host or 0) / _GIB
+        yield f"{' '.join(unlimited.options)} needs {needed:.1f} GiB of host memory per device,"
+        yield f"of which {free:.1f} are free;"
+    if best is not None:
+        yield f"it fits, {how}, with"
+        yield f"  {_command(best)}"
+        yield f"  ({best.describe()})"
+        return
+    others = list(other_runs(config, gpu, int(most * (1 - _SPARE)), host=host))
+    if others:
+        yield "no settings with the same results fit, by formulas, but other runs do:"
+        for what, other in others:
+            yield f"  {_command(other)}"
+            yield f"  ({what}: {other.describe()})"
     else:
-        for remat in list(_REMAT)[list(_REMAT).index(model.remat) + 1 :]:
-            yield "model", "remat", remat, _REMAT[remat]
-    if model.mlp_chunk_size > 4096:
-        yield "model", "mlp_chunk_size", model.mlp_chunk_size // 4, "smaller MLP activations"
-    if config.local_rows > 1:
-        steps = config.data.batch_size // parallel.replicas
-        yield "optimizer", "accumulation_steps", steps, "one sequence at a time"
-    if config.loss.chunk_size > 256:
-        yield "loss", "chunk_size", config.loss.chunk_size // 4, "fewer logits at a time"
-    # Virtual devices share the memory of the host.
-    if parallel.cpu_devices is None and config.data.seq_len % (2 * config.sequence_unit) == 0:
-        twice = 2 * parallel.devices_per_node
-        yield "parallel", "devices_per_node", twice, "twice as many devices per sequence"
+        yield "no settings fit: use more devices or a shorter data.seq_len"
+
+
+def ways_after(error: DoesNotFit, config: Config) -> str:
+    """What fits on the devices of this process, as the end of a sentence about a run."""
+    if error.excess is None and error.free is None:
+        return "use parallel.fsdp=true, more devices per sequence or a smaller model.mlp_chunk_size"
+    most = error.free
+    if error.excess is not None:
+        most = estimate_memory(config).total - error.excess
+    local, kinds = jax.local_devices(), {gpu.kind: gpu for gpu in GPUS.values()}
+    host = free_host_memory() // max(len(local), config.parallel.devices_per_node)
+    gpu = kinds.get(local[0].device_kind, H200)
+    return " ".join(line.strip() for line in ways_to_fit(config, gpu, most or 0, host=host))
+
+
+def propose(
+    config: Config, gpu: Gpu, most: int, host: int | None = None, pairs: Pairs | None = None
+) -> Proposal | None:
+    """`fastest`, with some memory to spare if possible."""
+    limits = (int(most * (1 - _SPARE)), most)
+    found = (fastest(config, gpu, limit, host=host, pairs=pairs) for limit in limits)
+    return next((x for x in found if x is not None), None)
+
+
+def _command(proposal: Proposal) -> str:
+    return command_with(proposal.options, without=("--dry-run", "--dry-run-gpu"))

@@ -20,7 +20,7 @@ from mtraining_jax.training.state import StateBuilder
 # (docs/design/step-time-and-memory.md):
 # [tokens, hidden_size] in a layer's backward pass, [chunk tokens, intermediate_size] in its MLP,
 # and [tokens, hidden_size] around the output layer.
-_WIDE_ARRAYS = 13
+_WIDE_ARRAYS = 10
 _MLP_ARRAYS = 6
 _HEAD_ARRAYS = 4
 # [tokens, num_heads * head_dim] per copy of the queries that a pattern makes (MoBA): with bf16, 5.8
@@ -30,13 +30,19 @@ _COPY_ARRAYS = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device."""
+class StateBytes:
+    """Bytes of the training state on one device."""
 
     base: int  # frozen base of adapters, local shards in the compute dtype
     parameters: int  # local shards, fp32
     optimizer: int  # both moments
     gradients: int  # of trainable parameters, fp32
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory(StateBytes):
+    """Bytes on one device."""
+
     kept: int  # activations of all layers kept for the backward pass
     index: int  # sparse indices of all layers and the work lists of one
     workspace: int  # temporary buffers
@@ -57,22 +63,33 @@ def planned_state(config: Config) -> StateBuilder:
     return StateBuilder(config, mesh)
 
 
-def estimate_memory(config: Config) -> Memory:
-    """Estimates the memory of one device in a step without compiling."""
-    builder, num_layers = planned_state(config), config.model.num_layers
+def state_bytes(config: Config) -> StateBytes:
+    """Counts the training state, which depends on the model and on how it is sharded."""
+    builder = planned_state(config)
     state = builder.abstract()
-    gradients = shard_bytes(builder.split(state.parameters)[0])
-    # The update keeps old values until the new ones are known to be finite.
-    update = gradients + (0 if state.base else 4 * head_products(config))
-    index_layers = 1 if config.model.remat == "full" else num_layers
-    return Memory(
+    return StateBytes(
         base=shard_bytes(state.base),
         parameters=shard_bytes(state.parameters),
         optimizer=shard_bytes(state.opt_state),
-        gradients=gradients,
-        kept=num_layers * _kept(config),
-        index=index_layers * index_bytes(config) + _work_lists(config),
-        workspace=max(_layer(config), _loss(config), update),
+        gradients=shard_bytes(builder.split(state.parameters)[0]),
+    )
+
+
+def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
+    """Estimates the memory of one device in a step without compiling; `state` if it is known."""
+    state = state_bytes(config) if state is None else state
+    num_layers, gradients = config.model.num_layers, state.gradients
+    index_layers = 1 if config.model.remat == "full" else num_layers
+    kept, index = num_layers * _kept(config), index_layers * index_bytes(config)
+    index += _work_lists(config)
+    # The loss comes before the layers' gradients. The update comes after activations; it keeps old
+    # values until the new ones are known to be finite.
+    update = gradients + (0 if state.base else 4 * head_products(config))
+    return Memory(
+        **dataclasses.asdict(state),
+        kept=kept,
+        index=index,
+        workspace=max(_layer(config), _loss(config) - gradients, update - kept - index),
     )
 
 
@@ -153,6 +170,7 @@ def _layer(config: Config) -> int:
     chunk = max(min(tokens, model.mlp_chunk_size), kept_mlp_tokens(config))
     if model.remat == "none":
         chunk = tokens
+    ring = _ring_tokens(config) * 2 * model.num_kv_heads * model.head_dim * (size + 4)
     mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
     # Gathered matrices, their gradients, and the sums of the MLP's gradients over chunks.
     products = layer_products(config)
@@ -161,7 +179,16 @@ def _layer(config: Config) -> int:
     matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))
     num_blocks = config.data.seq_len // config.sparsity.block_size
     copies = pattern_costs.query_copies(config.sparsity.pattern, num_blocks)
-    return wide + mlp + matrices + _COPY_ARRAYS * copies * tokens * queries * size
+    return wide + ring + mlp + matrices + _COPY_ARRAYS * copies * tokens * queries * size
+
+
+def _ring_tokens(config: Config) -> int:
+    """Tokens from other devices with keys, values and their fp32 gradients in memory."""
+    if config.ranks == 1:
+        return 0
+    if config.parallel.ring == "gather":
+        return config.local_tokens * config.parallel.devices_per_node
+    return 2 * config.local_tokens
 
 
 def _loss(config: Config) -> int:

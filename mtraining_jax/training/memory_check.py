@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from mtraining_jax.utils.errors import DoesNotFit, UserError
-from mtraining_jax.utils.jax_platform import host_memory
+from mtraining_jax.utils.jax_platform import free_host_memory, host_memory
 
 _WIDTH = 1 << 18  # row length, in 4-byte numbers, of a trial allocation
 
@@ -26,9 +26,12 @@ def check_memory(
     devices: Iterable[Any],
     what: str = "a training step",
     *,
+    is_step: bool = True,
     take: Callable[[int, Any], None] = allocate,
 ) -> None:
     """Stops a run if a program (a `jax.stages.Compiled`, named `what`) would run out of memory.
+
+    `is_step` says that the dry run predicts its memory, so that settings which fit are known.
 
     On several GPUs such a step does not fail cleanly: one device has no memory, and the others
     wait for it in a collective forever. Devices without memory statistics are assumed to have
@@ -39,7 +42,16 @@ def check_memory(
         return
     devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    _check_room(needed, devices, what, " in addition to parameters and optimizer state")
+    _check_room(needed, devices, what, is_step)
+    on_gpus = sum(device.platform != "cpu" for device in devices)
+    pinned = on_gpus * sizes.host_temp_size_in_bytes
+    if pinned > (free := free_host_memory()):
+        left = min((left for _, left, _ in _memory_of(devices)), default=needed)
+        raise DoesNotFit(
+            f"{what} needs {_gib(pinned)} of host memory for offloaded activations, but this "
+            f"machine has only {_gib(free)} free of {_gib(host_memory())}",
+            excess=needed - left if is_step else None,
+        )
     # XLA allocates temporary memory as one block, and free memory may be fragmented.
     block = sizes.temp_size_in_bytes
     for device, left, _ in _memory_of(devices):
@@ -60,7 +72,7 @@ def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
     """Stops a run if a state of `jax.ShapeDtypeStruct` would not fit, before it is created."""
     # Otherwise the operating system may kill the process without a message.
     what = "the training state (parameters and Adam moments)"
-    _check_room(shard_bytes(state), list(devices), what, "")
+    _check_room(shard_bytes(state), list(devices), what)
 
 
 def shard_bytes(tree: Any) -> int:
@@ -70,20 +82,27 @@ def shard_bytes(tree: Any) -> int:
     )
 
 
-def _check_room(needed: int, devices: list[Any], what: str, extra: str) -> None:
+def _check_room(needed: int, devices: list[Any], what: str, is_step: bool | None = None) -> None:
+    """Raises DoesNotFit; `is_step` None: for a state."""
+    extra = "" if is_step is None else " in addition to parameters and optimizer state"
+
+    def error(text: str, left: int) -> DoesNotFit:
+        excess = needed - left if is_step else None
+        return DoesNotFit(text, excess=excess, free=left if is_step is None else None)
+
     on_host = sum(device.platform == "cpu" for device in devices)
     if on_host * needed > host_memory():
-        raise DoesNotFit(
+        raise error(
             f"{what} needs {_gib(needed)} on each of {on_host} CPU devices{extra}, but this "
             f"machine has {_gib(host_memory())} in total",
-            needed - host_memory() // on_host,
+            host_memory() // on_host,
         )
     for device, left, limit in _memory_of(devices):
         if needed > left:
-            raise DoesNotFit(
+            raise error(
                 f"{what} needs {_gib(needed)} on each device{extra}, but {device} has only "
                 f"{_gib(left)} free of {_gib(limit)}",
-                needed - left,
+                left,
             )
 
 

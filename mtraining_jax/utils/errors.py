@@ -14,11 +14,15 @@ class UserError(ValueError):
 
 
 class DoesNotFit(UserError):
-    """A program or state that needs `excess` bytes more than a device has."""
+    """A program or state that needs more memory than there is.
 
-    def __init__(self, what: str, excess: int) -> None:
-        super().__init__(f"{what}; run the same command with --dry-run to see what reduces it")
-        self.excess = excess
+    `excess` are bytes of a device that a training step lacks, of the host if negative; `free` are
+    all bytes that a device has for state and step. None if they are unknown.
+    """
+
+    def __init__(self, what: str, *, excess: int | None = None, free: int | None = None) -> None:
+        super().__init__(what)
+        self.excess, self.free = excess, free
 
 
 def print_error(error: UserError) -> int:

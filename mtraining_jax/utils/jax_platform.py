@@ -1,6 +1,7 @@
 """Configures the devices and memory of JAX before it starts."""
 
 import os
+import re
 from pathlib import Path
 
 from mtraining_jax.utils.errors import UserError
@@ -9,6 +10,7 @@ from mtraining_jax.utils.errors import UserError
 MEMORY_FRACTION = 0.92
 # Memory limit of the container (Linux).
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def host_memory() -> int:
@@ -19,6 +21,26 @@ def host_memory() -> int:
     except OSError:
         return whole
     return min(whole, int(limit)) if limit.isdecimal() else whole
+
+
+def free_host_memory() -> int:
+    """Bytes of host memory that are available, or up to the container's limit if fewer."""
+    whole, folder = host_memory(), _CGROUP_LIMIT.parent
+    available = _number(_MEMINFO, "MemAvailable:")
+    free = whole if available is None else min(whole, 1024 * available)
+    if (used := _number(folder / "memory.current", "")) is None:
+        return free
+    # A container's cached files can be evicted.
+    return min(free, whole - used + (_number(folder / "memory.stat", "inactive_file") or 0))
+
+
+def _number(path: Path, name: str) -> int | None:
+    """The number after a name at the beginning of a line of a file of the system."""
+    try:
+        found = re.search(rf"^{name} *(\d+)", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 def set_platform(cpu_devices: int | None) -> None:

@@ -152,7 +152,10 @@ arrays[0].delete()
 arrays[2].delete()
 for sevenths in (2, 4):
     sizes = types.SimpleNamespace(
-        temp_size_in_bytes=sevenths * seventh, output_size_in_bytes=0, alias_size_in_bytes=0
+        temp_size_in_bytes=sevenths * seventh,
+        output_size_in_bytes=0,
+        alias_size_in_bytes=0,
+        host_temp_size_in_bytes=0,
     )
     try:
         check_memory(types.SimpleNamespace(memory_analysis=lambda: sizes), [device])

@@ -1,5 +1,6 @@
 """A step that does not fit is refused before it runs."""
 
+import re
 import types
 
 import jax
@@ -8,17 +9,22 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mtraining_jax.cli.train import main
-from mtraining_jax.config import config_to_toml
+from mtraining_jax.config import config_to_toml, load_config
+from mtraining_jax.planning.dry_run import ways_after
 from mtraining_jax.training.memory_check import allocate, check_memory, check_state_memory
-from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.jax_platform import host_memory
+from mtraining_jax.utils.errors import DoesNotFit, UserError
+from mtraining_jax.utils.jax_platform import free_host_memory, host_memory
+from tests.training.common import changed
 
 GIB = 2**30
 
 
-def program(temp: int, output: int, alias: int):
+def program(temp: int, output: int, alias: int, host: int = 0):
     sizes = types.SimpleNamespace(
-        temp_size_in_bytes=temp, output_size_in_bytes=output, alias_size_in_bytes=alias
+        temp_size_in_bytes=temp,
+        output_size_in_bytes=output,
+        alias_size_in_bytes=alias,
+        host_temp_size_in_bytes=host,
     )
     return types.SimpleNamespace(memory_analysis=lambda: sizes)
 
@@ -102,12 +108,46 @@ def test_the_state_is_checked_before_it_is_created(monkeypatch):
         check_state_memory(of(None), mesh.local_devices)
 
 
-def test_a_command_names_an_option_that_fits(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 350_000)
+def test_a_command_names_settings_that_fit(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 280 * 2**20)
     path = tmp_path / "small.toml"
-    path.write_text(config_to_toml(config))
+    model = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 8}
+    path.write_text(config_to_toml(changed(config, model=model)))
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", "small.toml"])
     assert main(["--config", str(path)]) == 2
-    assert "it fits with --parallel.fsdp=true, by formulas" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "it fits, by formulas, with python train.py --config small.toml --" in error
+    assert "--parallel.fsdp=true" in error
+
+
+def test_offloading_is_compared_with_free_host_memory(monkeypatch):
+    monkeypatch.setattr("mtraining_jax.training.memory_check.free_host_memory", lambda: 30 * GIB)
+    gpu = Device({"bytes_limit": 80 * GIB, "bytes_in_use": 34 * GIB})
+    check_memory(program(37 * GIB, 0, 0, host=15 * GIB), [gpu] * 2, take=nothing)
+    with pytest.raises(DoesNotFit, match=r"needs 36\.0 GiB of host memory .* only 30\.0 GiB") as it:
+        check_memory(program(37 * GIB, 0, 0, host=18 * GIB), [gpu] * 2, take=nothing)
+    assert it.value.excess == -9 * GIB  # of a GPU: it has more than the step needs
+
+
+def test_an_offload_that_the_host_cannot_hold_is_not_proposed(monkeypatch):
+    """One H100, Qwen2.5-3B at 131072 tokens: refused with attention, 54.5 GiB of 38.4."""
+    chosen = {
+        "data.seq_len": "131072",
+        "parallel.devices_per_node": "1",
+        "model.remat": "attention",
+    }
+    config = load_config("qwen3b_512k", list(chosen.items()))
+    monkeypatch.setattr("sys.argv", ["train.py", "--config=qwen3b_512k"])
+    error = DoesNotFit("it needs too much", excess=int(16.1 * GIB))
+    free = "mtraining_jax.planning.dry_run.free_host_memory"
+    monkeypatch.setattr(free, lambda: 8 * 64 * GIB)  # for eight devices of the test
+    wanted = r"^it fits, by formulas, with python train.py .*--model.remat=attention_offload"
+    assert re.search(wanted, ways_after(error, config))
+    monkeypatch.setattr(free, lambda: 8 * 9 * GIB)
+    wanted = r"^--model.remat=attention_offload .* needs 18.0 GiB .*9.0 are .* --model.remat=full"
+    assert re.search(wanted, ways_after(error, config))
+    evaluation = DoesNotFit("the evaluation needs too much")
+    assert ways_after(evaluation, config).startswith("use parallel.fsdp=true")
 
 
 def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
@@ -115,5 +155,8 @@ def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
     monkeypatch.setattr("mtraining_jax.utils.jax_platform._CGROUP_LIMIT", tmp_path / "memory.max")
     (tmp_path / "memory.max").write_text("1073741824\n")
     assert host_memory() == GIB
+    (tmp_path / "memory.current").write_text("1000000000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000000\n")
+    assert free_host_memory() == GIB - 900_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory() >= whole
+    assert host_memory() >= whole >= free_host_memory() > 0

@@ -61,5 +61,5 @@ def compile_programs(
         begin = time.perf_counter()
         compiled[name] = program.lower(*arguments).compile()
         display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-        check_memory(compiled[name], devices, what)
+        check_memory(compiled[name], devices, what, is_step=name != "compare_gradients")
     return compiled
