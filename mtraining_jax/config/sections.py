@@ -106,7 +106,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     """Share the token embedding with the output layer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of activations; parameters and optimizer state are always float32."""
+    """Type of activations and frozen matrices; trained parameters are always float32."""
     init_from: PathText | None = None
     """Folder of a Hugging Face checkpoint to start from; none initializes randomly."""
     override: TextList = ()
@@ -268,7 +268,8 @@ class OptimizerConfig:
     accumulation_steps: PositiveInt = 1
     """Gradient accumulation: micro-batches per optimizer step, to save memory."""
     trainable: TextList = ()
-    """Train only parameters with a name that contains one of these; empty trains all."""
+    """Train only parameters with a name that contains one of these; empty trains all. Frozen
+    matrices are stored in model.dtype."""
     max_skipped_steps: NonNegativeInt = 10
     """Steps with a non-finite loss or gradient are skipped; stop after more than N in a row."""
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 LAYERS = "layers."  # name prefix of layer parameters
 
@@ -32,6 +32,14 @@ class Parameter:
 
 
 ParamTable = Mapping[str, Parameter]
+
+
+def with_frozen(table: ParamTable, dtype: str, trained: Callable[[str], bool]) -> ParamTable:
+    """Stores matrices whose name is not `trained` in `dtype`. Vectors are small and stay fp32."""
+    return {
+        name: x if "vector" in x.axes or trained(name) else dataclasses.replace(x, dtype=dtype)
+        for name, x in table.items()
+    }
 
 
 def matrix(rows: int, columns: int, axes: tuple[str, str], stddev: float) -> Parameter:

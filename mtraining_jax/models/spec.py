@@ -6,13 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, get_args
 
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.lora.adapters import (
-    LoraSpec,
-    target_problems,
-    with_adapters,
-    with_frozen_base,
-)
-from mtraining_jax.models.parameters import ParamTable
+from mtraining_jax.models.lora.adapters import LoraSpec, is_adapter, target_problems, with_adapters
+from mtraining_jax.models.parameters import LAYERS, ParamTable, with_frozen
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
 ComputeDtype = Literal["bfloat16", "float32"]
@@ -30,7 +25,9 @@ class ModelSpec:
         mlp_chunk_size: tokens per device with MLP activations in memory at a time; not with "none".
         mlp_kept_chunks: number of such chunks that save their first two products with remat "mlp".
         initializer_range: standard deviation of initial matrices.
-        lora: adapters; with them, all other parameters are frozen, and matrices are in `dtype`.
+        lora: adapters; with them, all other parameters are frozen.
+        trainable: parts of names; if there are any, parameters without one are frozen. Frozen
+            matrices are stored in `dtype`.
     """
 
     vocab_size: int  # V
@@ -52,6 +49,7 @@ class ModelSpec:
     mlp_kept_chunks: int = 0
     initializer_range: float = 0.02
     lora: LoraSpec | None = None
+    trainable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,15 +96,19 @@ class ModelSpec:
     def parameters(self) -> ParamTable:
         """All parameters by dotted name, with stacked layers."""
         table = FAMILIES.get(self.family)().parameters(self)
-        return table if self.lora is None else with_frozen_base(table, self.dtype)
+        return with_frozen(table, self.dtype, self._trains)
 
     @functools.cached_property
     def layer(self) -> ParamTable:
         """The parameters of one layer, with adapters, by their name in it."""
         table = FAMILIES.get(self.family)().layer(self)
-        if self.lora is None:
-            return table
-        return with_frozen_base(with_adapters(table, self.lora), self.dtype)
+        table = table if self.lora is None else with_adapters(table, self.lora)
+        return with_frozen(table, self.dtype, lambda name: self._trains(LAYERS + name))
+
+    def _trains(self, name: str) -> bool:
+        if self.lora is not None:
+            return is_adapter(name)
+        return not self.trainable or any(part in name for part in self.trainable)
 
 
 def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:

@@ -97,7 +97,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     if host := offloaded(config):
         result["offloaded activations"] = 2 * host * micro_batches / gpu.offload_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
-    # A frozen base takes no part in it.
+    # Frozen parameters take no part in it.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     result["optimizer"] = touched / gpu.copy_bytes
     if adapters := config.lora.spec:
@@ -108,9 +108,9 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         result["adapters"] = moved / gpu.copy_bytes
     if config.parallel.fsdp:
         # All-gather of parameters in forward and backward, reduce-scatter of gradients, all in the
-        # compute dtype. A frozen base is stored in it and has no gradients.
+        # compute dtype. Frozen parameters are stored in it and have no gradients.
         shard = memory.parameters / 4 * (2 if model.dtype == "bfloat16" else 4)
-        moved = micro_batches * (3 * shard + 2 * memory.base) * (config.ranks - 1)
+        moved = micro_batches * (3 * shard + 2 * memory.frozen) * (config.ranks - 1)
         result["gathering parameters"] = moved / gpu.link_bytes
     return result
 

@@ -148,10 +148,10 @@ def _memory_lines(
 ) -> Iterator[str]:
     spread = "sharded over the mesh" if config.parallel.fsdp else "replicated on each device"
     rest = "rest of the compiler's peak" if compiled else "temporary buffers of a step"
-    frozen = ("frozen base", memory.base, f"{config.model.dtype}, {spread}")
+    frozen = ("frozen", memory.frozen, f"{config.model.dtype}, {spread}")
     rows = [
-        *([frozen] if memory.base else []),
-        ("adapters" if memory.base else "parameters", memory.parameters, f"fp32, {spread}"),
+        *([frozen] if memory.frozen else []),
+        ("adapters" if config.lora.spec else "parameters", memory.parameters, f"fp32, {spread}"),
         ("gradients", memory.gradients, "fp32, of trainable parameters"),
         ("optimizer", memory.optimizer, "fp32, two moments"),
         ("activations", memory.kept, f"kept for backward, model.remat = {config.model.remat}"),

@@ -12,6 +12,8 @@ from mtraining_jax.config import Config
 from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.cost_model.flops import adapter_products, head_products, layer_products
 from mtraining_jax.models.chunks import first_chunks
+from mtraining_jax.models.sharding import lm_head_name
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.memory_check import shard_bytes
 from mtraining_jax.training.state import StateBuilder
@@ -33,8 +35,8 @@ _COPY_ARRAYS = 6
 class StateBytes:
     """Bytes of the training state on one device."""
 
-    base: int  # frozen base of adapters, local shards in the compute dtype
-    parameters: int  # local shards, fp32
+    frozen: int  # local shards of frozen parameters, matrices in the compute dtype
+    parameters: int  # local shards of trained ones, fp32
     optimizer: int  # both moments
     gradients: int  # of trainable parameters, fp32
 
@@ -67,12 +69,9 @@ def state_bytes(config: Config) -> StateBytes:
     """Counts the training state, which depends on the model and on how it is sharded."""
     builder = planned_state(config)
     state = builder.abstract()
-    return StateBytes(
-        base=shard_bytes(state.base),
-        parameters=shard_bytes(state.parameters),
-        optimizer=shard_bytes(state.opt_state),
-        gradients=shard_bytes(builder.split(state.parameters)[0]),
-    )
+    trained, frozen = map(shard_bytes, builder.split(state.model))
+    optimizer = shard_bytes(state.opt_state)
+    return StateBytes(frozen, parameters=trained, optimizer=optimizer, gradients=trained)
 
 
 def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
@@ -84,7 +83,7 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     index += _work_lists(config)
     # The loss comes before the layers' gradients. The update comes after activations; it keeps old
     # values until the new ones are known to be finite.
-    update = gradients + (0 if state.base else 4 * head_products(config))
+    update = gradients + (4 * head_products(config) if _trains_head(config) else 0)
     return Memory(
         **dataclasses.asdict(state),
         kept=kept,
@@ -198,8 +197,13 @@ def _loss(config: Config) -> int:
     logits = chunk * model.vocab_size * (4 + size)
     hidden = _HEAD_ARRAYS * config.local_tokens * model.hidden_size * size
     # Weight in the compute dtype, and its fp32 gradient before and after a chunk.
-    weight = size + 2 * 4 if config.lora.spec is None else 0
+    weight = size + 2 * 4 if _trains_head(config) else 0
     return logits + hidden + head_products(config) * weight
+
+
+def _trains_head(config: Config) -> bool:
+    name, parts = lm_head_name(ModelSpec.from_config(config.model)), config.optimizer.trainable
+    return config.lora.spec is None and (not parts or any(part in name for part in parts))
 
 
 def _dtype_bytes(config: Config) -> int:

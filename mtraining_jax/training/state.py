@@ -55,7 +55,8 @@ class StateBuilder:
 
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
         spec = ModelSpec.from_config(config.model)
-        self.spec = dataclasses.replace(spec, lora=config.lora.spec)
+        trainable = () if config.lora.spec else config.optimizer.trainable
+        self.spec = dataclasses.replace(spec, lora=config.lora.spec, trainable=trainable)
         self.graphdef = graph_definition(self.spec)
         self.optimizer = make_optimizer(config.optimizer)
         self._config, self.fsdp = config, config.parallel.fsdp

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ from mtraining_jax.cost_model.kernel_times import CODED_SPEEDUP, SCORES_PER_SECO
 from mtraining_jax.models import embedding
 from mtraining_jax.models.loss import linear_cross_entropy
 from mtraining_jax.patterns.base import select_index
+from mtraining_jax.planning import what_fits
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run, ways_to_fit
 from mtraining_jax.planning.fitting import fastest
-from mtraining_jax.planning.hardware import A100_40GB, GPUS, H200
+from mtraining_jax.planning.hardware import A100_40GB, GPUS, H100, H200
 from mtraining_jax.planning.memory import estimate_memory, index_bytes, planned_state
 from mtraining_jax.training.build import build_mesh, build_pattern
 from mtraining_jax.training.state import StateBuilder
@@ -119,7 +121,8 @@ def test_query_copies_are_counted(config, top_k, copies):
 
 @pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
 def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainable):
-    config = changed(config, parallel={"fsdp": fsdp}, optimizer={"trainable": trainable})
+    how = {"model": {"dtype": "bfloat16"}, "parallel": {"fsdp": fsdp}}
+    config = changed(config, **how, optimizer={"trainable": trainable})
     builder = StateBuilder(config, build_mesh(config))
     state = builder.fresh()
     device = jax.devices()[0]
@@ -129,11 +132,11 @@ def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainabl
         return sum(shard.data.nbytes for shard in context if shard.device == device)
 
     memory = estimate_memory(config)
-    trained, _ = builder.split(state.parameters)
-    assert memory.parameters == held(state.parameters)
+    trained, frozen = builder.split(state.parameters)
+    assert memory.parameters == held(trained)
+    assert memory.frozen == held(frozen)
     assert memory.optimizer == held(state.opt_state)
     assert memory.gradients == held(trained)
-    assert memory.base == held(state.base)
     assert planned_state(config).count_parameters() == tuple(
         sum(x.size for x in tree.values()) for tree in (state.parameters, trained)
     )
@@ -504,3 +507,15 @@ def test_forecast_for_the_papers_cluster(capsys):
     )
     xla = changed(config, parallel={"backend": "xla"})
     assert "known for the backend triton" in rates_missing(xla, A100_40GB)
+
+
+def test_the_page_of_what_fits_is_up_to_date(tmp_path, capsys):
+    page = (Path(__file__).parents[2] / "docs/what-fits.md").read_text()
+    on_h100, on_h200 = page.split("## 141 GB")
+    assert what_fits.row("Qwen2.5-0.5B", H100) in on_h100
+    assert what_fits.row("Qwen3-8B", H200) in on_h200
+    for path, text in ((tmp_path / "none.md", None), (tmp_path / "other.md", "# Other")):
+        if text is not None:
+            path.write_text(text)
+        assert what_fits.main(["--out", str(path)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: --out {path}")

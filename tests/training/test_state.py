@@ -1,5 +1,6 @@
 """States and their checkpoints, without a step."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mtraining_jax.training.build import build_mesh
-from mtraining_jax.training.checkpoint import Checkpoints, newest_step, read_state
+from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import draw_rows
 from tests.training.common import changed, tiny_config
@@ -75,6 +76,25 @@ def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):
     assert shardings == jax.tree.map(lambda x: x.sharding, abstract)
     moment = restored.opt_state[0].mu["layers.mlp.up_proj.weight"]
     assert moment.addressable_shards[0].data.size == moment.size // 8
+
+
+def test_frozen_matrices_are_saved_in_bf16_and_read_from_older_checkpoints(tmp_path):
+    config = tiny_config(
+        tmp_path, model={"dtype": "bfloat16"}, optimizer={"trainable": ["self_attn"]}
+    )
+    builder = builder_of(config)
+    state = builder.fresh()
+    all_fp32 = builder_of(changed(config, optimizer={"trainable": []})).fresh().parameters
+    folder, name = tmp_path / "checkpoints", "layers.mlp.up_proj.weight"
+    checkpoints = Checkpoints(folder, keep=2, async_save=False)
+    for step, parameters in enumerate((state.parameters, all_fp32)):
+        checkpoints.save(step, dataclasses.replace(state, parameters=parameters), None, config)
+    checkpoints.close()
+    for step in (0, 1):
+        restored, _ = read_state(folder, step, builder.abstract(), config)
+        assert restored.parameters[name].dtype == jnp.bfloat16
+        assert_equal(restored, state)
+        check_intact(folder, step)
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

@@ -14,7 +14,7 @@ from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import audits_steps, make_train_step, micro_batches
 from tests.parallel.hlo_meetings import meetings
-from tests.training.common import VERTICAL_SLASH, tiny_config
+from tests.training.common import VERTICAL_SLASH, changed, tiny_config
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
@@ -194,7 +194,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(dense):
     assert (int(metrics["skipped"]), int(metrics["skipped_in_row"])) == (1, 0)
 
 
-def test_frozen_parameters_stay_and_bf16_compute_keeps_fp32_state(folder, dense):
+def test_frozen_matrices_are_bf16_and_stay_with_the_same_bits_as_from_fp32(folder, dense):
     config = untied(
         folder,
         data={"batch_size": 4},
@@ -211,8 +211,19 @@ def test_frozen_parameters_stay_and_bf16_compute_keeps_fp32_state(folder, dense)
     # A bias of the keys shifts all scores of a query equally, so rounding may leave it unchanged.
     assert trained - {"layers.self_attn.k_proj.bias"} <= moved <= trained
     assert set(state.opt_state[0].mu) == set(state.opt_state[0].nu) == trained
-    assert {x.dtype.name for x in jax.tree.leaves(state.parameters)} == {"float32"}
+    in_bf16 = {name for name, x in state.parameters.items() if x.dtype == jnp.bfloat16}
+    vectors = {name for name in state.parameters if name.endswith(("norm.weight", ".bias"))}
+    assert in_bf16 == state.parameters.keys() - trained - vectors
     assert {x.dtype.name for x in jax.tree.leaves(state.opt_state)} == {"float32", "int32"}
     found, expected = metrics[0]["loss"], dense[1][0]["loss"]
     np.testing.assert_allclose(found, expected, rtol=0.01)  # bf16 keeps 8 bits
     assert found != expected
+
+    everything = StateBuilder(changed(config, optimizer={"trainable": []}), parts.mesh).fresh()
+    start = dataclasses.replace(parts.builder.fresh(), parameters=everything.parameters)
+    assert {x.dtype.name for x in start.parameters.values()} == {"float32"}
+    batches = DeviceBatches(config, parts.mesh, build_layout(config))
+    after, of_fp32 = parts.step(start, next(batches))
+    np.testing.assert_array_equal(loss_and_norm([of_fp32]), loss_and_norm(metrics))
+    for name in trained:
+        np.testing.assert_array_equal(after.parameters[name], state.parameters[name])

@@ -10,8 +10,8 @@ from jax import Array, lax
 
 
 def checksum(x: Array) -> Array:
-    """Sums bits * (2 * position + 1) of 32-bit numbers, mod 2^32: exact in any summation order."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    """Sums bits * (2 * position + 1), mod 2^32: exact in any order. Numbers have 16 or 32 bits."""
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)

@@ -70,11 +70,3 @@ def with_adapters(table: ParamTable, lora: LoraSpec) -> ParamTable:
         for factor, parameter in zip(FACTORS, (a, b), strict=True):
             found[f"{known[target]}.{factor}{_WEIGHT}"] = parameter
     return found
-
-
-def with_frozen_base(table: ParamTable, dtype: str) -> ParamTable:
-    """Stores matrices other than adapters in `dtype`. Vectors are small and stay fp32."""
-    return {
-        name: x if "vector" in x.axes or is_adapter(name) else dataclasses.replace(x, dtype=dtype)
-        for name, x in table.items()
-    }

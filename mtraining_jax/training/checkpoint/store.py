@@ -117,25 +117,21 @@ def read_state(
     record = read_record(folder, step)
     check_same_model(folder / str(step), record["config"], config)
     check_shapes(folder / str(step), record["shapes"], abstract.parameters)
-    restore = ocp.args.StandardRestore(_fields(abstract))
-    arrays = _read_arrays(folder, step, restore, record)
+    arrays = _read_arrays(folder, step, _fields(abstract), record)
     base = load_base() if abstract.base else {}
     check_base(folder / str(step), record.get("base"), base)
     return TrainState(**arrays, base=base), record["loader"]
 
 
 def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> Parameters:
-    """Reads the fp32 parameters of a checkpoint by name, without optimizer state.
+    """Reads the parameters of a checkpoint by name, without optimizer state.
 
     `abstract` has a `jax.ShapeDtypeStruct` with target sharding of each. Raises a UserError if the
     checkpoint cannot be read, or has other parameters.
     """
     record = read_record(folder, step)
     check_shapes(folder / str(step), record["shapes"], abstract)
-    wanted = {"parameters": abstract}
-    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-    restore = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-    return _read_arrays(folder, step, restore, record)["parameters"]
+    return _read_arrays(folder, step, {"parameters": abstract}, record)["parameters"]
 
 
 def check_intact(folder: Path, step: int) -> None:
@@ -144,25 +140,45 @@ def check_intact(folder: Path, step: int) -> None:
     Raises a UserError if the checkpoint cannot be read; `DamagedCheckpoint` if it never can.
     """
     record = read_record(folder, step)
-    path = epath.Path(folder.absolute()) / str(step) / "arrays"
+    saved = _saved(folder / str(step))
     with _reading(folder / str(step)):
-        saved = ocp.PyTreeCheckpointHandler().metadata(path).tree
-        for file in (path / "array_metadatas").glob("*"):  # read only when it is not to the host
-            json.loads(file.read_text())
+        for file in (folder / str(step) / "arrays" / "array_metadatas").glob("*"):
+            json.loads(file.read_text())  # read only when it is not to the host
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
     arrays = _read(folder, step, arrays=ocp.args.PyTreeRestore(restore_args=on_host)).arrays
     _compare(folder / str(step), _by_name(jax.tree.map(_checksum_on_host, arrays)), record)
 
 
-def _read_arrays(folder: Path, step: int, restore: Any, record: dict[str, Any]) -> dict[str, Any]:
+def _read_arrays(folder: Path, step: int, wanted: Any, record: dict[str, Any]) -> dict[str, Any]:
+    """Reads a part of the arrays, and casts those that were saved in another dtype."""
+    path = folder / str(step)
+    dtypes = {name: x.dtype for name, x in _by_name(_saved(path)).items()}
+
+    def as_saved(place: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x.update(dtype=dtypes.get(_name(place), x.dtype))
+
+    saved = jax.tree_util.tree_map_with_path(as_saved, wanted)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(saved)
+    restore = ocp.args.PyTreeRestore(saved, restore_args=restore_args, partial_restore=True)
     arrays = _read(folder, step, arrays=restore).arrays
-    _compare(folder / str(step), _checksums(arrays), record)
-    return arrays
+    _compare(path, _checksums(arrays), record)
+    return jax.tree.map(_cast, arrays, wanted)
 
 
-def _compare(path: Path, checksums: dict[str, int], record: dict[str, Any]) -> None:
+def _saved(path: Path) -> Any:
+    """Descriptions of the arrays of a checkpoint."""
+    with _reading(path):
+        arrays = epath.Path(path.absolute()) / "arrays"
+        return ocp.PyTreeCheckpointHandler().metadata(arrays).tree
+
+
+def _cast(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    return x if x.dtype == wanted.dtype else x.astype(wanted.dtype)
+
+
+def _compare(path: Path, checksums: dict[str, Any], record: dict[str, Any]) -> None:
     for name, number in checksums.items():
-        if record["checksums"].get(name) != number:
+        if record["checksums"].get(name) != int(number):
             raise damaged(path, f"the checksum of {name} does not match")
 
 
@@ -190,19 +206,20 @@ def _fields(state: TrainState) -> dict[str, Any]:
 
 
 def _checksums(arrays: dict[str, Any]) -> dict[str, int]:
-    """Returns a checksum of each 32-bit array by path, whatever its sharding.
+    """Returns a checksum of each array by path, whatever its sharding.
 
     Compressed arrays with a changed byte may still decode to numbers.
     """
-    return _by_name(jax.device_get(_all_checksums(arrays)))
+    found = _by_name(jax.device_get(_all_checksums(arrays)))
+    return {name: int(number) for name, number in found.items()}
 
 
-def _by_name(tree: Any) -> dict[str, int]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): int(number)
-        for path, number in leaves
-    }
+def _by_name(tree: Any) -> dict[str, Any]:
+    return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 @jax.jit
@@ -211,5 +228,5 @@ def _all_checksums(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checksum_on_host(x: np.ndarray) -> np.uint32:
-    bits = x.reshape(-1).view(np.uint32)
+    bits = x.reshape(-1).view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
     return np.sum(bits * (2 * np.arange(bits.size, dtype=np.uint32) + 1), dtype=np.uint32)
