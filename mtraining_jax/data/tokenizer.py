@@ -1,6 +1,7 @@
 """Tokenizers: raw bytes, or a Hugging Face ``tokenizer.json``."""
 
 import functools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"{field} has an empty vocabulary")
         # Ids may have gaps.
         vocab_size = max(vocabulary.values()) + 1
-        super().__init__(str(path), vocab_size, _find_eos(eos, vocabulary, field))
+        added = {token.content for token in self.added_tokens.values()}
+        super().__init__(str(path), vocab_size, _find_eos(eos, vocabulary, added, field))
 
     def encode_prompt(self, text: str) -> np.ndarray:
         return self.encode(text, add_special_tokens=True)
@@ -151,14 +153,18 @@ def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:
     return HuggingFaceTokenizer(Path(name).expanduser(), eos)
 
 
-def _find_eos(eos: int | str | None, vocabulary: dict[str, int], field: str) -> int:
+def _find_eos(
+    eos: int | str | None, vocabulary: dict[str, int], added: Collection[str], field: str
+) -> int:
     if isinstance(eos, int):
         return eos
     if isinstance(eos, str):
         if eos not in vocabulary:
             raise UserError(f'data.eos = "{eos}" is not a token of {field}')
         return vocabulary[eos]
-    found = [token for token in _EOS_NAMES if token in vocabulary]
+    # Merges may make one of the names too: those of Qwen2.5 make </s>.
+    found = [token for token in _EOS_NAMES if token in added]
+    found = found or [token for token in _EOS_NAMES if token in vocabulary]
     if len(found) != 1:
         has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(_EOS_NAMES)}"
         raise UserError(
