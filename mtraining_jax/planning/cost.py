@@ -95,7 +95,7 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         # Each is copied into the stack of all layers and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept * model.num_layers * micro_batches / gpu.copy_bytes
     if host := offloaded(config):
-        result["offloaded activations"] = 2 * host * micro_batches / gpu.offload_bytes
+        result["offload copies"] = 2 * host * micro_batches / gpu.offload_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
     # Frozen parameters take no part in it.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients

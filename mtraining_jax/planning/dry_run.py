@@ -23,7 +23,7 @@ from mtraining_jax.utils.text import command_with
 _GIB = 2**30
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it
 # Part of the memory that proposals leave free if possible, as formulas are not exact.
-_SPARE = 0.03
+SPARE = 0.03
 _FASTER = 0.99  # of the predicted time, to be worth a line
 
 
@@ -251,13 +251,13 @@ def ways_to_fit(
     if unlimited is not None and unlimited != best and unlimited.host > (host or 0):
         needed, free = unlimited.host / _GIB, (host or 0) / _GIB
         yield f"{' '.join(unlimited.options)} needs {needed:.1f} GiB of host memory per device,"
-        yield f"of which {free:.1f} are free;"
+        yield f"but {free:.1f} are free;"
     if best is not None:
         yield f"it fits, {how}, with"
         yield f"  {_command(best)}"
         yield f"  ({best.describe()})"
         return
-    others = list(other_runs(config, gpu, int(most * (1 - _SPARE)), host=host))
+    others = list(other_runs(config, gpu, int(most * (1 - SPARE)), host=host))
     if others:
         yield "no settings with the same results fit, by formulas, but other runs do:"
         for what, other in others:
@@ -284,7 +284,7 @@ def propose(
     config: Config, gpu: Gpu, most: int, host: int | None = None, pairs: Pairs | None = None
 ) -> Proposal | None:
     """`fastest`, with some memory to spare if possible."""
-    limits = (int(most * (1 - _SPARE)), most)
+    limits = (int(most * (1 - SPARE)), most)
     found = (fastest(config, gpu, limit, host=host, pairs=pairs) for limit in limits)
     return next((x for x in found if x is not None), None)
 

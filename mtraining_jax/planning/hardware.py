@@ -113,7 +113,7 @@ H20 = dataclasses.replace(
 )
 
 # Data sheet of HGX B200: 8 TB/s, 2250 TFLOP/s, NVLink of twice the rate; memory, 148 SMs and
-# 1.965 GHz: XLA's b200.txtpb. There are no kernels for it: Triton's of the A100 (108 SMs, 1.41 GHz)
+# 1.965 GHz: XLA's b200.txtpb. No kernel is written for it: Triton's of the A100 (108 SMs, 1.41 GHz)
 # use the instructions of the A100.
 _B200_CLOCKS = 148 * 1.965 / (108 * 1.41)
 B200 = dataclasses.replace(
