@@ -29,6 +29,10 @@ _HEAD_ARRAYS = 4
 # to 6.3 in XLA's buffer assignment of the attention gradient for a CPU
 # (docs/design/step-time-and-memory.md).
 _COPY_ARRAYS = 6
+# int32 per pair of local query block and key block of the node, of sharded indices: while work
+# lists are built (nine, and eight of bool: 4194304 tokens on 8 GPUs), and after it.
+_BUILT_LISTS = 11
+_LISTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +92,12 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
         **dataclasses.asdict(state),
         kept=kept,
         index=index,
-        workspace=max(_layer(config), _loss(config) - gradients, update - kept - index),
+        workspace=max(
+            _layer(config),
+            _loss(config) - gradients,
+            update - kept - index,
+            (_BUILT_LISTS - _LISTS) * _pair_list(config),
+        ),
     )
 
 
@@ -148,11 +157,17 @@ def _work_lists(config: Config) -> int:
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
     lists = config.local_rows * model.num_heads * gathered
     lists += 4 * blocks * model.num_heads * columns
-    if sparsity.pattern.row_sharded(config.data.has_documents):
-        # int32 per pair of local query block and key block of the node, and the transpose.
-        keys = config.data.seq_len // config.parallel.nodes // sparsity.block_size
-        lists += 2 * 4 * blocks * model.num_heads * keys
-    return lists
+    return lists + _LISTS * _pair_list(config)
+
+
+def _pair_list(config: Config) -> int:
+    """Bytes of int32 per pair of local query block and key block; 0 if none are made of them."""
+    sparsity = config.sparsity
+    if not sparsity.pattern.row_sharded(config.data.has_documents):
+        return 0
+    blocks = config.local_tokens // sparsity.block_size
+    keys = config.data.seq_len // config.parallel.nodes // sparsity.block_size
+    return 4 * blocks * config.model.num_heads * keys
 
 
 def _capacities(config: Config) -> tuple[int, int]:
