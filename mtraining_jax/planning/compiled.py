@@ -52,7 +52,8 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
         + memory.temp_size_in_bytes
     )
     return Compiled(
-        peak=max(reserved, memory.peak_memory_in_bytes),
+        # XLA's peak includes arguments in host memory.
+        peak=max(reserved, memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes),
         host=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
         seconds=time.perf_counter() - begin,
     )

@@ -94,8 +94,10 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     if kept := kept_mlp_products(config):
         # Each is copied into the stack of all layers and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept * model.num_layers * micro_batches / gpu.copy_bytes
-    if host := offloaded(config):
-        result["offload copies"] = 2 * host * micro_batches / gpu.offload_bytes
+    if memory.host:
+        activations = offloaded(config)
+        moved = activations * micro_batches + memory.host - activations
+        result["offload copies"] = 2 * moved / gpu.offload_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
     # Frozen parameters take no part in it.
     touched = 2 * (memory.parameters + memory.optimizer) + memory.gradients

@@ -15,7 +15,7 @@ from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, secon
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.fitting import Proposal, fastest, other_runs
 from mtraining_jax.planning.hardware import GPUS, H200, Gpu
-from mtraining_jax.planning.memory import Memory, estimate_memory, offloaded, planned_state
+from mtraining_jax.planning.memory import Memory, estimate_memory, planned_state
 from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, free_host_memory, host_memory
 from mtraining_jax.utils.text import command_with
@@ -148,12 +148,15 @@ def _memory_lines(
 ) -> Iterator[str]:
     spread = "sharded over the mesh" if config.parallel.fsdp else "replicated on each device"
     rest = "rest of the compiler's peak" if compiled else "temporary buffers of a step"
+    moments = "two moments in host memory"
+    if not config.optimizer.offload:
+        moments = f"two moments, {config.optimizer.mu_dtype} and float32"
     frozen = ("frozen", memory.frozen, f"{config.model.dtype}, {spread}")
     rows = [
         *([frozen] if memory.frozen else []),
         ("adapters" if config.lora.spec else "parameters", memory.parameters, f"fp32, {spread}"),
         ("gradients", memory.gradients, "fp32, of trainable parameters"),
-        ("optimizer", memory.optimizer, "fp32, two moments"),
+        ("optimizer", memory.optimizer, moments),
         ("activations", memory.kept, f"kept for backward, model.remat = {config.model.remat}"),
         ("index buffers", memory.index, "sparse indices, gathered columns, work lists"),
         ("workspace", memory.workspace, rest),
@@ -168,9 +171,12 @@ def _memory_lines(
         of = f"each virtual device has {free / _GIB:.1f} GiB of host memory"
     verdict = "fits" if memory.total <= free else "DOES NOT FIT"
     yield f"  {'total':<17} {memory.total / scale:8.2f}  {verdict}: {of}"
-    host = offloaded(config) if compiled is None else compiled.host
+    host = memory.host if compiled is None else compiled.host
     if host:
-        yield f"  {'host memory':<17} {host / scale:8.2f}  per device, for offloaded activations"
+        what = ["moments"] * config.optimizer.offload
+        what += ["activations"] * (config.model.remat == "attention_offload")
+        note = f"per device, for offloaded {' and '.join(what)}"
+        yield f"  {'host memory':<17} {host / scale:8.2f}  {note}"
     if not virtual:
         yield "  not included: CUDA context and NCCL buffers, which are outside of JAX's limit"
 

@@ -11,7 +11,7 @@ from mtraining_jax.models.chunks import num_chunks
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
-from mtraining_jax.planning.memory import estimate_memory, offloaded, state_bytes
+from mtraining_jax.planning.memory import estimate_memory, state_bytes
 from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.text import counted
 
@@ -29,7 +29,7 @@ class Proposal:
     config: Config
     options: tuple[str, ...]  # what to add to the command line
     memory: int  # bytes of a device
-    host: int  # bytes of host memory per device, for offloaded activations
+    host: int  # bytes of host memory per device
     cost: float  # seconds per step; if `timed` is False, executed FLOP
     timed: bool
 
@@ -63,10 +63,11 @@ def fastest(
     timed = rates_missing(config, gpu) is None
     states, found = {}, []
     for changed in _settings(config):
-        fsdp, offload = changed.parallel.fsdp, offloaded(changed)
-        if fsdp not in states:
-            states[fsdp] = state_bytes(changed)
-        memory = estimate_memory(changed, states[fsdp])
+        kind = changed.parallel.fsdp, changed.optimizer.offload
+        if kind not in states:
+            states[kind] = state_bytes(changed)
+        memory = estimate_memory(changed, states[kind])
+        offload = memory.host
         # Virtual devices share the memory of the host.
         shared = offload if config.parallel.cpu_devices is not None else 0
         if memory.total + shared > most or (host is not None and offload > host):

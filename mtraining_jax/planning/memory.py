@@ -41,9 +41,10 @@ class StateBytes:
 
     frozen: int  # local shards of frozen parameters, matrices in the compute dtype
     parameters: int  # local shards of trained ones, fp32
-    optimizer: int  # both moments
+    optimizer: int  # both moments, if they are on the device
     gradients: int  # of trainable parameters, fp32
 
+    host: int  # host memory per device for moments; in `Memory` also for activations
 
 @dataclasses.dataclass(frozen=True)
 class Memory(StateBytes):
@@ -55,7 +56,7 @@ class Memory(StateBytes):
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        return sum(dataclasses.astuple(self)) - self.host
 
     def with_total(self, total: int) -> Self:
         """Adjusts the workspace to a given total."""
@@ -75,7 +76,8 @@ def state_bytes(config: Config) -> StateBytes:
     state = builder.abstract()
     trained, frozen = map(shard_bytes, builder.split(state.model))
     optimizer = shard_bytes(state.opt_state)
-    return StateBytes(frozen, parameters=trained, optimizer=optimizer, gradients=trained)
+    host = shard_bytes(state.opt_state, on_host=True)
+    return StateBytes(frozen, trained, optimizer, gradients=trained, host=host)
 
 
 def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
@@ -89,7 +91,8 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     # values until the new ones are known to be finite.
     update = gradients + (4 * head_products(config) if _trains_head(config) else 0)
     return Memory(
-        **dataclasses.asdict(state),
+    host = state.host + offloaded(config)
+        **dataclasses.asdict(state) | {"host": host},
         kept=kept,
         index=index,
         workspace=max(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from mtraining_jax.training.state import PINNED_HOST
 from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.jax_platform import free_host_memory, host_memory
 
@@ -71,14 +72,23 @@ def check_memory(
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
     """Stops a run if a state of `jax.ShapeDtypeStruct` would not fit, before it is created."""
     # Otherwise the operating system may kill the process without a message.
-    what = "the training state (parameters and Adam moments)"
-    _check_room(shard_bytes(state), list(devices), what)
+    what, devices = "the training state (parameters and Adam moments)", list(devices)
+    _check_room(shard_bytes(state), devices, what)
+    pinned = len(devices) * shard_bytes(state, on_host=True)
+    if pinned and pinned > (free := free_host_memory()):
+        raise DoesNotFit(
+            f"optimizer.offload = true needs {_gib(pinned)} of host memory for the moments, but "
+            f"this machine has only {_gib(free)} free of {_gib(host_memory())}",
+            free=min((left for _, left, _ in _memory_of(devices)), default=host_memory()),
+        )
 
 
-def shard_bytes(tree: Any) -> int:
-    """Bytes of one device's shards of a pytree of arrays or `jax.ShapeDtypeStruct`."""
+def shard_bytes(tree: Any, *, on_host: bool = False) -> int:
+    """Bytes of one device's shards of arrays or `jax.ShapeDtypeStruct`, on it or on the host."""
     return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if (x.sharding.memory_kind == PINNED_HOST) == on_host
     )
 
 

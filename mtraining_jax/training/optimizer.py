@@ -3,15 +3,17 @@
 Frozen parameters have no gradient and no optimizer state.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax, memory
 
 from mtraining_jax.config.sections import OptimizerConfig
+from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.utils.errors import UserError
 
 Parameters = dict[str, Array]  # fp32 by dotted name: "layers.self_attn.q_proj.weight"
@@ -59,6 +61,16 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     so checkpoints stay valid when fields change.
     """
 
+    def adam(updates: Any, state: Any, params: Any = None) -> tuple[Parameters, Any]:
+        # Each sum has one product, as compilers fuse one of two with the sum, not always the same:
+        # results must not depend on where moments are.
+        mu = jax.tree.map(lambda m, g: m + (1 - config.b1) * (g - m), state.mu, updates)
+        nu = jax.tree.map(lambda v, g: v + (1 - config.b2) * (g * g - v), state.nu, updates)
+        count = optax.safe_increment(state.count)
+        of_mu, of_nu = (1 / (1 - b**count) for b in (config.b1, config.b2))
+        updates = jax.tree.map(lambda m, v: m * of_mu / (jnp.sqrt(v * of_nu) + config.eps), mu, nu)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
     def decay(updates: Any, parameters: Any) -> Parameters:
         return {
             name: update
@@ -68,15 +80,84 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         }
 
     return optax.chain(
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.GradientTransformation(optax.scale_by_adam(mu_dtype=config.mu_dtype).init, adam),
         optax.stateless(decay) if config.weight_decay else optax.identity(),
     )
+
+
+def update(
+    optimizer: optax.GradientTransformation,
+    gradients: Parameters,
+    state: Any,
+    parameters: Parameters,
+    rate: Array,
+    applied: Array,
+) -> tuple[Parameters, Any]:
+    """Returns new parameters and optimizer state; the old ones where `applied` is false."""
+    # Products with a bf16 moment would be rounded.
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
+    updates, after = optimizer.update(gradients, exact, parameters)
+    updated = jax.tree.map(lambda parameter, u: parameter - rate * u, parameters, updates)
+    return jax.tree.map(
+        lambda new, old: jnp.where(applied, new.astype(old.dtype), old),
+        (updated, after),
+        (parameters, state),
+    )
+
+
+def update_from_host(
+    optimizer: optax.GradientTransformation,
+    gradients: Parameters,
+    state: Any,
+    parameters: Parameters,
+    rate: Array,
+    applied: Array,
+) -> tuple[Parameters, Any]:
+    """Computes `update` with moments in host memory, for one layer at a time on the device."""
+    adam, *others = state
+
+    def part(gradients: Parameters, old: tuple[Parameters, ...]) -> tuple[Parameters, ...]:
+        parameters, *moments = old
+        mu, nu = jax.device_put(moments, memory.Space.Device)
+        on_device = adam._replace(mu=mu, nu=nu), *others
+        after, (new, *_) = update(optimizer, gradients, on_device, parameters, rate, applied)
+        return after, *jax.device_put((new.mu, new.nu), memory.Space.Host)
+
+    def one_layer(arrays: tuple[Parameters, ...], layer: Array) -> tuple[Any, None]:
+        def of_layer(x: Array) -> Array:
+            return lax.dynamic_index_in_dim(x, layer, keepdims=False)
+
+        new = part(*jax.tree.map(of_layer, (stacked_gradients, arrays)))
+        # In place, also on the host.
+        put = functools.partial(lax.dynamic_update_index_in_dim, index=layer, axis=0)
+        return jax.tree.map(put, arrays, new), None
+
+    def named(tree: Parameters, names: Iterable[str]) -> Parameters:
+        return {name: tree[name] for name in names}
+
+    arrays = parameters, adam.mu, adam.nu
+    stacked = sorted(name for name in parameters if name.startswith(LAYERS))
+    stacked_gradients = named(gradients, stacked)
+    done = tuple(named(tree, stacked) for tree in arrays)
+    if stacked:
+        numbers = jnp.arange(len(parameters[stacked[0]]))
+        done, _ = lax.scan(one_layer, done, numbers)
+    for name in sorted(parameters.keys() - set(stacked)):
+        own = tuple(named(tree, [name]) for tree in arrays)
+        # XLA would copy them to the device earlier, all at the same time.
+        own, done, applied = lax.optimization_barrier((own, done, applied))
+        new = part(named(gradients, [name]), own)
+        done = tuple(x | y for x, y in zip(done, new, strict=True))
+    updated, mu, nu = done
+    count = jnp.where(applied, optax.safe_increment(adam.count), adam.count)
+    return updated, (adam._replace(count=count, mu=mu, nu=nu), *others)
 
 
 def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array]:
     """Clips gradients to a global norm, 0 disables that; returns them and their norm before."""
     norm = optax.tree.norm(gradients)
-    if not clip_norm:
-        return gradients, norm
-    scale = clip_norm / jnp.maximum(norm, clip_norm)
-    return jax.tree.map(lambda gradient: gradient * scale, gradients), norm
+    if clip_norm:
+        scale = clip_norm / jnp.maximum(norm, clip_norm)
+        gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
+    # Without a product that compilers could fuse with sums of the optimizer.
+    return lax.optimization_barrier(gradients), norm

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
@@ -29,6 +30,7 @@ from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainab
 
 # Fixed, because key data of another `jax_default_prng_impl` has another shape in checkpoints.
 PRNG_IMPL = "threefry2x32"
+PINNED_HOST = "pinned_host"
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +62,7 @@ class StateBuilder:
         self.graphdef = graph_definition(self.spec)
         self.optimizer = make_optimizer(config.optimizer)
         self._config, self.fsdp = config, config.parallel.fsdp
+        self._offloads = config.optimizer.offload
         self.mesh: Any = mesh  # abstract for planning
         self.lm_head_name = lm_head_name(self.spec)
         self.lm_head_spec = lm_head_spec(self.spec, self.mesh, self.fsdp)
@@ -92,7 +95,10 @@ class StateBuilder:
 
         def of_leaf(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
             # Parameters and their moments are dicts by name; all else is replicated.
-            sharding = self._shardings.get(getattr(path[-1], "key", ""), everywhere)
+            name = getattr(path[-1], "key", "")
+            sharding = self._shardings.get(name, everywhere)
+            if self._offloads and name and path[0].name == "opt_state":
+                sharding = _on_host(sharding)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         shapes = jax.eval_shape(self._around, self._shapes)
@@ -111,8 +117,14 @@ class StateBuilder:
             parameters = self._drawn()
         else:
             parameters = self.base() | self._drawn(self._adapters)
-        around = jax.jit(self._around, out_shardings=self.shardings(), donate_argnums=0)
-        return around(parameters)
+        abstract, opt_state = self.abstract(), ()
+        if self._offloads:  # never on the device, where they may not fit
+            opt_state = jax.tree.map(_zeros, abstract.opt_state)
+            abstract = dataclasses.replace(abstract, opt_state=())
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        around = jax.jit(self._around, out_shardings=shardings, donate_argnums=0, static_argnums=1)
+        state = around(parameters, not self._offloads)
+        return dataclasses.replace(state, opt_state=opt_state) if self._offloads else state
 
     def base(self) -> Parameters:
         """Loads or draws the parameters before the first step, without adapters."""
@@ -137,18 +149,32 @@ class StateBuilder:
             return {}
         return draw() if names is None else jax.jit(draw)()
 
-    def _around(self, parameters: Parameters) -> TrainState:
+    def _around(self, parameters: Parameters, moments: bool = True) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         saved, base = _split(parameters, self._adapters or parameters)
         return TrainState(
             step=zero,
             parameters=saved,
-            opt_state=self.optimizer.init(self.split(parameters)[0]),
+            opt_state=self.optimizer.init(self.split(parameters)[0]) if moments else (),
             skipped=zero,
             skipped_in_row=zero,
             rng=jax.random.key_data(jax.random.key(self._config.run.seed, impl=PRNG_IMPL)),
             base=base,
         )
+
+
+def _on_host(sharding: NamedSharding) -> NamedSharding:
+    """The same in pinned memory of the host."""
+    found = sharding.with_memory_kind(PINNED_HOST)
+    if found.memory_kind is None:  # devices to compile for, which are not there
+        found = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=PINNED_HOST)
+    return found
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> Array:
+    assert x.sharding is not None
+    shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 
 
 def _split(parameters: Parameters, names: Container[str]) -> tuple[Parameters, Parameters]:

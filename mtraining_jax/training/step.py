@@ -22,7 +22,13 @@ from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, MASS_FRACTION, TOK
 from mtraining_jax.parallel.ordering import join
 from mtraining_jax.parallel.replicas import constrain, per_replica
 from mtraining_jax.selection.document_blocks import DocumentBlocks
-from mtraining_jax.training.optimizer import Parameters, clip, make_schedule
+from mtraining_jax.training.optimizer import (
+    Parameters,
+    clip,
+    make_schedule,
+    update,
+    update_from_host,
+)
 from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
 
 Batch = dict[str, Array]
@@ -72,13 +78,10 @@ def make_train_step(
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             labels = count_labels(batch["labels"])
             applied = finite & (labels > 0)  # AdamW would also move without a gradient
-            updates, opt_state = builder.optimizer.update(gradients, state.opt_state, trained)
             lr = schedule(state.step)
-            updated = jax.tree.map(lambda parameter, u: parameter - lr * u, trained, updates)
-            updated, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(applied, new, old),
-                (updated, opt_state),
-                (trained, state.opt_state),
+            take = update_from_host if config.optimizer.offload else update
+            updated, opt_state = take(
+                builder.optimizer, gradients, state.opt_state, trained, lr, applied
             )
             after = dataclasses.replace(
                 state,

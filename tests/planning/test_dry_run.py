@@ -119,16 +119,20 @@ def test_query_copies_are_counted(config, top_k, copies):
     assert total(top_k) - total(1) == 6 * copies * queries
 
 
-@pytest.mark.parametrize(("fsdp", "trainable"), [(False, ()), (True, ("mlp",))])
-def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainable):
+@pytest.mark.parametrize(
+    ("fsdp", "trainable", "optimizer"),
+    [(False, (), {"mu_dtype": "bfloat16"}), (True, ("mlp",), {"offload": True})],
+)
+def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainable, optimizer):
     how = {"model": {"dtype": "bfloat16"}, "parallel": {"fsdp": fsdp}}
-    config = changed(config, **how, optimizer={"trainable": trainable})
+    config = changed(config, **how, optimizer={"trainable": trainable} | optimizer)
     builder = StateBuilder(config, build_mesh(config))
     state = builder.fresh()
     device = jax.devices()[0]
 
-    def held(tree):
-        context = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
+    def held(tree, kind="device"):
+        leaves = (x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == kind)
+        context = (s for leaf in leaves for s in leaf.addressable_shards)
         return sum(shard.data.nbytes for shard in context if shard.device == device)
 
     memory = estimate_memory(config)
@@ -136,6 +140,7 @@ def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainabl
     assert memory.parameters == held(trained)
     assert memory.frozen == held(frozen)
     assert memory.optimizer == held(state.opt_state)
+    assert memory.host == held(state.opt_state, "pinned_host")
     assert memory.gradients == held(trained)
     assert planned_state(config).count_parameters() == tuple(
         sum(x.size for x in tree.values()) for tree in (state.parameters, trained)

@@ -108,6 +108,19 @@ def test_the_state_is_checked_before_it_is_created(monkeypatch):
         check_state_memory(of(None), mesh.local_devices)
 
 
+def test_moments_on_the_host_are_compared_with_its_free_memory(monkeypatch):
+    monkeypatch.setattr("mtraining_jax.training.memory_check.free_host_memory", lambda: 7 * GIB)
+    mesh = jax.sharding.AbstractMesh((1,), ("device",))
+    host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    state = {"mu": jax.ShapeDtypeStruct((GIB,), jnp.float32, sharding=host)}
+    gpu = Device({"bytes_limit": 2 * GIB, "bytes_in_use": GIB})
+    check_state_memory(state, [gpu])
+    sentence = r"optimizer\.offload = true needs 8\.0 GiB of host memory .* only 7\.0 GiB free of"
+    with pytest.raises(DoesNotFit, match=sentence) as it:
+        check_state_memory(state, [gpu] * 2)
+    assert it.value.free == GIB
+
+
 def test_a_command_names_settings_that_fit(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 280 * 2**20)
     path = tmp_path / "small.toml"

@@ -1,10 +1,21 @@
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from mtraining_jax.config.sections import OptimizerConfig
-from mtraining_jax.training.optimizer import clip, make_optimizer, make_schedule, trainable_names
+from mtraining_jax.training.optimizer import (
+    clip,
+    make_optimizer,
+    make_schedule,
+    trainable_names,
+    update,
+    update_from_host,
+)
 from mtraining_jax.utils.errors import UserError
 
 NAMES = (
@@ -76,6 +87,35 @@ def test_adamw_equals_optax_adamw_and_spares_biases_and_norms():
         expected = optax.apply_updates(expected, updates)
     for name in NAMES:
         np.testing.assert_allclose(mine[name], expected[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mu_dtype", ["float32", "bfloat16"])
+def test_moments_on_the_host_change_no_bit(mu_dtype):
+    shapes = {"layers.x.weight": (3, 40, 24), "layers.norm.weight": (3, 24), "x.weight": (61, 24)}
+    rng = np.random.default_rng(0)
+
+    def draw():
+        drawn = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+        return {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
+
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1, mu_dtype=mu_dtype))
+    start, gradients, found = draw(), [draw() for _ in range(3)], []
+    for take, kind in ((update, "device"), (update_from_host, "pinned_host")):
+        place = SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+        step = jax.jit(functools.partial(take, optimizer))
+        parameters, (adam, *others) = start, optimizer.init(start)
+        adam = adam._replace(mu=jax.device_put(adam.mu, place), nu=jax.device_put(adam.nu, place))
+        state = adam, *others
+        for number, gradient in enumerate(gradients):
+            clipped, _ = clip(gradient, 0.5)
+            parameters, state = step(clipped, state, parameters, 0.1, number != 1)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves((state[0].mu, state[0].nu))} == {
+            kind
+        }
+        assert {x.dtype.name for x in state[0].mu.values()} == {mu_dtype}
+        assert state[0].count == 2
+        found.append(jax.device_get((parameters, state)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_clip_scales_to_the_norm_and_reports_the_norm_before():

@@ -97,6 +97,28 @@ def test_frozen_matrices_are_saved_in_bf16_and_read_from_older_checkpoints(tmp_p
         check_intact(folder, step)
 
 
+def test_moments_are_read_onto_the_host_and_in_another_dtype(tmp_path):
+    config = tiny_config(tmp_path)
+    state = builder_of(config).fresh()
+    adam, *others = state.opt_state
+    adam = adam._replace(mu={name: x + 1 / 3 for name, x in adam.mu.items()})
+    state = dataclasses.replace(state, opt_state=(adam, *others))
+    other = changed(config, optimizer={"offload": True, "mu_dtype": "bfloat16"})
+    folder = tmp_path / "checkpoints"
+    for step, (start, end) in enumerate(((config, other), (other, config))):
+        checkpoints = Checkpoints(folder, keep=2, async_save=True)
+        checkpoints.save(step, state, None, start)
+        checkpoints.close()
+        builder = builder_of(end)
+        state, _ = read_state(folder, step, builder.abstract(), end)
+        fresh = builder.fresh()
+        for get in (lambda x: x.dtype, lambda x: x.sharding):
+            assert jax.tree.map(get, state) == jax.tree.map(get, fresh)
+        found = np.unique(np.asarray(state.opt_state[0].mu["norm.weight"], np.float32))
+        np.testing.assert_array_equal(found, np.float32(jnp.bfloat16(1 / 3)))
+    assert state.opt_state[0].mu["norm.weight"].dtype == jnp.float32
+
+
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_fresh_state_from_a_hugging_face_checkpoint(tmp_path, fsdp):
     model = {

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath  # the paths of Orbax
+from jax import memory
 
 from mtraining_jax.config import Config, config_to_dict
 from mtraining_jax.models.huggingface.checksums import checksum, digest
@@ -26,7 +27,7 @@ from mtraining_jax.training.checkpoint.errors import damaged, unreadable, writin
 from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.optimizer import Parameters
-from mtraining_jax.training.state import TrainState
+from mtraining_jax.training.state import PINNED_HOST, TrainState
 
 _TABLES = "config", "shapes", "checksums"
 
@@ -173,7 +174,10 @@ def _saved(path: Path) -> Any:
 
 
 def _cast(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    return x if x.dtype == wanted.dtype else x.astype(wanted.dtype)
+    if x.dtype == wanted.dtype:
+        return x
+    x = jax.device_put(x, memory.Space.Device).astype(wanted.dtype)
+    return jax.device_put(x, wanted.sharding)
 
 
 def _compare(path: Path, checksums: dict[str, Any], record: dict[str, Any]) -> None:
@@ -210,8 +214,12 @@ def _checksums(arrays: dict[str, Any]) -> dict[str, int]:
 
     Compressed arrays with a changed byte may still decode to numbers.
     """
-    found = _by_name(jax.device_get(_all_checksums(arrays)))
-    return {name: int(number) for name, number in found.items()}
+    named = _by_name(arrays)
+    on_host = {name: x for name, x in named.items() if x.sharding.memory_kind == PINNED_HOST}
+    found = _all_checksums({name: x for name, x in named.items() if name not in on_host})
+    for name, x in on_host.items():  # together they may not fit on the device
+        found |= jax.block_until_ready(_all_checksums({name: x}))
+    return {name: int(number) for name, number in jax.device_get(found).items()}
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
@@ -224,7 +232,7 @@ def _name(path: Any) -> str:
 
 @jax.jit
 def _all_checksums(arrays: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(checksum, arrays)
+    return jax.tree.map(checksum, jax.device_put(arrays, memory.Space.Device))
 
 
 def _checksum_on_host(x: np.ndarray) -> np.uint32:
