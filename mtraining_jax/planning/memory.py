@@ -29,10 +29,11 @@ _HEAD_ARRAYS = 4
 # to 6.3 in XLA's buffer assignment of the attention gradient for a CPU
 # (docs/design/step-time-and-memory.md).
 _COPY_ARRAYS = 6
-# int32 per pair of local query block and key block of the node, of sharded indices: while work
-# lists are built (nine, and eight of bool: 4194304 tokens on 8 GPUs), and after it.
-_BUILT_LISTS = 11
+# int32 per pair of local query block and key block of the node, of sharded indices: after work
+# lists are built, and meanwhile, as compiled for Qwen2.5-0.5B: 4194304 tokens on 8 GPUs (nine, and
+# eight of bool), 1048576 on one; two more if selection is recomputed (2097152 on two).
 _LISTS = 2
+_BUILT_LISTS, _BUILT_LISTS_ALONE, _BUILT_LISTS_AGAIN = 11, 8, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,9 @@ class StateBytes:
 
     frozen: int  # local shards of frozen parameters, matrices in the compute dtype
     parameters: int  # local shards of trained ones, fp32
-    optimizer: int  # both moments, if they are on the device
+    optimizer: int  # both moments
     gradients: int  # of trainable parameters, fp32
 
-    host: int  # host memory per device for moments; in `Memory` also for activations
 
 @dataclasses.dataclass(frozen=True)
 class Memory(StateBytes):
@@ -56,7 +56,7 @@ class Memory(StateBytes):
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self)) - self.host
+        return sum(dataclasses.astuple(self))
 
     def with_total(self, total: int) -> Self:
         """Adjusts the workspace to a given total."""
@@ -76,8 +76,7 @@ def state_bytes(config: Config) -> StateBytes:
     state = builder.abstract()
     trained, frozen = map(shard_bytes, builder.split(state.model))
     optimizer = shard_bytes(state.opt_state)
-    host = shard_bytes(state.opt_state, on_host=True)
-    return StateBytes(frozen, trained, optimizer, gradients=trained, host=host)
+    return StateBytes(frozen, parameters=trained, optimizer=optimizer, gradients=trained)
 
 
 def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
@@ -91,15 +90,11 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     # values until the new ones are known to be finite.
     update = gradients + (4 * head_products(config) if _trains_head(config) else 0)
     return Memory(
-    host = state.host + offloaded(config)
-        **dataclasses.asdict(state) | {"host": host},
+        **dataclasses.asdict(state),
         kept=kept,
         index=index,
         workspace=max(
-            _layer(config),
-            _loss(config) - gradients,
-            update - kept - index,
-            (_BUILT_LISTS - _LISTS) * _pair_list(config),
+            _layer(config), _loss(config) - gradients, update - kept - index, _list_building(config)
         ),
     )
 
@@ -161,6 +156,13 @@ def _work_lists(config: Config) -> int:
     lists = config.local_rows * model.num_heads * gathered
     lists += 4 * blocks * model.num_heads * columns
     return lists + _LISTS * _pair_list(config)
+
+
+def _list_building(config: Config) -> int:
+    """Bytes while work lists of one layer are built, without the lists."""
+    arrays = _BUILT_LISTS_ALONE if config.ranks == 1 else _BUILT_LISTS
+    arrays += _BUILT_LISTS_AGAIN if config.model.remat == "full" else 0
+    return (arrays - _LISTS) * _pair_list(config)
 
 
 def _pair_list(config: Config) -> int:
