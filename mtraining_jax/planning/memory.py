@@ -42,8 +42,9 @@ class StateBytes:
 
     frozen: int  # local shards of frozen parameters, matrices in the compute dtype
     parameters: int  # local shards of trained ones, fp32
-    optimizer: int  # both moments
+    optimizer: int  # both moments, if they are on the device
     gradients: int  # of trainable parameters, fp32
+    host: int  # host memory per device for moments; in `Memory` also for activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Memory(StateBytes):
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        return sum(dataclasses.astuple(self)) - self.host
 
     def with_total(self, total: int) -> Self:
         """Adjusts the workspace to a given total."""
@@ -75,8 +76,9 @@ def state_bytes(config: Config) -> StateBytes:
     builder = planned_state(config)
     state = builder.abstract()
     trained, frozen = map(shard_bytes, builder.split(state.model))
+    host = shard_bytes(state.opt_state, on_host=True)
     optimizer = shard_bytes(state.opt_state)
-    return StateBytes(frozen, parameters=trained, optimizer=optimizer, gradients=trained)
+    return StateBytes(frozen, trained, optimizer, gradients=trained, host=host)
 
 
 def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
@@ -89,8 +91,9 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     # The loss comes before the layers' gradients. The update comes after activations; it keeps old
     # values until the new ones are known to be finite.
     update = gradients + (4 * head_products(config) if _trains_head(config) else 0)
+    host = state.host + offloaded(config)
     return Memory(
-        **dataclasses.asdict(state),
+        **dataclasses.asdict(state) | {"host": host},
         kept=kept,
         index=index,
         workspace=max(
