@@ -91,7 +91,7 @@ _TOKENIZERS = {
 
 
 class Gguf:
-    """A file whose tensors are read on demand.
+    """A file; its tensors are read on demand.
 
     Attributes:
         metadata: numbers, strings, and lists of them, by name.

