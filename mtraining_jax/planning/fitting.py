@@ -115,9 +115,9 @@ def _settings(config: Config) -> Iterator[Config]:
     loss_chunks = {config.loss.chunk_size, max(256, config.loss.chunk_size // 4)}
     steps = config.optimizer.accumulation_steps
     splits = [steps << n for n in range(rows.bit_length()) if rows % (steps << n) == 0]
-    fsdp = {config.parallel.fsdp, config.devices > 1}
-    for split, sharded in itertools.product(splits, fsdp):
-        outer = _with(config, "optimizer", accumulation_steps=split)
+    fsdp, offload = {config.parallel.fsdp, config.devices > 1}, {config.optimizer.offload, True}
+    for split, sharded, moments in itertools.product(splits, fsdp, offload):
+        outer = _with(config, "optimizer", accumulation_steps=split, offload=moments)
         outer = _with(outer, "parallel", fsdp=sharded)
         for loss_chunk, mlp_chunk in itertools.product(loss_chunks, mlp_chunks):
             chunked = _with(outer, "loss", chunk_size=min(loss_chunk, config.loss.chunk_size))

@@ -62,7 +62,8 @@ def _cell(best: Proposal | None) -> str:
         return "-"
     length, seconds = short_power(best.config.data.seq_len), f"{best.cost:.3g}"
     host = f" (+{best.host / 2**30:.0f})" if best.host else ""
-    return f"**{length}** {seconds} s {best.config.model.remat}{host}"
+    moments = ", moments" if best.config.optimizer.offload else ""
+    return f"**{length}** {seconds} s {best.config.model.remat}{moments}{host}"
 
 
 def _table(title: str, gpu: Gpu) -> Iterator[str]:
