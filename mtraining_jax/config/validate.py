@@ -77,6 +77,12 @@ def _run(config: Config) -> Iterator[str]:
         where = "but runs are written to a local folder or a mounted file system"
         yield f"{named.run.output_dir} is a URL, {where}"
         return
+    if optimizer.mu_dtype == "bfloat16" and optimizer.b1 > 1 - 2**-8:
+        lost = (
+            f"the first moment decays by less than bfloat16 rounds away with {named.optimizer.b1}"
+        )
+        way = 'set optimizer.b1 to at most 0.996, or optimizer.mu_dtype = "float32"'
+        yield f"{named.optimizer.mu_dtype}: {lost}; {way}"
     parts, longest, way = run.name.split("/"), 200, ""
     if {"", ".", ".."} & set(parts) or not run.name.isprintable():
         way = 'such as "first" or "tests/first"'

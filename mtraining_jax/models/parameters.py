@@ -35,7 +35,7 @@ ParamTable = Mapping[str, Parameter]
 
 
 def with_frozen(table: ParamTable, dtype: str, trained: Callable[[str], bool]) -> ParamTable:
-    """Stores matrices whose name is not `trained` in `dtype`. Vectors are small and stay fp32."""
+    """Stores matrices in `dtype`, except for `trained` names. Vectors are small and stay fp32."""
     return {
         name: x if "vector" in x.axes or trained(name) else dataclasses.replace(x, dtype=dtype)
         for name, x in table.items()

@@ -641,6 +641,12 @@ def test_wrong_overrides(minimal):
         ),
         ({"data__eos": "300"}, "data.eos = 300 is outside the vocabulary: model.vocab_size = 300"),
         (
+            {"optimizer__mu_dtype": "bfloat16", "optimizer__b1": "0.999"},
+            'optimizer.mu_dtype = "bfloat16": the first moment decays by less than bfloat16 rounds '
+            "away with optimizer.b1 = 0.999; set optimizer.b1 to at most 0.996, or "
+            'optimizer.mu_dtype = "float32"',
+        ),
+        (
             {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"},
             "optimizer.warmup_steps = 1001 is more than run.steps = 1000, where the schedule ends; "
             "use at most that, e.g. --optimizer.warmup_steps=100",
