@@ -89,8 +89,9 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     kept, index = num_layers * _kept(config), index_layers * index_bytes(config)
     index += _work_lists(config)
     # The loss comes before the layers' gradients. The update comes after activations; it keeps old
-    # values until the new ones are known to be finite.
-    update = gradients + (4 * head_products(config) if _trains_head(config) else 0)
+    # values until the new ones are known to be finite, but one layer at a time with offloading.
+    update = 0 if config.optimizer.offload else gradients
+    update += 4 * head_products(config) if _trains_head(config) else 0
     host = state.host + offloaded(config)
     return Memory(
         **dataclasses.asdict(state) | {"host": host},
