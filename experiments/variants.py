@@ -22,7 +22,7 @@ SPARSE = (*ARMS[1:], *MIXED, *RANDOM)
 TIERS = {
     "a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED, *RANDOM),
     "c64k": (*ARMS[:2], "sampled_rows_random_last", *RANDOM),
-    "q": (*ARMS[:2], "sampled_rows_random_last"),
+    "q": (*ARMS[:2], "sampled_rows_random_last", *RANDOM),
 }  # fmt: skip
 # By tier and arm: further patterns to evaluate the model with, in addition to dense attention and
 # the pattern of its training. Some of these are patterns that no arm is trained with.
@@ -31,6 +31,7 @@ EXTRA_PATTERNS = {
     ("c", "sampled_rows_random"): ("sampled_rows",),
     ("c64k", "sampled_rows"): ("sampled_rows_end", "sampled_rows_random"),
     ("c64k", "sampled_rows_random"): ("sampled_rows",),
+    ("q", "sampled_rows"): ("sampled_rows_end",),
 }
 # Needle tasks are slow, so the dense arm runs them with these patterns only.
 NEEDLES_OF_DENSE = ("dense", "sampled_rows", "vertical_slash")
