@@ -113,10 +113,13 @@ class ModelConfig:
     """Fields for which this configuration wins over the checkpoint of init_from. Allowed:
     rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps and initializer_range. Any other
     field that differs from the checkpoint's config.json is an error."""
-    remat: Literal["none", "mlp", "attention", "attention_offload", "full"] = "attention"
+    remat: Literal["none", "mlp", "attention", "attention_offload", "full_offload", "full"] = (
+        "attention"
+    )
     """What the backward pass recomputes, from most memory to least. none: nothing; mlp: half of the
     MLP; attention: each layer except its attention; attention_offload: the same, with layer inputs
-    offloaded to host memory; full: entire layers."""
+    offloaded to host memory; full_offload: with attention outputs offloaded as well; full: entire
+    layers."""
     mlp_chunk_size: PositiveInt = 16384
     """Tokens per device with MLP activations in memory at a time."""
     mlp_kept_chunks: NonNegativeInt = 0

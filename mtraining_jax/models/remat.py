@@ -7,17 +7,18 @@
 - "attention": like "mlp" without queries, keys, values and the stream after attention. Recomputes
   all products except the last one of the MLP; attention and index selection are not recomputed.
 - "attention_offload": like "attention", with the layer input in pinned host memory.
+- "full_offload": like it, with the attention output there as well.
 - "full": saves the layer input; recomputes everything else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
 from mtraining_jax.models.swiglu import MLP_PRODUCTS
-from pallas_kernels.names import SAVED_NAMES
+from pallas_kernels.names import INDEX, LSE, OUTPUT, SAVED_NAMES
 
 # Names of saved values, in addition to attention's.
 RESIDUAL, QKV, POST_ATTENTION = "residual", "heads", "middle"
@@ -32,12 +33,17 @@ def remat(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
         "full": checkpoint_policies.nothing_saveable,
         "attention": checkpoint_policies.save_only_these_names(*SAVED_NAMES),
         "mlp": checkpoint_policies.save_only_these_names(*SAVED_NAMES, *_SAVED_BY_MLP),
-        "attention_offload": checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(SAVED_NAMES),
-            names_which_can_be_offloaded=[RESIDUAL],
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
+        "attention_offload": _offloading([RESIDUAL], SAVED_NAMES),
+        "full_offload": _offloading([RESIDUAL, OUTPUT], [LSE, INDEX]),
     }
     # Inside a scan the compiler cannot merge the recomputation with the forward pass.
     return jax.checkpoint(layer, policy=policies[kind], prevent_cse=False)
+
+
+def _offloading(offloaded: Sequence[str], saved: Sequence[str]) -> Any:
+    return checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )

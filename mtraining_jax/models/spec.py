@@ -11,7 +11,7 @@ from mtraining_jax.models.parameters import LAYERS, ParamTable, with_frozen
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
 ComputeDtype = Literal["bfloat16", "float32"]
-RematPolicy = Literal["none", "mlp", "attention", "attention_offload", "full"]
+RematPolicy = Literal["none", "mlp", "attention", "attention_offload", "full_offload", "full"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,10 +51,11 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
+    host = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
     return Compiled(
-        # XLA's peak includes arguments in host memory.
-        peak=max(reserved, memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes),
-        host=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
+        # XLA's peak includes host memory.
+        peak=max(reserved, memory.peak_memory_in_bytes - host),
+        host=host,
         seconds=time.perf_counter() - begin,
     )
 

@@ -35,6 +35,8 @@ _COPY_ARRAYS = 6
 _LISTS = 2
 _BUILT_LISTS, _BUILT_LISTS_ALONE, _BUILT_LISTS_AGAIN = 11, 8, 2
 
+_OFFLOADS = "attention_offload", "full_offload"
+
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
@@ -105,10 +107,12 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
 
 def offloaded(config: Config) -> int:
     """Bytes of host memory per device for offloaded activations."""
-    if config.model.remat != "attention_offload":
-        return 0
-    layer = config.local_tokens * config.model.hidden_size * _dtype_bytes(config)
-    return config.model.num_layers * layer
+    model, width = config.model, 0
+    if model.remat in _OFFLOADS:
+        width += model.hidden_size  # layer input
+    if model.remat == "full_offload":
+        width += model.num_heads * model.head_dim  # attention output
+    return model.num_layers * config.local_tokens * width * _dtype_bytes(config)
 
 
 def kept_mlp_tokens(config: Config) -> int:
@@ -126,11 +130,12 @@ def _kept(config: Config) -> int:
     model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
     queries = model.num_heads * model.head_dim
     kept = kept_mlp_products(config)
-    if model.remat != "attention_offload":
+    if model.remat not in _OFFLOADS:
         kept += tokens * model.hidden_size * size  # layer input
+    if model.remat not in ("full", "full_offload"):
+        kept += tokens * queries * size  # attention output
     if model.remat != "full":
-        # Attention output and its fp32 logsumexp.
-        kept += tokens * (queries * size + 4 * model.num_heads)
+        kept += tokens * 4 * model.num_heads  # its fp32 logsumexp
     if model.remat in ("mlp", "none"):
         keys_and_values = 2 * model.num_kv_heads * model.head_dim
         # Includes the residual stream between attention and the MLP.

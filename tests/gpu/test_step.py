@@ -69,7 +69,9 @@ def test_sharded_steps_match_one_gpu(one_gpu, devices):
     assert one_gpu[0, 0] - one_gpu[-1, 0] > 0.05  # it learns, so that steps differ
 
 
-@pytest.mark.parametrize("remat", ["none", "attention", "attention_offload", "full"])
+@pytest.mark.parametrize(
+    "remat", ["none", "attention", "attention_offload", "full_offload", "full"]
+)
 def test_remat_policies_do_not_change_the_steps(one_gpu, remat):
     found = train("qwen3b_512k_dense", parallel__devices_per_node=1, model__remat=remat)
     # The forward pass is the same program; "none" has other formulas in the MLP's backward pass.

@@ -76,7 +76,7 @@ def test_remat_policies_give_equal_gradients():
     kept = {"remat": "mlp", "mlp_chunk_size": 8, "mlp_kept_chunks": 1}  # of four
     kinds = {"mlp, some kept": kept} | {
         remat: {"remat": remat}
-        for remat in ("none", "mlp", "attention", "attention_offload", "full")
+        for remat in ("none", "mlp", "attention", "attention_offload", "full_offload", "full")
     }
     for kind, changes in kinds.items():
         traced = trace(tiny_spec(**changes), state, tokens, attend_by_name)
@@ -115,6 +115,7 @@ def test_in_bfloat16_remat_is_bit_identical():
         ("mlp", 0, 1, 23),
         ("attention", 0, 1, 27),
         ("attention_offload", 0, 1, 27),
+        ("full_offload", 0, 1, 27),
         ("full", 0, 2, 27),
     ],
 )

@@ -374,8 +374,11 @@ def large_run(config, **parallel):
 
 
 def test_a_run_that_fits_on_no_gpus_is_told_of_other_runs(config, capsys, monkeypatch):
-    large = changed(large_run(config, replicas=1, nodes=4), model={"num_layers": 40})
-    monkeypatch.setattr("sys.argv", ["train.py", "--config=large", "--data.seq_len", "1048576"])
+    large = large_run(config, replicas=1, nodes=4)
+    large = changed(
+        large, data={"seq_len": 2**22}, model={"num_layers": 40, "max_position_embeddings": 2**22}
+    )
+    monkeypatch.setattr("sys.argv", ["train.py", "--config=large", "--data.seq_len", "4194304"])
     assert dry_run(large, "estimate") == 1
     printed = capsys.readouterr().out
     assert "DOES NOT FIT: JAX uses up to 128.6 of 139.8 GiB" in printed
@@ -383,7 +386,7 @@ def test_a_run_that_fits_on_no_gpus_is_told_of_other_runs(config, capsys, monkey
     assert verdict.endswith(
         "no settings with the same results fit, by formulas, but other runs do:"
     )
-    assert more.startswith("  python train.py --config=large --data.seq_len 1048576 --parallel.dev")
+    assert more.startswith("  python train.py --config=large --data.seq_len 4194304 --parallel.dev")
     assert about_more.startswith("  (16 GPUs: ")
     # Options replace those of the same name, and their values.
     assert shorter.startswith("  python train.py --config=large --parallel.fsdp=true ")
