@@ -15,6 +15,7 @@ FIRST = "PYTEST_XDIST_WORKER" not in os.environ
 ON_GPU = os.environ.get("MTRAINING_TEST_GPU") == "1"
 # OpenBLAS threads busy-wait for work, on cores that have other work.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.pop("UV", None)  # messages with commands begin with "uv run" under uv
 if FIRST and not ON_GPU:
     # A compilation cache shared by the processes of this run, and bytecode if there is none.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mtraining-tests-")
