@@ -77,7 +77,7 @@ class KeepRule(NamedTuple):
     own: Array  # int32 [B or 1, n], the last key block seen
     first: Array  # int32 [B or 1, n], the first one
     forced_end: Array  # int32 [B or 1, n], blocks before it are kept and count first
-    tau: Array  # int32 [B or 1, n], share of the mass in units of 2^-TAU_BITS
+    tau: Array  # int32 [B or 1, n], mass fraction to keep, in units of 2^-TAU_BITS
     local_blocks: int  # the last ones, kept and counted first as well
     least: int  # mass in units of 2^-30, at least 1; lighter blocks are kept only if forced
     rows: int  # rows of a query block
@@ -169,7 +169,7 @@ class CodedScores(abc.ABC):
         scale: float,
         rule: KeepRule,
     ) -> Array:
-        """Applies a rule to `block_masses`, whose arguments these are.
+        """Applies a rule to the result of `block_masses`, for the same arguments.
 
         Returns uint32 bits [B, Hq, n, ceil(NB / 32)], as in `BlockMaskIndex`.
         """

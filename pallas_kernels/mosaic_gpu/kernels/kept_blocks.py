@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_gpu.interpreter import load_rows_of
 
 _CHUNK = 1024  # masses that a warpgroup reads at once
 _MOST_HELD = 4 * _CHUNK  # masses that it holds in registers
-_MOST_READ = 256  # key blocks whose weights it reads at once
+_MOST_READ = 256  # key blocks that it reads weights of at once
 _HALF = 16  # blocks of a half word
 _SEARCHED_BITS = MASS_BITS + 1  # rounded masses may add up to more than 1
 MOST_BLOCKS = 48 * _CHUNK  # shared memory holds 4 bytes of each
