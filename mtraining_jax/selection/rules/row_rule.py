@@ -47,7 +47,7 @@ class RowRule:
     def forced_ends(self, rows: Array, documents: DocumentBlocks) -> Array:
         """Returns the end of the forced blocks at the start of a row's document: int32 [B or 1, n].
 
-        A row number where all blocks of a row are forced.
+        Where all blocks of a row are forced, that is the number of the row.
         """
         first, _, _, dense = documents.of(rows)
         if self.dense_prefix_blocks:
