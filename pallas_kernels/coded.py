@@ -126,16 +126,10 @@ class CodedScores(abc.ABC):
         parts = parts_at_once(-(-local // of_tile), batch * heads, tiles.programs, room)
         return min(of_tile * parts, local)
 
-    def block_masses(
-        self,
-        q: Array,
-        keys: CodedKeys,
-        places: Array,
-        first_blocks: Array | None = None,
-        *,
-        scale: float,
-    ) -> Array:
-        """Estimates the softmax mass of each key block, mean over the rows of a query block.
+    def score(
+        self, q: Array, keys: CodedKeys, places: Array, first_blocks: Array | None, scale: float
+    ) -> tuple[Array, Array]:
+        """Computes `weights` for the rows of query blocks, padded to whole tiles.
 
         A row's result depends on no other row and not on the number of its first block.
 
@@ -145,41 +139,7 @@ class CodedScores(abc.ABC):
             places: int32 [B or 1, n, r], the last key that each row sees, or -1.
             first_blocks: int32 [B, n], first key block that the rows of a block see, or None.
             scale: scale of the logits.
-
-        Returns fp32 [B, Hq, n, NB], multiples of 2^-30; arbitrary after the last block that a row
-        sees and before its first block.
         """
-        of_blocks, of_all = self._weights(q, keys, places, first_blocks, scale)
-        of_blocks = of_blocks[:, :, : keys.means.shape[1]]
-        of_all = jnp.where(of_all > -jnp.inf, of_all, 0.0)  # for rows without keys
-        share = jnp.exp2(of_blocks.astype(jnp.float32) - of_all[:, :, None])
-        num_local, num_rows = q.shape[1:3]
-        shares = (share * (float(1 << MASS_BITS) / num_rows) + 0.5).astype(jnp.int32)
-        shares = shares[..., : num_local * num_rows].reshape(*shares.shape[:3], num_local, num_rows)
-        masses = shares.sum(-1, dtype=jnp.int32).astype(jnp.float32) * 2.0**-MASS_BITS
-        return jnp.swapaxes(masses, 2, 3)
-
-    def kept_blocks(
-        self,
-        q: Array,
-        keys: CodedKeys,
-        places: Array,
-        first_blocks: Array | None = None,
-        *,
-        scale: float,
-        rule: KeepRule,
-    ) -> Array:
-        """Applies a rule to the result of `block_masses`, for the same arguments.
-
-        Returns uint32 bits [B, Hq, n, ceil(NB / 32)], as in `BlockMaskIndex`.
-        """
-        of_blocks, of_all = self._weights(q, keys, places, first_blocks, scale)
-        bits = self.kept(of_blocks, of_all, rule)
-        return bits[..., : -(-keys.means.shape[1] // 32)]
-
-    def _weights(
-        self, q: Array, keys: CodedKeys, places: Array, first_blocks: Array | None, scale: float
-    ) -> tuple[Array, Array]:
         batch, num_local, num_rows, heads, dim = q.shape
         padding = -(num_local * num_rows) % self.tiles().rows
         q = jnp.pad(q.reshape(batch, -1, heads, dim), ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -192,3 +152,27 @@ class CodedScores(abc.ABC):
         places = jnp.pad(places, ((0, 0), (0, padding)), constant_values=-1)
         codes, units = encode_rows(q)
         return self.weights(CodedCall(q, codes, units, keys, places, starts, scale))
+
+    def block_masses(
+        self,
+        q: Array,
+        keys: CodedKeys,
+        places: Array,
+        first_blocks: Array | None = None,
+        *,
+        scale: float,
+    ) -> Array:
+        """Estimates the softmax mass of each key block, mean over the rows of a query block.
+
+        Takes the arguments of `score`. Returns fp32 [B, Hq, n, NB], multiples of 2^-30; arbitrary
+        after the last block that a row sees and before its first block.
+        """
+        of_blocks, of_all = self.score(q, keys, places, first_blocks, scale)
+        of_blocks = of_blocks[:, :, : keys.means.shape[1]]
+        of_all = jnp.where(of_all > -jnp.inf, of_all, 0.0)  # for rows without keys
+        share = jnp.exp2(of_blocks.astype(jnp.float32) - of_all[:, :, None])
+        num_local, num_rows = q.shape[1:3]
+        shares = (share * (float(1 << MASS_BITS) / num_rows) + 0.5).astype(jnp.int32)
+        shares = shares[..., : num_local * num_rows].reshape(*shares.shape[:3], num_local, num_rows)
+        masses = shares.sum(-1, dtype=jnp.int32).astype(jnp.float32) * 2.0**-MASS_BITS
+        return jnp.swapaxes(masses, 2, 3)

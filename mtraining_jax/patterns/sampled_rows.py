@@ -45,9 +45,10 @@ class SampledRows(RowPattern, SampledRowsOptions):
 
     def bits(self, q: Array, k: Keys, context: SelectionContext) -> Array:
         count = self.probe_queries_per_block
-        if isinstance(k, CodedKeys) and self._kernels(q, context).keeps(count, context.num_blocks):
-            rule, kernels = self.rule(context), self._kernels(q, context)
-            return probe_rows.coded_bits(q, k, context, count, rule, kernels)
+        if isinstance(k, CodedKeys):
+            kernels = self._kernels(q, context)
+            if kernels.keeps(count, context.num_blocks):
+                return probe_rows.coded_bits(q, k, context, count, self.rule(context), kernels)
         return super().bits(q, k, context)
 
     def rows_at_once(self, q: Array, k: Keys, context: SelectionContext) -> int:

@@ -7,6 +7,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_scores
 from pallas_kernels.coded import CodedKeys, CodedScores
+from pallas_kernels.index import bits as sets
 
 
 def block_masses(q: Array, k: Array, context: SelectionContext, count: int) -> Array:
@@ -52,7 +53,8 @@ def coded_bits(
     rows, positions = probe_rows(q, context, count)
     first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
     of_kernel = rule.of_kernel(context.block_ids, context.documents, count)
-    bits = kernels.kept_blocks(rows, keys, positions, first, scale=scale, rule=of_kernel)
+    bits = kernels.kept(*kernels.score(rows, keys, positions, first, scale), of_kernel)
+    bits = bits[..., : sets.words_for(context.num_blocks)]
     if not rule.random_block_prob:
         return bits
     return bits | rule.drawn(context.block_ids, context.documents, q.shape[2], context.num_blocks)
