@@ -92,9 +92,9 @@ def other_runs(
     more = [parallel.devices_per_node]
     while parallel.cpu_devices is None and 2 * more[-1] <= _MOST_GPUS:
         more.append(2 * more[-1])
-    for section, name, values in (
-        ("parallel", "devices_per_node", more[1:]),
-        ("data", "seq_len", shorter[1:]),
+    for section, name, unit, values in (
+        ("parallel", "devices_per_node", "GPU", more[1:]),
+        ("data", "seq_len", "token", shorter[1:]),
     ):
         for value in values:
             changed = _with(config, section, **{name: value})
@@ -102,9 +102,8 @@ def other_runs(
                 break
             if (best := fastest(changed, gpu, most, host=host)) is not None:
                 options = tuple(_differences(config, best.config))
-                what = counted(changed.devices, "GPU") if section == "parallel" else f"{value:,}"
-                what += "" if section == "parallel" else " tokens"
-                yield what, dataclasses.replace(best, options=options)
+                count = changed.devices if section == "parallel" else value
+                yield counted(count, unit), dataclasses.replace(best, options=options)
                 break
 
 

@@ -41,7 +41,7 @@ class Parts:
 
     @property
     def sequences(self) -> dict[str, range]:
-        """The sequences of each part, by its name."""
+        """The sequences of each part by name."""
         ends = [0, *self.ends.tolist()]
         return dict(zip(self.given, map(range, ends, ends[1:]), strict=True))
 
