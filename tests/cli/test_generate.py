@@ -14,7 +14,7 @@ from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.utils import text as text_output
 from mtraining_jax.utils.errors import UserError
-from tests.data.chat_folders import template_of, write_folder
+from tests.data.chat.chat_folders import template_of, write_folder
 from tests.models.common import CHECKPOINTS
 
 FOLDER = str(CHECKPOINTS / "llama3_tiny")

@@ -24,7 +24,7 @@ from mtraining_jax.models.huggingface.read import Tensors
 from mtraining_jax.patterns.budgets import load_budgets
 from mtraining_jax.reporting.writers.jsonl import _lines_until
 from mtraining_jax.utils.errors import UserError
-from tests.data.chat_folders import template_of, write_folder
+from tests.data.chat.chat_folders import template_of, write_folder
 from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.data.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
-from tests.data.chat_folders import STYLES, template_of, write_folder
+from tests.data.chat.chat_folders import STYLES, template_of, write_folder
 from tests.data.common import error_of, loader_of, section
 from tests.data.test_hf_disk import save
 

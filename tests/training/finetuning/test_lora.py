@@ -23,7 +23,7 @@ from mtraining_jax.utils.errors import UserError
 from tests.models.common import forward
 from tests.training.common import losses
 
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 # Its checkpoint has fused projections.
 BASE = CHECKPOINTS / "phi3_tiny_longrope"
 
