@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.row_scores import rows_at_once
 from pallas_kernels import backends
-from pallas_kernels.coded import CodedScores
+from pallas_kernels.coded import WEIGHT_BLOCKS, CodedScores
 from pallas_kernels.masses import ScoreTiles
+from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
 from tests.patterns import inputs, oracle
 
 BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
@@ -153,6 +155,40 @@ class Decoded(CodedScores):
         logits = jnp.where(numbers <= call.places[:, None, None, :, None], logits, -jnp.inf)
         weights = jax.nn.logsumexp(logits, axis=-1) / np.log(2)
         return weights, jax.nn.logsumexp(logits, axis=(2, 4)) / np.log(2)
+
+
+class Kept(Decoded):
+    """The same weights, with the rule applied by the Hopper kernel in the interpreter."""
+
+    def weights(self, call):
+        of_blocks, of_all = super().weights(call)
+        padding = -of_blocks.shape[2] % WEIGHT_BLOCKS
+        return jnp.pad(of_blocks, ((0, 0), (0, 0), (0, padding), (0, 0))), of_all
+
+    def keeps(self, num_rows, num_blocks):
+        return True
+
+    def kept(self, of_blocks, of_all, rule):
+        return HopperCodedScores(plgpu.InterpretGPUParams()).kept(of_blocks, of_all, rule)
+
+
+def test_the_kernel_keeps_the_blocks_of_the_rule(monkeypatch):
+    blocks, pattern = (
+        12,
+        SampledRows(
+            tau=0.6, sink_blocks=2, local_blocks=2, dense_prefix_tokens=384, random_block_prob=0.1
+        ),
+    )
+    q, k = (x.astype(jnp.bfloat16) for x in inputs.random(0, 1, blocks * 128, 2, 1, 64))
+    context = SelectionContext(jnp.arange(blocks, dtype=jnp.int32), blocks)
+
+    def bits(kernels):
+        monkeypatch.setattr(backends, "coded_score_kernels", lambda *_: kernels)
+        return np.asarray(jax.jit(lambda q, k: pattern.select(q, k, context).index.bits)(q, k))
+
+    by_rule = bits(Decoded())
+    assert not np.array_equal(by_rule[:, 0], by_rule[:, 1])
+    np.testing.assert_array_equal(bits(Kept()), by_rule)
 
 
 def test_coded_keys_of_two_ranks_select_what_those_of_one_select(monkeypatch):
