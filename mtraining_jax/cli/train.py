@@ -9,7 +9,7 @@ from mtraining_jax.config.load import fields_with
 from mtraining_jax.config.notes import notes
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.utils.errors import DoesNotFit, UserError, print_error
-from mtraining_jax.utils.jax_platform import set_platform
+from mtraining_jax.utils.jax_platform import abort_stuck_collectives, set_platform
 from mtraining_jax.utils.signals import EXIT_STOPPED, Stopped, StopSignals
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
@@ -81,6 +81,8 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
 
         return dry_run(config, options.dry_run, GPUS[options.dry_run_gpu or "h200"])
     set_platform(config.parallel.cpu_devices)
+    if config.parallel.cpu_devices is None:
+        abort_stuck_collectives(2 * config.run.step_timeout_seconds)
     # Imports JAX, so only after `set_platform`.
     from mtraining_jax.training.loop import run
 

@@ -64,6 +64,22 @@ def set_platform(cpu_devices: int | None) -> None:
     jax.config.update("jax_num_cpu_devices", cpu_devices)
 
 
+def abort_stuck_collectives(seconds: int) -> None:
+    """Sets XLA's own limits of programs that wait for other GPUs; also before JAX starts.
+
+    They abort the process, without saying how to resume, so they only back up a watchdog that ends
+    it earlier. XLA_FLAGS of the user take precedence.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    for name, value in {
+        "xla_gpu_nccl_termination_timeout_seconds": f"{seconds}",  # GPUs that do not connect
+        "xla_gpu_execution_terminate_timeout": f"{seconds}s",  # programs that are not launched
+    }.items():
+        if name not in flags:
+            flags += f" --{name}={value}"
+    os.environ["XLA_FLAGS"] = flags.strip()
+
+
 def check_devices() -> None:
     """Starts JAX on the devices of this machine."""
     import jax

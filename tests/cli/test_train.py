@@ -19,7 +19,7 @@ from mtraining_jax.cli.argument_parser import config_parser, parse_with_override
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import Config, available_configs, load_config
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.jax_platform import check_devices, set_platform
+from mtraining_jax.utils.jax_platform import abort_stuck_collectives, check_devices, set_platform
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -356,6 +356,18 @@ def test_error_if_jax_finds_no_device(monkeypatch, error, reason):
 def test_error_if_jit_is_disabled():
     with jax.disable_jit(), pytest.raises(UserError, match="JAX_DISABLE_JIT is set"):
         check_devices()
+
+
+def test_xla_aborts_stuck_collectives(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_nccl_termination_timeout_seconds=7")
+    abort_stuck_collectives(3600)
+    flags = dict(flag[2:].split("=") for flag in os.environ["XLA_FLAGS"].split())
+    assert flags == {
+        "xla_gpu_nccl_termination_timeout_seconds": "7",
+        "xla_gpu_execution_terminate_timeout": "3600s",
+    }
+    # An unknown name is an error here, and the end of the process in XLA_FLAGS.
+    jax.jit(lambda x: x + 1).lower(1).compile(compiler_options=flags)
 
 
 def test_jax_uses_most_gpu_memory_by_default(monkeypatch):

@@ -59,9 +59,10 @@ def watched(monkeypatch):
     """Names of the work that the watchdogs of runs watch, apart from steps."""
     names, watch = [], HangWatchdog.watch
 
-    def recorded(self, name):
-        names.append(name)
-        return watch(self, name)
+    def recorded(self, name, *, limited=True):
+        if limited:
+            names.append(name)
+        return watch(self, name, limited=limited)
 
     monkeypatch.setattr(HangWatchdog, "watch", recorded)
     return names

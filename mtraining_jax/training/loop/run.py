@@ -23,6 +23,7 @@ from mtraining_jax.training.processes import distributed
 from mtraining_jax.training.processes.agreement import (
     assert_same_on_all_processes,
     check_same_configuration,
+    check_same_data,
     run_on_process_0,
 )
 from mtraining_jax.training.processes.peers import PeerWatch
@@ -86,7 +87,9 @@ def _run(
     if note is not None:
         display.say(note)
     _seen_by_all(f"lock file of {config.run.folder}", lambda: holder(config.run.folder), config)
-    config = with_steps(config)
+    epochs, config = config.run.epochs, with_steps(config)
+    if epochs is not None:
+        check_same_data({f"steps in {epochs:g} epochs": config.run.steps}, "data")
     if config.checkpoint.skip_damaged and config.checkpoint.resume is not False:
         skip = functools.partial(run_folder.skip_damaged, config, display.say)
         run_on_process_0(skip, config.run.step_timeout_seconds)
@@ -100,9 +103,7 @@ def _run(
     use_compile_cache(config)
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
     with contextlib.ExitStack() as parts:
-        trainer = Trainer(config, resume_from, display, signals, parts)
-        if peers is not None:
-            peers.advice = trainer.way_to_resume
+        trainer = Trainer(config, resume_from, display, signals, peers, parts)
         try:
             history, places = trainer.train()
         except KeyboardInterrupt as error:

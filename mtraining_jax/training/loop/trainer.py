@@ -27,6 +27,7 @@ from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.processes import distributed
 from mtraining_jax.training.processes.agreement import check_same_data, wait_for_all_processes
+from mtraining_jax.training.processes.peers import PeerWatch
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.tuning.replica_load import ReplicaLoad, replicas_differ
 from mtraining_jax.training.tuning.tuner import Tuner
@@ -40,8 +41,8 @@ _TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
 class Trainer:
     """One run, from its first step or from a checkpoint (`resume_from`) to its last step.
 
-    `signals` are the stop signals of the command; None for a call from Python. `opened` closes what
-    the run opens, when everything is written.
+    `signals` are the stop signals of the command; None for a call from Python. `peers` watches the
+    other processes, if any. `opened` closes what the run opens, when everything is written.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Trainer:
         resume_from: int | None,
         display: Display,
         signals: StopSignals | None,
+        peers: PeerWatch | None,
         opened: ExitStack,
     ) -> None:
-        self._config, self._display, self._signals = config, display, signals
+        self._config, self._display, self._signals, self._peers = config, display, signals, peers
         self._start = self._step = resume_from or 0
         self._newest_checkpoint: Callable[[], int | None] = lambda: resume_from
         if config.audit.masks:
@@ -63,6 +65,9 @@ class Trainer:
         leave = self._leave if signals else None
         watchdog = HangWatchdog(config.run.step_timeout_seconds, display.say, leave)
         self._watchdog = opened.enter_context(closing(watchdog))
+        if peers is not None:
+            peers.advice, watchdog.slowest = self.way_to_resume, peers.slowest
+            peers.status = lambda: {"progress": watchdog.progress, "phase": watchdog.phase()}
         if (advice := pretokenize_hint(config.data)) is not None:
             display.say(advice)
         self._batches = opened.enter_context(closing(DeviceBatches(config, mesh, layout)))
@@ -121,12 +126,13 @@ class Trainer:
         config, total = self._config, self._config.run.steps
         devices = self._builder.mesh.local_devices
         arguments = self._state, (batch := self._next_batch())
-        with self._finished.paused("compile"):
+        with self._finished.paused("compile"), self._watchdog.watch("compiling", limited=False):
             programs = compile_programs(self._programs, arguments, devices, self._display)
             if self._evaluator is not None:
                 self._display.say("compiling the evaluation ...")
                 self._evaluator.compile(self._state, devices)
-        wait_for_all_processes()
+        with self._watchdog.watch("waiting for the other processes to compile", limited=False):
+            wait_for_all_processes()
         self._display.start(self._step, total)
         self._finished.restart_clock()
         if self._signals is not None:
@@ -224,6 +230,8 @@ class Trainer:
         return f"{what} at step {self._step}; {self.way_to_resume()}"
 
     def _leave(self, sentence: str) -> None:
+        if self._peers is not None:
+            self._peers.announce(sentence)
         exit_immediately(EXIT_FAILED, f"{sentence}; {self.way_to_resume()}")
 
     def way_to_resume(self) -> str:

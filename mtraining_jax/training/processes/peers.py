@@ -1,12 +1,13 @@
 """Notices when another process of the run is lost, and ends this one with a message.
 
-Every process counts up in the key-value store of JAX's coordination service. Process 0 holds the
+Every process counts up, and says what it does, in the key-value store of JAX's coordination service. Process 0 holds the
 store and watches the counters; the others read its verdict and watch that the store answers. If
 process 0 is killed, XLA aborts the others at once: their message comes from a handler of SIGABRT.
 """
 
 import contextlib
 import ctypes
+import json
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from mtraining_jax.utils.signals import EXIT_FAILED, EXIT_STOPPED, exit_immediat
 
 _COUNTERS, _VERDICTS = "mtraining/counters/", "mtraining/verdicts/"
 _LOST, _FAILED = f"{_VERDICTS}lost", f"{_VERDICTS}failed"
+_MAX_NAMED = 4  # processes in a message
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
@@ -35,10 +37,13 @@ class PeerWatch:
     Attributes:
         number: that of this process.
         advice: returns the end of the message: how to resume.
+        status: returns what this process does (`phase`), and a number that grows with its work in
+            the same way on all processes (`progress`).
     """
 
     def __init__(self, timeout: float) -> None:
         self.advice: Callable[[], str] = lambda: "run the same command again"
+        self.status: Callable[[], dict[str, Any]] = lambda: {"progress": 0, "phase": "starting"}
         self._timeout, self._interval = timeout, min(1.0, timeout / 8)
         self._store: Any = jax_distributed.global_state.client
         self.number = jax.process_index()
@@ -61,6 +66,21 @@ class PeerWatch:
         self._set(_FAILED, f"process {self.number} failed ({reason})")
         self._let_others_read()
 
+    def slowest(self) -> str:
+        """Which processes are behind, by their progress: "; slowest: process 3 (step 4)"."""
+        try:
+            found = self._store.key_value_dir_get(_COUNTERS)
+        except Exception:  # the store may have ended with process 0
+            return ""
+        statuses = {int(key.removeprefix(_COUNTERS)): json.loads(text) for key, text in found}
+        least = min(x["progress"] for x in statuses.values())
+        behind = {n: x for n, x in sorted(statuses.items()) if x["progress"] == least}
+        if len(behind) == jax.process_count():
+            return f"; all {len(behind)} processes are at the same point"
+        shown = [f"process {n} ({x['phase']})" for n, x in list(behind.items())[:_MAX_NAMED]]
+        more = ["..."] if len(behind) > _MAX_NAMED else []
+        return f"; slowest: {', '.join([*shown, *more])}"
+
     def wait_for_verdict(self) -> None:
         """Waits until the watch ends this process; returns if it finds no lost process."""
         # Process 0 waits for the others to read its verdict; all intervals may be late.
@@ -71,7 +91,8 @@ class PeerWatch:
         number = 0
         while not self._closed.wait(self._interval):
             number += 1
-            self._set(f"{_COUNTERS}{self.number}", str(number))
+            status = json.dumps({"count": number, **self.status()})
+            self._set(f"{_COUNTERS}{self.number}", status)
             try:
                 verdicts = dict(self._store.key_value_dir_get(_VERDICTS))
                 counters = self._store.key_value_dir_get(_COUNTERS) if self.number == 0 else []

@@ -1,12 +1,16 @@
 """A step that does not end is reported, and ends the run."""
 
+import json
 import re
 import threading
 import time
+import types
 
 from mtraining_jax.training.loop.watchdog import HangWatchdog
+from mtraining_jax.training.processes import peers
 from mtraining_jax.utils.signals import EXIT_FAILED
-from tests.training.common import changed, start_process
+from tests.training.common import changed
+from tests.training.processes.test_processes import started_together
 
 
 class Watched:
@@ -117,40 +121,68 @@ def test_a_block_that_makes_progress_does_not_end_the_run():
     assert watched.reported == watched.left == []
 
 
-# The dispatch of the second step never returns, as if one of several devices had failed.
+# Process 1 never reads its second batch; process 0 waits for it in the second step.
 HANGS = """
 import sys, threading
 from mtraining_jax.cli import train as cli
-from mtraining_jax.training.loop import trainer
+from mtraining_jax.training.device_batches import DeviceBatches
 
-compile_programs = trainer.compile_programs
+read, calls = DeviceBatches.__next__, []
 
-def compiled(*arguments):
-    programs = compile_programs(*arguments)
-    step, calls = programs["train_step"], []
+def hangs(self):
+    calls.append(None)
+    if len(calls) == 2 and "--distributed.process_id=1" in sys.argv:
+        threading.Event().wait()
+    return read(self)
 
-    def hangs(state, batch):
-        calls.append(None)
-        return step(state, batch) if len(calls) < 2 else threading.Event().wait()
-
-    programs["train_step"] = hangs
-    return programs
-
-trainer.compile_programs = compiled
+DeviceBatches.__next__ = hangs
 sys.exit(cli.main())
 """
 
 
-def test_a_command_with_a_stuck_step_ends_and_says_how_to_resume(plain_config, tmp_path):
+def test_processes_that_hang_name_the_slowest_and_say_how_to_resume(plain_config, tmp_path):
     config = changed(
         plain_config,
         run={"steps": 3, "step_timeout_seconds": 5},
+        parallel={"devices_per_node": 2, "cpu_devices": 1},
         checkpoint={"interval": 1, "async_save": False},
     )
     (program := tmp_path / "hangs.py").write_text(HANGS)
-    process = start_process(config, tmp_path, program=program)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == EXIT_FAILED, output
-    last = output.splitlines()[-1]
-    assert last.startswith("stopped: step 2 did not end within 5 s (run.step_timeout_seconds);")
-    assert last.endswith("; run the same command again to resume from the checkpoint of step 1")
+    processes = started_together(config, tmp_path, program=program)
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [EXIT_FAILED] * 2, outputs
+    for output in outputs:
+        last = output.splitlines()[-1]
+        assert re.search(r"(step|the batch of step) 2 did not end within 5 s \(run.step_timeo", last)
+        assert "; slowest: process 1 (reading the batch of step 2); see the output" in last
+        assert last.endswith("; run the same command again to resume from the checkpoint of step 1")
+
+
+def test_the_processes_that_are_behind_are_named(monkeypatch):
+    """With a hand-filled key-value store."""
+    given = {
+        0: {"progress": 7, "phase": "step 2"},
+        1: {"progress": 7, "phase": "step 2"},
+        2: {"progress": 6, "phase": "reading the batch of step 2"},
+    }
+    entries = [(f"{peers._COUNTERS}{n}", json.dumps(x)) for n, x in given.items()]
+    watch = peers.PeerWatch.__new__(peers.PeerWatch)
+    watch._store = types.SimpleNamespace(key_value_dir_get=lambda _: entries)
+    monkeypatch.setattr("jax.process_count", lambda: len(entries))
+    assert watch.slowest() == "; slowest: process 2 (reading the batch of step 2)"
+    del entries[2]
+    assert watch.slowest() == "; all 2 processes are at the same point"
+    watch._store = None  # it has ended with process 0
+    assert watch.slowest() == ""
+
+
+def test_work_without_a_limit_is_only_reported():
+    watched = Watched(limit=0.1, slow=0.05)
+    with watched.watch.watch("compiling", limited=False):
+        assert watched.heard.wait(10)
+        assert watched.watch.phase() == "compiling" and watched.watch.progress == 1
+        time.sleep(0.2)
+    watched.watch.close()
+    assert watched.left == [] and watched.watch.progress == 2
+    [sentence] = watched.reported
+    assert sentence.endswith("a device or process may be waiting for another one")
