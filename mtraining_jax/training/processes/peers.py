@@ -1,8 +1,9 @@
 """Notices when another process of the run is lost, and ends this one with a message.
 
-Every process counts up, and says what it does, in the key-value store of JAX's coordination service. Process 0 holds the
-store and watches the counters; the others read its verdict and watch that the store answers. If
-process 0 is killed, XLA aborts the others at once: their message comes from a handler of SIGABRT.
+Every process counts up in the key-value store of JAX's coordination service, and says there what
+it does. Process 0 holds the store and watches the counters; the others read its verdict and watch
+that the store answers. If process 0 is killed, XLA aborts the others at once: their message comes
+from a handler of SIGABRT.
 """
 
 import contextlib

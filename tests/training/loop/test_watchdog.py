@@ -153,7 +153,7 @@ def test_processes_that_hang_name_the_slowest_and_say_how_to_resume(plain_config
     assert [process.returncode for process in processes] == [EXIT_FAILED] * 2, outputs
     for output in outputs:
         last = output.splitlines()[-1]
-        assert re.search(r"(step|the batch of step) 2 did not end within 5 s \(run.step_timeo", last)
+        assert re.search(r"(step|the batch of step) 2 did not end within 5 s \(run.ste", last)
         assert "; slowest: process 1 (reading the batch of step 2); see the output" in last
         assert last.endswith("; run the same command again to resume from the checkpoint of step 1")
 
