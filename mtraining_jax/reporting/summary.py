@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.config import Config, available_configs
+from mtraining_jax.reporting.goodput import processes_text, time_text
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.record import Record, note_on_density, rate
 from mtraining_jax.utils.text import command_with, counted
@@ -24,6 +25,10 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
     if history.validation:
         rows["validation"] = " -> ".join(history.validation)
     rows["attention"] = _density(history)
+    if "wall_time" in newest:
+        rows["time"] = time_text(newest)
+        if (text := processes_text(newest)) is not None:
+            rows["processes"] = text
     for suffix, how in (("_predicted", "predicted densities"), ("", "densities of each step")):
         attention = history.mean(f"attention_imbalance{suffix}")
         step = history.mean(f"step_imbalance{suffix}")

@@ -1,11 +1,16 @@
 """Output at the end of a run."""
 
+import json
 import sys
+import types
 from dataclasses import replace
 
 import pytest
 
+from mtraining_jax.reporting import goodput
+from mtraining_jax.reporting.goodput import KINDS, Goodput, processes_text, time_text
 from mtraining_jax.reporting.summary import already_complete
+from mtraining_jax.utils.errors import UserError
 from tests.training.common import changed, tiny_config
 
 
@@ -44,3 +49,77 @@ def test_commands_quote_names_for_the_shell(config, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config=tiny", "--run.name=a b"])
     said = "\n".join(already_complete(changed(config, run={"name": "a b"}), 3))
     assert "train.py --config=tiny '--run.name=a b_larger' --model.num_layers=4\n" in said
+
+
+class Clock:
+    """Replaces the clocks of goodput; starts of a machine have other monotonic times."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1e9
+        clocks = types.SimpleNamespace(time=lambda: self.now, perf_counter=lambda: self.now - 5e8)
+        monkeypatch.setattr(goodput, "time", clocks)
+
+    def step(self, counted, seconds, host_wait=0.0, data=0.0, program="train_step"):
+        self.now += seconds
+        counted.step(program, seconds, host_wait, data)
+
+
+def shares(counted):
+    record = counted.record([counted.of_steps])
+    found = {kind: round(record[f"time_share/{kind}"] * record["wall_time"], 3) for kind in KINDS}
+    return {kind: seconds for kind, seconds in found.items() if seconds}
+
+
+def test_wall_time_is_split_by_kind_of_work_also_over_restarts(monkeypatch):
+    clock = Clock(monkeypatch)
+    first = Goodput()
+    clock.now += 10
+    first.started()
+    clock.now += 20
+    first.add("compile", 20)
+    for _ in range(8):
+        clock.step(first, 2.0, host_wait=0.5, data=0.25)
+    clock.step(first, 9.0, program="dense_step")  # another program, which takes longer
+    clock.step(first, 11.75)  # ten seconds above the median without data
+    clock.now += 3  # not accounted for
+    expected = {"steps": 24.75, "stalled": 10, "data": 2, "compile": 20, "restart": 10, "other": 3}
+    assert shares(first) == expected
+    saved = json.loads(json.dumps(first.state(finished=False)))
+    clock.step(first, 1.0)  # lost
+    clock.now += 60
+    again = Goodput()
+    again.go_to(saved)
+    clock.now += 5
+    again.started()
+    clock.step(again, 2.0)
+    expected |= {"steps": 26.75, "restart": 76}
+    assert shares(again) == expected
+    record = again.record([again.of_steps])
+    assert record["wall_time"] == pytest.approx(sum(expected.values())) and record["restarts"] == 1
+    assert time_text(record) == (
+        "19.4% in steps, 55.2% restart, 14.5% compile, 7.3% stalled, 2.2% other, 1.5% data, of"
+        " 138 s since the start, with 1 restart"
+    )
+    # A longer run of a finished one does not count the time between.
+    done = again.state(finished=True)
+    clock.now += 1000
+    longer = Goodput()
+    longer.go_to(done)
+    assert shares(longer) == expected
+    for state in ({"seconds": {}}, done | {"wall": "x"}, []):
+        with pytest.raises(UserError, match="saved wall times of the run are not readable"):
+            Goodput().go_to(state)
+
+
+def test_step_times_vary_and_devices_wait_by_process(monkeypatch):
+    clock, counted = Clock(monkeypatch), Goodput()
+    for seconds in (60.0, 9.0, 1.0, 3.0):  # the first two warm up
+        clock.step(counted, seconds, host_wait=seconds / 2)
+    assert counted.of_steps == {"step_deviation": 0.5, "host_wait": 1.0}
+    record = counted.record([counted.of_steps, {}, {"step_deviation": 0.1, "host_wait": 7.0}])
+    assert record["step_deviation_by_process"] == [0.5, 0.0, 0.1]
+    assert processes_text(record) == (
+        "step times vary by 50.0%; devices wait 7.000 s per step for process 2, 1.000 s for the"
+        " median one"
+    )
+    assert processes_text(counted.record([counted.of_steps])) is None

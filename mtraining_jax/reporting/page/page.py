@@ -76,6 +76,7 @@ _FACTS = (
     ("median speed", "tokens_per_second", "median", "{:,.0f} tokens/s"),
     ("MFU", "mfu", "median", "{:.1%}"),
     ("peak memory", "memory_bytes_peak", "last", "{:.1f} GiB"),
+    ("time in steps, with restarts", "time_share/steps", "last", "{:.1%}"),
     ("skipped steps", "skipped_steps", "last", "{:.0f}"),
 )
 _STATISTICS = {

@@ -17,6 +17,7 @@ _LISTS = (
     "eval_loss_dense_by_position",
 )  # fmt: skip
 _WORK = {
+    "data": "waiting for data",
     "compile": "compilation",
     "eval": "evaluation",
     "checkpoint": "checkpoints",
@@ -65,6 +66,8 @@ class Run(NamedTuple):
                 if name.endswith("_seconds") and isinstance(value, int | float):
                     kind = name.removesuffix("_seconds")
                     seconds[kinds.get(kind, kind)] += value
+                    if kind == "data":  # a part of the step
+                        seconds[kinds["step"]] -= value
         return seconds
 
     def texts(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from mtraining_jax.attention.picture import Panel, draw
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.audit import audit_record
+from mtraining_jax.reporting.goodput import Goodput
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record, step_record
@@ -28,6 +29,9 @@ class DispatchedStep(NamedTuple):
 
     metrics: dict[str, Any]  # still on the devices
     compared: Mapping[str, np.ndarray] | None  # gradients before the step
+    program: str  # its name
+    begun: float  # by time.perf_counter(), before the step was dispatched
+    data_seconds: float  # of waiting for its batch before that
     profiled: bool
     # Called when the step is finished, with a function to call after each part of its work; returns
     # more entries for the record. Until then the state must stay valid.
@@ -38,7 +42,8 @@ class FinishedSteps:
     """Waits for each step in a separate thread, and reports it as soon as it is finished.
 
     Dispatching a step may block until the devices have almost finished it, so the training loop
-    itself would report the previous step too late. `replicas` is None if they have equal work.
+    itself would report the previous step too late. `replicas` is None if they have equal work;
+    `of_processes` returns the newest `goodput.of_steps` of each process.
     """
 
     def __init__(
@@ -50,10 +55,13 @@ class FinishedSteps:
         alarms: Alarms,
         watchdog: HangWatchdog,
         replicas: ReplicaLoad | None,
+        goodput: Goodput,
+        of_processes: Callable[[], Sequence[Mapping[str, float]]],
     ) -> None:
         self._config, self._devices, self._replicas = config, devices, replicas
         self._writers, self._display = writers, display
         self._alarms, self._watchdog = alarms, watchdog
+        self._goodput, self._of_processes = goodput, of_processes
         self._thread = ThreadPoolExecutor(1, "finished steps")
         # A picture takes longer than most steps, and must not delay their report.
         self._pictures = ThreadPoolExecutor(1, "pictures")
@@ -77,7 +85,8 @@ class FinishedSteps:
         self.restart_clock()
         yield
         if name is not None:
-            self._between[f"{name}_seconds"] = time.perf_counter() - self._clock
+            self._between[f"{name}_seconds"] = seconds = time.perf_counter() - self._clock
+            self._goodput.add(name, seconds)
         self.restart_clock()
 
     def add(self, step: DispatchedStep) -> None:
@@ -104,11 +113,15 @@ class FinishedSteps:
         jax.block_until_ready(dispatched.metrics)
         self._watchdog.end()
         now = time.perf_counter()
+        host_wait = max(0.0, dispatched.begun - self._clock)
+        data = min(host_wait, dispatched.data_seconds)
         seconds, self._clock = now - self._clock, now
         metrics = jax.device_get(dispatched.metrics)
         of_replicas = {} if self._replicas is None else self._replicas.finish(metrics)
         record = step_record(metrics, seconds, self._config, self._devices)
-        record |= of_replicas | self._between
+        record |= of_replicas | self._between | {"data_seconds": data}
+        program = "profiled" if dispatched.profiled else dispatched.program
+        self._goodput.step(program, seconds, host_wait, data)
         self._between = {}
         if dispatched.profiled:
             record["profiled"] = True  # tracing slows the step down
@@ -120,6 +133,8 @@ class FinishedSteps:
         if dispatched.evaluate is not None and not self._closed:
             with self._watchdog.watch(f"the evaluation after step {step}") as restart:
                 record |= dispatched.evaluate(restart)
+            self._goodput.add("eval", record["eval_seconds"])
+        record |= self._goodput.record(self._of_processes())
         if self._closed:
             return
         for writer in self._writers:

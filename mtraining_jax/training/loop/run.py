@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mtraining_jax.config import Config
 from mtraining_jax.config.load import with_steps
 from mtraining_jax.reporting.banner import banner
+from mtraining_jax.reporting.goodput import Goodput
 from mtraining_jax.reporting.page.page import page_of_finished_run
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.record import Record
@@ -49,6 +50,7 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
         UserError: for any error that the user can correct, before or during the run.
         Stopped: after a stop signal, when everything is written.
     """
+    goodput = Goodput()
     run_folder.check_writable(config)
     peers = None
     if distributed.initialize(config.distributed):
@@ -61,7 +63,7 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
             display = Display(enabled=distributed.is_first())
             opened.callback(display.stop)
             check_same_configuration(config)
-            records = _run(config, display, signals, peers, opened)
+            records = _run(config, display, signals, peers, goodput, opened)
     except (UserError, Stopped) as reason:
         if peers is not None:
             distributed.shutdown(peers, reason)
@@ -80,6 +82,7 @@ def _run(
     display: Display,
     signals: StopSignals | None,
     peers: PeerWatch | None,
+    goodput: Goodput,
     opened: contextlib.ExitStack,
 ) -> list[Record]:
     timeout = config.distributed.timeout_seconds
@@ -103,7 +106,7 @@ def _run(
     use_compile_cache(config)
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
     with contextlib.ExitStack() as parts:
-        trainer = Trainer(config, resume_from, display, signals, peers, parts)
+        trainer = Trainer(config, resume_from, display, signals, peers, goodput, parts)
         try:
             history, places = trainer.train()
         except KeyboardInterrupt as error:

@@ -1,6 +1,7 @@
 """The training loop, and the parts of a run."""
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizing import pretokenize_hint
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.banner import banner
+from mtraining_jax.reporting.goodput import Goodput
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import open_writers
@@ -34,15 +36,16 @@ from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.signals import EXIT_FAILED, Stopped, StopSignals, exit_immediately
 
-# Keys of a checkpoint next to the position in the data: tuner state and audit alarms.
-_TUNING, _ALARMS = "sparsity.tune", "audit.alarms"
+# Keys of a checkpoint next to the position in the data: tuner, audit alarms, and wall time.
+_TUNING, _ALARMS, _GOODPUT = "sparsity.tune", "audit.alarms", "goodput"
 
 
 class Trainer:
     """One run, from its first step or from a checkpoint (`resume_from`) to its last step.
 
     `signals` are the stop signals of the command; None for a call from Python. `peers` watches the
-    other processes, if any. `opened` closes what the run opens, when everything is written.
+    other processes, if any. `goodput` counts from the start. `opened` closes what the run opens,
+    when everything is written.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class Trainer:
         display: Display,
         signals: StopSignals | None,
         peers: PeerWatch | None,
+        goodput: Goodput,
         opened: ExitStack,
     ) -> None:
         self._config, self._display, self._signals, self._peers = config, display, signals, peers
+        self._goodput, self._data_seconds = goodput, 0.0
         self._start = self._step = resume_from or 0
         self._newest_checkpoint: Callable[[], int | None] = lambda: resume_from
         if config.audit.masks:
@@ -67,7 +72,11 @@ class Trainer:
         self._watchdog = opened.enter_context(closing(watchdog))
         if peers is not None:
             peers.advice, watchdog.slowest = self.way_to_resume, peers.slowest
-            peers.status = lambda: {"progress": watchdog.progress, "phase": watchdog.phase()}
+            peers.status = lambda: {
+                "progress": watchdog.progress,
+                "phase": watchdog.phase(),
+                **goodput.of_steps,
+            }
         if (advice := pretokenize_hint(config.data)) is not None:
             display.say(advice)
         self._batches = opened.enter_context(closing(DeviceBatches(config, mesh, layout)))
@@ -107,7 +116,9 @@ class Trainer:
         for writer in writers:
             opened.callback(writer.close)
         devices, alarms, replicas = mesh.local_devices, self._alarms, self._replicas
-        finished = FinishedSteps(config, devices, writers, display, alarms, watchdog, replicas)
+        finished = FinishedSteps(
+            config, devices, writers, display, alarms, watchdog, replicas, goodput, self._of_steps
+        )
         # Opened last and closed first, because it writes.
         self._finished = opened.enter_context(closing(finished))
 
@@ -119,12 +130,14 @@ class Trainer:
         if isinstance(self._replicas, Tuner):
             self._replicas.go_to(step, place.get(_TUNING))
         self._alarms.go_to(place.get(_ALARMS))
+        self._goodput.go_to(place.get(_GOODPUT))
         self._display.say(f"resuming from the checkpoint of step {step}")
 
     def train(self) -> tuple[History, list[str]]:
         """Takes all remaining steps; returns their history, and the places of all results."""
         config, total = self._config, self._config.run.steps
         devices = self._builder.mesh.local_devices
+        self._goodput.started()
         arguments = self._state, (batch := self._next_batch())
         with self._finished.paused("compile"), self._watchdog.watch("compiling", limited=False):
             programs = compile_programs(self._programs, arguments, devices, self._display)
@@ -155,7 +168,9 @@ class Trainer:
 
     def _next_batch(self) -> Mapping[str, jax.Array]:
         with self._watchdog.watch(f"reading the batch of step {self._step + 1}"):
+            begin = time.perf_counter()
             batch = next(self._batches)
+            self._data_seconds = time.perf_counter() - begin
         return batch if self._replicas is None else self._replicas.begin(batch)
 
     def _take_step(self, programs: Programs, batch: Mapping[str, jax.Array]) -> None:
@@ -174,12 +189,16 @@ class Trainer:
             if "audited_step" in programs and (self._step - 1) % audit.interval == 0:
                 name = "audited_step"
         self._watchdog.begin(self._step)
+        begun = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("train_step", step_num=self._step):
             self._state, metrics = programs[name](self._state, batch)
         evaluate = None
         if self._evaluator is not None and self._evaluator.is_due(self._step):
             evaluate = functools.partial(self._evaluator.measure, self._state)
-        self._finished.add(DispatchedStep(metrics, compared, self._profile.open, evaluate))
+        profiled, data_seconds = self._profile.open, self._data_seconds
+        self._finished.add(
+            DispatchedStep(metrics, compared, name, begun, data_seconds, profiled, evaluate)
+        )
         if self._profile.ends(self._step):
             with self._finished.paused():
                 self._profile.end()
@@ -200,6 +219,7 @@ class Trainer:
         # Saving waits for the devices anyway.
         with self._finished.paused("checkpoint"), self._watchdog.watch(what):
             place = self._batches.loader.get_state() | {_ALARMS: self._alarms.state()}
+            place[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
             if isinstance(self._replicas, Tuner):
                 place[_TUNING] = self._replicas.state()
             self._checkpoints.save(self._step, self._state, place, self._config)
@@ -207,6 +227,14 @@ class Trainer:
     def _close_checkpoints(self) -> None:
         with self._watchdog.watch("writing the last checkpoint"):
             self._checkpoints.close()
+
+    def _of_steps(self) -> list[Mapping[str, float]]:
+        """The newest statistics of steps of all processes, for process 0."""
+        own = self._goodput.of_steps
+        if self._peers is None:
+            return [own]
+        others = self._peers.statuses
+        return [own, *(others.get(number, {}) for number in range(1, jax.process_count()))]
 
     def _results(self) -> list[str]:
         """Exports the model if asked to, and returns the places of all results."""

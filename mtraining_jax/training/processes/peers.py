@@ -40,11 +40,13 @@ class PeerWatch:
         advice: returns the end of the message: how to resume.
         status: returns what this process does (`phase`), and a number that grows with its work in
             the same way on all processes (`progress`).
+        statuses: the newest ones of all processes; in process 0 only.
     """
 
     def __init__(self, timeout: float) -> None:
         self.advice: Callable[[], str] = lambda: "run the same command again"
         self.status: Callable[[], dict[str, Any]] = lambda: {"progress": 0, "phase": "starting"}
+        self.statuses: dict[int, dict[str, Any]] = {}
         self._timeout, self._interval = timeout, min(1.0, timeout / 8)
         self._store: Any = jax_distributed.global_state.client
         self.number = jax.process_index()
@@ -70,10 +72,9 @@ class PeerWatch:
     def slowest(self) -> str:
         """Which processes are behind, by their progress: "; slowest: process 3 (step 4)"."""
         try:
-            found = self._store.key_value_dir_get(_COUNTERS)
+            statuses = _statuses(self._store.key_value_dir_get(_COUNTERS))
         except Exception:  # the store may have ended with process 0
             return ""
-        statuses = {int(key.removeprefix(_COUNTERS)): json.loads(text) for key, text in found}
         least = min(x["progress"] for x in statuses.values())
         behind = {n: x for n, x in sorted(statuses.items()) if x["progress"] == least}
         if len(behind) == jax.process_count():
@@ -99,6 +100,7 @@ class PeerWatch:
                 counters = self._store.key_value_dir_get(_COUNTERS) if self.number == 0 else []
             except Exception:  # jaxlib has its own exception type; `_watch` notices the silence
                 continue
+            self.statuses = _statuses(counters)
             newest = {name.removeprefix(_COUNTERS): count for name, count in counters}
             newest |= {"0": str(number)}
             self._counters = {name: newest.get(name, "") for name in self._counters}
@@ -146,6 +148,10 @@ class PeerWatch:
     def _set(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # the store may have ended with process 0
             self._store.key_value_set(key, value, allow_overwrite=True)
+
+
+def _statuses(entries: list[tuple[str, str]]) -> dict[int, dict[str, Any]]:
+    return {int(key.removeprefix(_COUNTERS)): json.loads(text) for key, text in entries}
 
 
 def _handle_abort(handler: ctypes.c_void_p | None) -> None:

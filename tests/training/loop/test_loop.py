@@ -12,6 +12,7 @@ import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
 from mtraining_jax.reporting.audit import FIGURES
+from mtraining_jax.reporting.goodput import KINDS
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers.jsonl import JsonlWriter
 from mtraining_jax.training.checkpoint import newest_step
@@ -50,6 +51,12 @@ def test_resumed_run_has_bit_identical_losses(whole, capsys):
     assert [record["step"] for record in written(config)] == [1, 2, 3, 4]
     starts = (config.run.folder / "starts.jsonl").read_text().splitlines()
     assert [json.loads(line)["resumed_from_step"] for line in starts] == [None, 2]
+    # Wall time since the first start, with the time in which the run was not there.
+    assert [record["restarts"] for record in (whole.records[3], rest[1])] == [0, 1]
+    for record in (whole.records[3], rest[1]):
+        assert sum(record[f"time_share/{kind}"] for kind in KINDS) == pytest.approx(1)
+        assert min(record[f"time_share/{kind}"] for kind in ("steps", "compile", "restart")) > 0
+    assert rest[1]["wall_time"] > whole.records[3]["wall_time"]
     assert "resuming from the checkpoint of step 2" in capsys.readouterr().out
 
 
@@ -152,6 +159,7 @@ def check_print(printed):
         "step 1/4  loss 4.",
         "done: 4 steps",
         "(recall)",
+        "% in steps, ",
         "metrics.jsonl",
         "--run.steps=8",
     ):

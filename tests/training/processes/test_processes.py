@@ -95,6 +95,7 @@ def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_p
     assert "stopped: " not in outputs[1]  # for all processes in one place
     assert "Traceback" not in outputs[0] + outputs[1]
     records = written(two)
+    assert len(records[-1]["host_wait_by_process"]) == 2
     assert [record["step"] for record in records] == list(range(1, step + 1))
     np.testing.assert_allclose(losses(records[2:4]), losses(whole.records[2:]), rtol=2e-5)
 
