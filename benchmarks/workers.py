@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,11 @@ def command(module: str, *options: str, python: str = sys.executable) -> list[st
 
 
 def measure(
-    jobs: Sequence[Job], at_once: int, receive: Callable[[Any], None], log: Callable[[str], None]
+    jobs: Sequence[Job],
+    at_once: int,
+    receive: Callable[[Any], None],
+    log: Callable[[str], None],
+    seconds: float = threading.TIMEOUT_MAX,
 ) -> None:
     """Runs a worker for every job, in order.
 
@@ -62,12 +67,15 @@ def measure(
         at_once: workers that compile at the same time; others follow as these finish.
         receive: called with each value that a worker sends.
         log: called with what workers say about themselves, and with each failure.
+        seconds: after which a worker is killed that has its turn.
     """
     for first in range(0, len(jobs), at_once):
-        _wave(jobs[first : first + at_once], receive, log)
+        _wave(jobs[first : first + at_once], receive, log, seconds)
 
 
-def _wave(jobs: Sequence[Job], receive: Callable[[Any], None], log: Callable[[str], None]) -> None:
+def _wave(
+    jobs: Sequence[Job], receive: Callable[[Any], None], log: Callable[[str], None], seconds: float
+) -> None:
     started: list[tuple[str, subprocess.Popen]] = []
     try:
         for name, arguments in jobs:
@@ -88,10 +96,14 @@ def _wave(jobs: Sequence[Job], receive: Callable[[Any], None], log: Callable[[st
             if process.poll() is None:
                 process.stdin.write(_GO + "\n")
                 process.stdin.flush()
+            late = threading.Timer(seconds, process.kill)
+            late.daemon = True
+            late.start()
             while (sent := _read(process, _SENT))[0]:
                 receive(json.loads(sent[1]))
             if process.wait() != 0:
                 log(f"FAILED to measure: {name}")
+            late.cancel()
     finally:
         for _, process in started:
             process.kill()

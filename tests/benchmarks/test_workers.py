@@ -3,11 +3,11 @@
 from benchmarks import workers
 
 
-def measured(jobs, at_once):
+def measured(jobs, at_once, **options):
     """What workers sent, and what was logged."""
     sent, logged = [], []
     jobs = [(name, workers.command("tests.benchmarks.worker", *words)) for name, words in jobs]
-    workers.measure(jobs, at_once, sent.append, logged.append)
+    workers.measure(jobs, at_once, sent.append, logged.append, **options)
     return sent, logged
 
 
@@ -37,3 +37,10 @@ def test_workers_may_skip_and_say_what_they_run_with():
     sent, logged = measured(jobs, 2)
     assert [x[0] for x in sent if isinstance(x, list)] == ["b"]
     assert logged == ["no absent (no such device)", "present: version 9"]
+
+
+def test_a_worker_that_hangs_is_killed_and_others_continue():
+    jobs = [("slow", ["a", "hangs"]), ("good", ["b", "-"])]
+    sent, logged = measured(jobs, 2, seconds=0.5)
+    assert [x[0] for x in sent if isinstance(x, list)] == ["a", "b"] and len(sent) == 3
+    assert logged == ["FAILED to measure: slow"]

@@ -19,5 +19,7 @@ if __name__ == "__main__":
         workers.send([name, started, turn])
         if how == "dies late":
             sys.exit("no")
+        if how == "hangs":
+            time.sleep(60)
         time.sleep(0.05)
         workers.send({"end": time.time()})
