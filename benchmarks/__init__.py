@@ -1,6 +1,7 @@
 """Benchmarks, one question per script: run each as `python -m benchmarks.NAME`.
 
 - `kernels.attention`: attention kernels against cuDNN, torch and MTraining's kernels.
+- `peers`: attention kernels of several projects on the same lists, with errors and memory.
 - `kernels.selection`: cost of selecting an index.
 - `kernels.tune`: configurations of the kernels.
 - `ring.attention`, `ring.model`: ring attention, measured and modeled for several hosts.

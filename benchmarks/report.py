@@ -56,6 +56,11 @@ def setting(more: Sequence[str] = ()) -> str:
     return f"{datetime.date.today()}, driver {_driver()}, {', '.join([*versions, *more])}"
 
 
+def versions(*packages: str) -> str:
+    """Those of the packages that are installed, with versions."""
+    return ", ".join(f"{name} {found}" for name in packages if (found := _version(name)))
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -99,7 +99,7 @@ def _compiled_flex(torch: Any) -> Callable[..., Any]:
 
 def mtraining(torch: Any, peer: Peer, shape: Shape, mask: str, repeats: int) -> dict[str, Any]:
     """The Triton kernels of MTraining's authors."""
-    kernels = _reference_kernels(Path(peer.checkout))
+    kernels = reference_kernels(Path(peer.checkout))
     wanted = slash_mask(mask, shape.rng(mask, peer.seed), shape.heads, shape.seq_len)
     lists = []  # of slashes, padded with -1, and of columns, with at least one padding entry
     for heads, scale, padding in ((wanted.diagonals, _BLOCK, -1), (wanted.verticals, 1, _PAST)):
@@ -140,7 +140,7 @@ def mtraining(torch: Any, peer: Peer, shape: Shape, mask: str, repeats: int) -> 
 
 
 @functools.cache
-def _reference_kernels(checkout: Path) -> Any:
+def reference_kernels(checkout: Path) -> Any:
     """The module of the reference, without the package around it, which imports far more."""
     folder = checkout / "minference" / "ops"
     for name in _FILES:

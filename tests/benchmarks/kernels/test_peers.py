@@ -56,4 +56,4 @@ def test_workers_say_what_they_miss():
 
 def test_a_missing_checkout_is_named(tmp_path):
     with pytest.raises(peers.MissingError, match="pit_sparse_flash_attention_v3.py does not exist"):
-        peers._reference_kernels(tmp_path)
+        peers.reference_kernels(tmp_path)

@@ -1,0 +1,233 @@
+"""Kernels of other projects on one problem, with torch: `python -m benchmarks.peers.others JOB`."""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kernels.masks import BLOCK
+from benchmarks.kernels.peers import reference_kernels
+from benchmarks.peers.measure import serve
+from benchmarks.peers.problems import INPUTS, Problem, lists, mask_of, read_input, split_lists
+from benchmarks.report import versions
+
+
+class Torch:
+    """Kernels with automatic differentiation on arrays [B, S, H, D], or [B, H, S, D].
+
+    Attributes:
+        dense: whether it runs on dense problems (True), lists (False) or both (None).
+        module, packages: what it needs, and whose versions are recorded.
+    """
+
+    masked, heads_first, deterministic = True, False, False
+    dense: bool | None = False
+    module = "torch"
+    packages: tuple[str, ...] = ()
+
+    def __init__(self, problem: Problem, job: dict[str, Any]) -> None:
+        self.problem, self.folder = problem, Path(job["folder"])
+        self.torch = torch = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            raise ImportError("torch sees no CUDA device")
+        self.lib = importlib.import_module(self.module)
+        self.wait = lambda x: (torch.cuda.synchronize(), x)[1]
+        self.same = lambda *xs: torch.equal(*(x.contiguous().view(torch.int16) for x in xs))
+        self.block = lambda x, batch, head, rows: x[batch, rows, head].float().cpu().numpy()
+        self.memory = lambda: (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+        self.swapped = lambda x: x.transpose(1, 2) if self.heads_first else x
+
+    def load(self) -> None:
+        torch = self.torch
+        arange = functools.partial(torch.arange, device="cuda")
+        self.xp = SimpleNamespace(**vars(torch) | {"arange": arange})
+        arrays = [torch.from_numpy(np.array(read_input(self.folder, name))) for name in INPUTS]
+        arrays = [self.swapped(x.cuda().view(torch.bfloat16)).contiguous() for x in arrays]
+        *self.detached, self.dout = arrays
+        self.inputs = [x.detach().requires_grad_() for x in self.detached]
+        self.bits = torch.from_numpy(np.load(self.folder / "bits.npy").view(np.int32)).cuda()
+        device, found = torch.cuda.get_device_name(), versions("torch", *self.packages)
+        self.about = {"device": device, "versions": found}
+        torch.cuda.reset_peak_memory_stats()
+
+    def mask(self) -> Any:
+        return mask_of(self.xp, self.bits, self.problem.num_blocks)
+
+    def build(self) -> Any:
+        return None
+
+    def attention(self, index: Any) -> Any:
+        """The output, differentiable."""
+
+    def forward(self, index: Any) -> Any:
+        out = self.attention(index)
+        return self.swapped(out.detach()), out
+
+    def backward(self, saved: Any) -> Sequence[Any]:
+        grads = self.torch.autograd.grad(saved[1], self.inputs, self.dout, retain_graph=True)
+        return [self.swapped(x) for x in grads]
+
+    def total(self) -> Any:
+        return self.backward(self.forward(self.build()))
+
+
+class Flash4(Torch):
+    """FlashAttention-4. A mask function cuts the diagonal's blocks; others are listed apart."""
+
+    dense, module, packages = None, "flash_attn.cute", ("flash-attn-4", "nvidia-cutlass-dsl")
+
+    def build(self) -> Any:
+        if self.problem.listed is None:
+            return None
+        sparse = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+        mask, size = self.mask(), (BLOCK, BLOCK)
+        forward, backward = (self.problem.listed, mask), (None, mask.transpose(-1, -2))
+        return [sparse(*self.lists(x, width), block_size=size) for width, x in (forward, backward)]
+
+    def lists(self, mask: Any, width: int | None) -> tuple[Any, ...]:
+        return split_lists(self.xp, mask, width)
+
+    def attention(self, index: Any) -> Any:
+        options: dict[str, Any] = {"causal": True}
+        if index is not None:
+            options = dict(block_sparse_tensors=index[0], block_sparse_tensors_bwd=index[1])
+            options["mask_mod"] = _causal() if self.masked else None
+        call = self.lib.flash_attn_func
+        return call(*self.inputs, deterministic=self.deterministic, **options)[0]
+
+
+@functools.cache
+def _causal() -> Any:
+    """A mask function in the language of FlashAttention-4's kernels."""
+
+    @importlib.import_module("cutlass.cute").jit
+    def causal(batch, head, query, key, lengths, arrays):
+        return key <= query
+
+    return causal
+
+
+class Flash4Unmasked(Flash4):
+    """The same without a mask inside of blocks."""
+
+    masked = dense = False
+
+    def lists(self, mask: Any, width: int | None) -> tuple[Any, ...]:
+        none = self.torch.zeros_like(mask[..., 0], dtype=self.torch.int32)
+        return none, none[..., None], *lists(self.xp, mask, width)
+
+
+class Flash4Deterministic(Flash4):
+    """The same with gradients that repeat their bits; not implemented for lists on SM90."""
+
+    deterministic = dense = True
+
+
+class CudnnSparse(Torch):
+    """Block-sparse attention of nvidia-cudnn-frontend, without a mask inside of blocks."""
+
+    masked, module = False, "cudnn.block_sparse_attention"
+    packages = "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"
+
+    def build(self) -> Any:
+        counts, numbers = lists(self.xp, self.mask(), self.problem.listed)
+        index = dict(q2k_block_index=numbers.contiguous(), q2k_block_nums=counts, layout="bshd")
+        return index | dict(block_sparse_num=numbers.shape[-1], sparse_block_size=BLOCK)
+
+    def forward(self, index: Any) -> Any:
+        found = self.lib.block_sparse_attention_forward(*self.detached, **index)
+        return found["o_tensor"], found["lse_tensor"], index
+
+    def backward(self, saved: Any) -> Sequence[Any]:
+        out, lse, index = saved
+        call = self.lib.block_sparse_attention_backward
+        grads = call(self.dout, *self.detached, out, lse, **index)
+        return [grads[name] for name in ("dq_tensor", "dk_tensor", "dv_tensor")]
+
+
+class Flex(Torch):
+    """FlexAttention of torch."""
+
+    heads_first, module, packages = True, "torch.nn.attention.flex_attention", ("triton",)
+
+    def build(self) -> Any:
+        mask, rows = self.mask(), self.xp.arange(self.problem.num_blocks)
+        own = mask & (rows[:, None] == rows)
+        return self.lib.BlockMask.from_kv_blocks(
+            *lists(self.xp, own), *lists(self.xp, mask & ~own), BLOCK_SIZE=BLOCK,
+            mask_mod=_not_later, seq_lengths=(self.problem.seq_len,) * 2,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        return self.torch.compile(self.lib.flex_attention, dynamic=False)
+
+    def attention(self, index: Any) -> Any:
+        return self.compiled(*self.inputs, block_mask=index, enable_gqa=True)
+
+
+def _not_later(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """One function for all masks, because FlexAttention compiles once for each."""
+    return query >= key
+
+
+class Flash2(Torch):
+    """The dense flash attention of torch."""
+
+    dense, heads_first, module, backend = True, True, "torch.nn.attention", "FLASH_ATTENTION"
+
+    def attention(self, index: Any) -> Any:
+        call = self.torch.nn.functional.scaled_dot_product_attention
+        with self.lib.sdpa_kernel(getattr(self.lib.SDPBackend, self.backend)):
+            return call(*self.inputs, is_causal=True, enable_gqa=True)
+
+
+class Cudnn(Flash2):
+    """The dense attention of cuDNN, called by torch."""
+
+    backend, packages = "CUDNN_ATTENTION", ("nvidia-cudnn-cu13",)
+
+
+class Mtraining(Torch):
+    """The Triton kernels of MTraining's authors, without single columns."""
+
+    packages = ("triton",)
+
+    def __init__(self, problem: Problem, job: dict[str, Any]) -> None:
+        super().__init__(problem, job)
+        self.lib = reference_kernels(Path(job["reference"] or "no --reference"))
+
+    def build(self) -> Any:
+        mask = self.mask()
+        none = self.torch.zeros_like(mask[..., :2], dtype=self.torch.int32)
+        return none[..., :1], none, *self.lib.convert_blockmask(mask, BLOCK, 64)
+
+    def forward(self, index: Any) -> Any:
+        scale, call = self.problem.dim**-0.5, self.lib.block_bar_attn_fwd
+        return *call(*self.detached, None, None, scale, *index, granularity=BLOCK), index
+
+    def backward(self, saved: Any) -> Sequence[Any]:
+        out, lse, index = saved
+        inputs = self.dout, *self.detached, out, None, None, None, lse, self.problem.dim**-0.5
+        call = self.lib.block_bar_attn_bwd
+        return call(*inputs, *index, granularity=BLOCK, deterministic=False)
+
+
+PEERS: dict[str, type[Torch]] = {
+    "FlashAttention-4": Flash4,
+    "FlashAttention-4, unmasked": Flash4Unmasked,
+    "FlashAttention-4, deterministic": Flash4Deterministic,
+    "cuDNN block-sparse, unmasked": CudnnSparse,
+    "cuDNN": Cudnn,
+    "torch flash": Flash2,
+    "FlexAttention": Flex,
+    "MTraining Triton": Mtraining,
+}
+
+
+if __name__ == "__main__":
+    serve(PEERS.__getitem__)
