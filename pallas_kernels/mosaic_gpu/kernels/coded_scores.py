@@ -22,7 +22,6 @@ from pallas_kernels.mosaic_gpu.common import (
     await_last,
     fold,
     full,
-    iota,
     launch,
     product,
     rows_to_tile,
@@ -34,11 +33,12 @@ from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles, row_inputs
 
 _WARPGROUPS = 4
 _TILE_ROWS = _WARPGROUPS * ROWS
-_STAGES = 4  # tiles of keys in flight
-_GROUP = 16  # blocks with means that are multiplied at once
+_STAGES = 3  # tiles of keys in flight
+_GROUP = 64  # blocks with means that are multiplied at once: the M dimension of a wgmma
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 104, 40
 _SAMPLED = 4  # of a class of 16 keys
 _LOWEST = -1e30  # less than any logarithm of a weight, and finite
+_MOST = 1e32  # of the sum of a tile, so that those of all tiles are finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +86,14 @@ class HopperCodedScores(CodedScores):
             "q": tiled((_TILE_ROWS, dim), call.q.dtype),
             "codes": tiled((_TILE_ROWS, dim), dtype),
             "keys": tiled((_STAGES, TILE, dim), dtype),
-            "means": tiled((2, _GROUP, dim), call.q.dtype),
+            "means": tiled((_GROUP, dim), call.q.dtype),
+            "offsets": plgpu.SMEM((_WARPGROUPS, _GROUP, ROWS), jnp.float32),
         }
         barriers = {
             "rows_full": plgpu.Barrier(num_arrivals=2),
             "rows_free": plgpu.Barrier(num_arrivals=_WARPGROUPS),
         }
-        for name, slots in (("keys", _STAGES), ("means", 2)):
+        for name, slots in (("keys", _STAGES), ("means", 1)):
             barriers[f"{name}_full"] = plgpu.Barrier(num_barriers=slots)
             barriers[f"{name}_free"] = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=slots)
         resources = memory, barriers, programs, self.interpret
@@ -135,9 +136,10 @@ class _CodedRows:
                 tile = end - 1 - i
 
                 def load_means() -> None:
-                    slot = await_free("means", groups + self._group(i, end), 2)
+                    await_free("means", groups + self._group(i, end), 1)
                     blocks = pl.ds(lax.div(tile, _GROUP) * _GROUP, _GROUP)
-                    copy(refs["means"].at[it.batch, blocks, kv_head], "means", slot)
+                    source, full = refs["means"].at[it.batch, blocks, kv_head], bars["means_full"]
+                    plgpu.copy_gmem_to_smem(source, smem["means"], full.at[0])
 
                 pl.when(self._enters_group(i, end))(load_means)
                 slot = await_free("keys", steps + i, _STAGES)
@@ -149,7 +151,7 @@ class _CodedRows:
 
         steps, groups = lax.fori_loop(0, self.walk.count(), load_item, (jnp.int32(0),) * 2)
         await_last([bars["keys_free"]], steps, _STAGES)
-        await_last([bars["means_free"]], groups, 2)
+        await_last([bars["means_free"]], groups, 1)
         plgpu.barrier_wait(bars["rows_free"])
 
     def score(self, warpgroup: Array) -> None:
@@ -160,7 +162,7 @@ class _CodedRows:
         def score_item(n: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             it = self.walk.item(n)
             rows = pl.ds(it.row_tile * _TILE_ROWS + warpgroup * ROWS, ROWS)
-            own = pl.ds(warpgroup * ROWS, ROWS)
+            own, offsets = pl.ds(warpgroup * ROWS, ROWS), smem["offsets"].at[warpgroup]
             # Loads in the loop over tiles would be waited for in each of its steps.
             seen, uncut = self.walk.seen(it, rows), self.walk.uncut(it)
             row_units = plgpu.load(
@@ -169,64 +171,73 @@ class _CodedRows:
             (first, end), kv_head = self.walk.columns(it), lax.div(it.head, self.group)
             steps, groups = done
             plgpu.barrier_wait(bars["rows_full"])
+            codes = smem["codes"].at[own]
+            if codes.dtype == CODE:  # not interpreted: from registers products take less power
+                layout = plgpu.Layout.WGMMA_8BIT
+                codes = plgpu.load(codes, layout=layout, optimized=False)
 
             def unit_of(tile: Array) -> Array:
                 return refs["key_units"][it.batch, kv_head, tile]
 
-            def multiply(name: str, rows_of: str, slot: Array, shape: tuple, dtype: Any) -> Array:
+            def multiply(name: str, slot: Any, a: Any, b: Any, shape: tuple, dtype: Any) -> Array:
                 plgpu.barrier_wait(bars[f"{name}_full"].at[slot])
-                a, b = smem[rows_of].at[own], smem[name].at[slot].T
-                found = product(a, b, shape, dtype)
+                found = product(a, b.T, shape, dtype)
                 plgpu.barrier_arrive(bars[f"{name}_free"].at[slot])
                 return found
 
+            def multiply_means() -> None:
+                """Writes the products of rows and means, transposed so that tiles are rows."""
+                means, rows = smem["means"], smem["q"].at[own]
+                found = multiply("means", 0, means, rows, (_GROUP, ROWS), jnp.float32)
+                plgpu.commit_smem()  # other warps may still read those of the last group
+                offsets[...] = found * self.log2_scale
+                plgpu.commit_smem()
+
             def score_tile(i: Array, state: tuple) -> tuple:
-                reference, sums, key_unit, of_means = state
+                reference, base, total, key_unit = state
                 tile = end - 1 - i
                 unit = row_units * key_unit
                 key_unit = unit_of(jnp.maximum(tile - 1, 0))  # in time for the next tile
 
-                def multiply_means(_: Array) -> Array:
-                    slot = lax.rem(groups + self._group(i, end), 2)
-                    shape = ROWS, _GROUP
-                    return multiply("means", "q", slot, shape, jnp.float32) * self.log2_scale
-
-                of_means = lax.cond(
-                    self._enters_group(i, end), multiply_means, lambda x: x, of_means
-                )
-                chosen = iota(of_means, 1) == lax.rem(tile, _GROUP)
-                offset = fold(jnp.add, jnp.where(chosen, of_means, 0.0)).sum(axis=1)
+                pl.when(self._enters_group(i, end))(multiply_means)
+                of_tile = offsets.at[lax.rem(tile, _GROUP)]
+                offset = plgpu.load(of_tile, layout=ROW_LAYOUT, optimized=False)
+                # A base that is known before the products: exponentials wait for no maximum.
+                before, base = base, jnp.maximum(base, offset)
+                shift, kept = offset - base, jnp.exp2(before - base)
                 slot = lax.rem(steps + i, _STAGES)
-                products = multiply("keys", "codes", slot, (ROWS, TILE), jnp.float16)
+                tile_keys, shape = smem["keys"].at[slot], (ROWS, TILE)
+                products = multiply("keys", slot, codes, tile_keys, shape, jnp.float16)
 
-                def whole(products: Array) -> tuple[Array, Array]:
-                    return offset + _estimate(products, unit), reference
+                def whole(products: Array) -> tuple[Array, ...]:
+                    found = _estimate(products, unit, shift)
+                    return reference, base, total * kept + found, base + jnp.log2(found)
 
-                def cut(products: Array) -> tuple[Array, Array]:
+                def cut(products: Array) -> tuple[Array, ...]:
                     at = tile * TILE
                     masked = self.walk.mask(at, products.astype(jnp.float32), seen)
                     inside = self.walk.sees_all(at, TILE, seen)
-                    weight = offset + jnp.where(
-                        inside, _estimate(products, unit), _exact(masked, unit)
-                    )
-                    first = jnp.maximum(weight, _LOWEST)
-                    return weight, jnp.where(reference > _LOWEST, reference, first)
+                    exact = _bounded(_terms(masked, unit, shift))
+                    found = jnp.where(inside, _estimate(products, unit, shift), exact)
+                    weight = base + jnp.log2(found)
+                    first = jnp.where(reference > _LOWEST, reference, jnp.maximum(weight, _LOWEST))
+                    # Blocks that a row does not see leave no trace in its results.
+                    sees = found > 0.0
+                    sums = jnp.where(sees, total * kept + found, total)
+                    return first, jnp.where(sees, base, before), sums, weight
 
-                weight, reference = lax.cond(self.walk.is_cut(uncut, tile), cut, whole, products)
+                reference, base, total, weight = lax.cond(
+                    self.walk.is_cut(uncut, tile), cut, whole, products
+                )
                 of_block = refs["weights"].at[it.batch, it.head, tile, rows]
                 of_block[...] = (weight - reference).astype(jnp.float16)
-                return reference, _add(sums, weight), key_unit, of_means
+                return reference, base, total, key_unit
 
             lowest, zero = (full((ROWS,), x, ROW_LAYOUT) for x in (_LOWEST, 0.0))
-            start = (
-                lowest,
-                (lowest, zero),
-                unit_of(jnp.maximum(end - 1, 0)),
-                full((ROWS, _GROUP), 0.0, plgpu.Layout.WGMMA),
-            )
-            reference, (peak, total), _, _ = lax.fori_loop(0, end - first, score_tile, start)
+            start = lowest, lowest, zero, unit_of(jnp.maximum(end - 1, 0))
+            reference, base, total, _ = lax.fori_loop(0, end - first, score_tile, start)
             plgpu.barrier_arrive(bars["rows_free"])
-            of_all = peak - reference + jnp.log2(total)
+            of_all = base - reference + jnp.log2(total)
             refs["totals"].at[it.batch, it.head, rows][...] = of_all
             return self._after(done, first, end)
 
@@ -247,20 +258,15 @@ class _CodedRows:
         return done[0] + end - first, done[1] + groups
 
 
-def _estimate(products: Array, unit: Array) -> Array:
-    """Estimates the base-2 log-sum-exp of the products of each row, times `unit`: fp32 [64]."""
+def _estimate(products: Array, unit: Array, shift: Array) -> Array:
+    """Estimates the sum of 2^(product * unit + shift) over each row: fp32 [64]."""
     parts = [products[:, n : n + EDGE] for n in range(0, TILE, EDGE)]
     few = parts[:: len(parts) // _SAMPLED]
     rest = [part for n, part in enumerate(parts) if n % (len(parts) // _SAMPLED)]
     top_of_few = _reduce(jnp.maximum, few)
     top = jnp.maximum(top_of_few, _reduce(jnp.maximum, rest)).astype(jnp.float32)
-    base = top.max(axis=1) * unit
-
-    def term(x: Array) -> Array:
-        x = x.astype(jnp.float32)
-        return jnp.exp2(x * rows_to_tile(unit, x) - rows_to_tile(base, x))
-
-    total, largest = _reduce(jnp.add, [term(x) for x in few]), term(top)
+    largest = _terms(top, unit, shift)
+    total = _reduce(jnp.add, [_terms(x, unit, shift) for x in few])
     # The largest term counts once; the others are as large as the sampled ones on average.
     others = len(parts) - 1
     more = jnp.where(
@@ -268,23 +274,18 @@ def _estimate(products: Array, unit: Array) -> Array:
         (total - largest) * (others / (_SAMPLED - 1)),
         total * (others / _SAMPLED),
     )
-    return base + jnp.log2((largest + more).sum(axis=1))
+    return _bounded(largest + more)
 
 
-def _exact(logits: Array, unit: Array) -> Array:
-    """Returns the base-2 log-sum-exp of each row of logits [64, 128], times `unit`: fp32 [64]."""
-    top = fold(jnp.maximum, logits).max(axis=1) * unit
-    base = jnp.where(top > -jnp.inf, top, 0.0)
-    terms = jnp.exp2(logits * rows_to_tile(unit, logits) - rows_to_tile(base, logits))
-    return base + jnp.log2(fold(jnp.add, terms).sum(axis=1))
+def _terms(x: Array, unit: Array, shift: Array) -> Array:
+    x = x.astype(jnp.float32)
+    return jnp.exp2(x * rows_to_tile(unit, x) + rows_to_tile(shift, x))
 
 
-def _add(sums: tuple[Array, Array], weight: Array) -> tuple[Array, Array]:
-    """Adds 2^weight to sums 2^peak * total, given and returned as (peak, total)."""
-    peak, total = sums
-    top = jnp.maximum(peak, weight)
-    term = jnp.exp2(jnp.minimum(peak, weight) - top)  # the smaller of both relative to the larger
-    return top, jnp.where(weight > peak, total * term + 1.0, total + term)
+def _bounded(terms: Array) -> Array:
+    """Sums each row of terms; not a number and more than `_MOST` count as that."""
+    total = fold(jnp.add, terms).sum(axis=1)
+    return jnp.where(total < _MOST, total, _MOST)
 
 
 def _reduce(combine: Callable[[Array, Array], Array], parts: list[Array]) -> Array:
