@@ -10,6 +10,7 @@ measure one after another, the kernels of a problem in a row. What they measure 
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ _COLUMNS = (
 )  # fmt: skip
 _ABOUT = """\
 bf16, random inputs and lists: in each row of 128 queries its own block and random earlier ones, \
-per head. build: from one bit a block to everything that both passes read; total: build and both \
-passes. TFLOP/s by 2 products forward and 5 backward over computed blocks (dense: half of S x S). \
-Errors against fp32 in sampled blocks: largest, and norm over norm. Unmasked kernels compute the \
-blocks on the diagonal in full. Bits: of 3 runs. Memory: beyond the inputs, building and one pass \
-each.
+per head. build: from one bit a block to everything that both passes read (for other projects: \
+sorted by torch); total: build and both passes. TFLOP/s by 2 products forward and 5 backward over \
+computed blocks (dense: half of S x S). Errors against fp32 in sampled blocks: largest, and norm \
+over norm. Unmasked kernels compute the blocks on the diagonal in full. Bits: of 3 runs. Memory: \
+beyond the inputs, building and one pass each.
 """
 
 
@@ -106,6 +107,8 @@ def main(argv: list[str] | None = None) -> str:
     def receive(row: Result) -> None:
         with args.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        if "total" in row or "error" in row:
+            print(row["problem"], row["kernels"], row.get("error", "measured"), file=sys.stderr)
 
     workers.share_device()
     try:

@@ -102,7 +102,7 @@ def draw_lists(problem: Problem, seed: int) -> np.ndarray:
 
 def mask_of(xp: Any, bits: Any, size: int) -> Any:
     """Unpacks int32 [..., ceil(NB/32)] to bool [..., NB]; `xp` is numpy or torch."""
-    marked = (bits[..., None] >> xp.arange(_WORD)) & 1
+    marked = (bits[..., None] >> xp.arange(_WORD, dtype=xp.int32)) & 1
     return marked.reshape(*bits.shape[:-1], -1)[..., :size] == 1
 
 
