@@ -1,6 +1,6 @@
 """Benchmarks, one question per script: run each as `python -m benchmarks.NAME`.
 
-- `kernels.attention`: attention kernels against cuDNN, torch and MTraining's kernels.
+- `kernels.attention`: attention kernels, in parts, against cuDNN.
 - `peers`: attention kernels of several projects on the same lists, with errors and memory.
 - `kernels.selection`: cost of selecting an index.
 - `kernels.tune`: configurations of the kernels.

@@ -2,18 +2,15 @@
 
     python -m benchmarks.kernels.attention --seq-len 131072 --masks A B D F --head-dim 128
 
-The baselines need a GPU: cuDNN; the flash attention and FlexAttention of torch, if installed; and
-with --reference the Triton kernels of MTraining's authors, in a checkout of theirs. The output
-names those that could not run. Each shape and kind of mask has its own process. The processes
-compile at the same time and then measure one after another.
+The baseline, cuDNN, needs a GPU; `benchmarks.peers` compares with kernels of other projects. Each
+shape and kind of mask has its own process. The processes compile at the same time and then measure
+one after another.
 """
 
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +20,6 @@ from benchmarks.kernels import attention_table as tables
 from benchmarks.kernels import triton_sm80
 from benchmarks.kernels.cases import Case
 from benchmarks.kernels.errors import Errors, relative_errors
-from benchmarks.kernels.peers import Peer
 from benchmarks.kernels.programs import HEADS, Attention, random_inputs
 from benchmarks.kernels.rows import Row, Shape
 from benchmarks.options import BACKENDS, length, make_parser
@@ -60,7 +56,7 @@ def main(argv: list[str] | None = None) -> str:
     on_gpu = jax.default_backend() == "gpu"
     rows: list[Row] = []
     errors: dict[int, Errors] = {}
-    notes = ["no reference (no --reference)"] if on_gpu and args.reference is None else []
+    notes: list[str] = []
 
     def save() -> str:
         """Writes the results so far: an aborted run keeps its first rows."""
@@ -86,7 +82,6 @@ def main(argv: list[str] | None = None) -> str:
         for values in _compile(args, problem)():
             receive(values)
     jobs = [(x.name, _command(args, x)) for x in problems] if args.workers else []
-    jobs += [peer.job(args.torch_python) for peer in _peers(args)] if on_gpu else []
     workers.measure(jobs, max(args.workers, 1), receive, note)
     for dim in args.head_dim if args.error_seq_len else ():
         shape = Shape(args.error_seq_len, *HEADS[dim], dim)
@@ -110,22 +105,6 @@ def _plan(args: argparse.Namespace, on_gpu: bool) -> list[Problem]:
                 found.append(Problem(shape, "blocks", "F"))
     others = [dataclasses.replace(p, also=b) for b in args.also for p in found if p.kind != "cudnn"]
     return found + others
-
-
-def _peers(args: argparse.Namespace) -> list[Peer]:
-    """The baselines in torch, which have the GPU to themselves when they run last."""
-    shapes = [Shape(n, *HEADS[d], d) for n in args.seq_len for d in args.head_dim]
-    problems = {
-        mask: [(s, mask) for s in shapes if mask != "D" or s.seq_len <= args.longest_dense]
-        for mask in args.masks
-    }
-    found = {"FlexAttention": problems.pop("F", []), "torch flash": problems.get("D", [])}
-    if args.reference is not None:
-        found["reference"] = [x for each in problems.values() for x in each]
-    checkout = str(args.reference and args.reference.resolve())
-    return [
-        Peer(name, args.seed, args.repeats, each, checkout) for name, each in found.items() if each
-    ]
 
 
 def _compile(args: argparse.Namespace, problem: Problem) -> Callable[[], Iterator[dict[str, Any]]]:
@@ -171,14 +150,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--also", nargs="+", choices=[*BACKENDS, triton_sm80.NAME], default=[],
         help=f"further backends, in their own rows; {triton_sm80.NAME}: A100 code on this GPU",
-    )  # fmt: skip
-    parser.add_argument(
-        "--torch-python", default=sys.executable, metavar="PYTHON",
-        help="a Python that has torch; default: this one",
-    )  # fmt: skip
-    parser.add_argument(
-        "--reference", type=Path, metavar="DIR",
-        help="checkout of microsoft/MInference, branch wenxuan/mtrain; times its kernels",
     )  # fmt: skip
     args = parser.parse_args(argv)
     lengths = args.seq_len + ([args.error_seq_len] if args.error_seq_len else [])

@@ -21,9 +21,7 @@ select: top-p 0.9 of the last queries' attention, at most 4096 columns and 4096 
 gathered columns and all lists that both passes read; total: selection, build, forward and \
 backward as one program (forward + backward for the baselines). TFLOP/s executed: \
 4 D (128 x 128 blocks + 128 columns) forward, 2.5 times that backward; as if dense: half of S x S \
-instead. cuDNN and torch flash count half of S x S. reference: the Triton kernels of MTraining's \
-authors on the same masks; its build makes their lists from the given diagonals and columns, its \
-backward pass adds atomically. Temporary: memory of the whole program beyond its inputs and \
+instead. cuDNN counts half of S x S. Temporary: memory of the whole program beyond its inputs and \
 results, as the compiler reserves it.
 """
 

@@ -43,7 +43,7 @@ def read(path: Path) -> list[Result]:
     """Results per problem, kernels and device; each of the file's lines has a part of one."""
     found: dict[tuple, Result] = {}
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    for row in map(json.loads, lines):  # a cut last line is left out
+    for row in map(json.loads, lines):  # a cut last line is skipped
         key = row["problem"], row["kernels"], row.get("device")
         found[key] = found.get(key, {}) | row
     return list(found.values())
@@ -56,7 +56,7 @@ def plan(
     finished = {(row["problem"], row["kernels"]) for row in done if {"total", "error"} & row.keys()}
     jobs = []
     for problem in problems:
-        unfit = [x for x, peer in PEERS.items() if peer.dense is (problem.listed is not None)]
+        unfit = [x for x, peer in PEERS.items() if problem.kind not in peer.kinds]
         left = [x for x in kernels if x not in unfit and (problem.name, x) not in finished]
         jobs += [(problem, x) for x in ("", *left) if left]
     return jobs
@@ -76,7 +76,7 @@ def table(rows: Sequence[Result], notes: Iterable[str] = ()) -> str:
 
 def _cells(row: Result) -> list[str]:
     problem = Problem.parse(row["problem"])
-    flops = {"forward": problem.flops(), "backward": 2.5 * problem.flops()}
+    flops = {"forward": row["flops"], "backward": 2.5 * row["flops"]}
     rates = [f"{flops[x] / row[x] / 1e9:.0f}" if x in row else "–" for x in flops]
     grads = [row[name] for name in ("dq", "dk", "dv") if name in row]
     worst = [max(each) for each in zip(*grads, strict=True)]
@@ -86,8 +86,8 @@ def _cells(row: Result) -> list[str]:
     shape = f"{problem.seq_len} x {problem.batch}", f"{problem.heads}/{problem.kv_heads}"
     memory = number(row["memory"] / 1e9 if "memory" in row else None)
     return [
-        shape[0], f"{shape[1]}, {problem.dim}", str(problem.listed or "dense"),
-        f"{problem.density():.3f}", row["kernels"], *times, " / ".join(rates), *wrong,
+        shape[0], f"{shape[1]}, {problem.dim}", str(problem.listed),
+        f"{row['density']:.3f}", row["kernels"], *times, " / ".join(rates), *wrong,
         ", ".join(bits), memory,
     ]  # fmt: skip
 

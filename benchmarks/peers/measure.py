@@ -6,7 +6,7 @@ and `about` (device and versions, for the results), and these functions:
 
     Class(problem, job)         prepares without the GPU; ImportError if something is missing
     load()                      reads the inputs
-    build() -> index            what both passes read besides the inputs, None if nothing
+    build() -> index            what both passes read in addition to inputs, None if nothing
     forward(index) -> saved     the output, and then what the backward pass needs
     backward(saved) -> dq, dk, dv
     total()                     all three
@@ -28,7 +28,6 @@ import numpy as np
 
 from benchmarks import workers
 from benchmarks.kernels.masks import BLOCK
-from benchmarks.kernels.peers import MissingError
 from benchmarks.peers.problems import Problem, samples
 
 _BURST_SECONDS = 0.02
@@ -94,10 +93,11 @@ def measure(kernels: Any, repeats: int, send: Callable[[dict[str, Any]], None]) 
 def serve(kinds: Callable[[str], Callable[..., Any]]) -> None:
     """Runs a worker: prepares, waits for its turn, loads inputs and measures."""
     job = json.loads(sys.argv[1])
-    known = {name: job[name] for name in ("problem", "kernels")}
+    problem = Problem.parse(job["problem"])
+    known = {name: job[name] for name in ("problem", "kernels")} | problem.figures(job["seed"])
     try:
-        kernels = kinds(job["kernels"])(Problem.parse(job["problem"]), job)
-    except (ImportError, MissingError) as missing:
+        kernels = kinds(job["kernels"])(problem, job)
+    except ImportError as missing:
         workers.skip(str(missing))
         return
     if not workers.my_turn():

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kernels.masks import BLOCK
-from benchmarks.kernels.peers import reference_kernels
+from benchmarks.kernels.masks import BLOCK, padded
 from benchmarks.peers.measure import serve
-from benchmarks.peers.problems import INPUTS, Problem, lists, mask_of, read_input, split_lists
+from benchmarks.peers.problems import (
+    INPUTS,
+    Problem,
+    draw_bits,
+    lists,
+    mask_of,
+    read_input,
+    split_lists,
+)
 from benchmarks.report import versions
 
 
@@ -20,21 +28,23 @@ class Torch:
     """Kernels with automatic differentiation on arrays [B, S, H, D], or [B, H, S, D].
 
     Attributes:
-        dense: whether it runs on dense problems (True), lists (False) or both (None).
-        module, packages: what it needs, and whose versions are recorded.
+        kinds: of problems that it computes.
+        module: what it needs.
+        packages: with recorded versions.
     """
 
     masked, heads_first, deterministic = True, False, False
-    dense: bool | None = False
+    kinds: tuple[str, ...] = ("lists",)
     module = "torch"
     packages: tuple[str, ...] = ()
 
     def __init__(self, problem: Problem, job: dict[str, Any]) -> None:
-        self.problem, self.folder = problem, Path(job["folder"])
+        self.problem, self.folder, self.seed = problem, Path(job["folder"]), job["seed"]
         self.torch = torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
             raise ImportError("torch sees no CUDA device")
         self.lib = importlib.import_module(self.module)
+        self.drawn = draw_bits(problem, self.seed)
         self.wait = lambda x: (torch.cuda.synchronize(), x)[1]
         self.same = lambda *xs: torch.equal(*(x.contiguous().view(torch.int16) for x in xs))
         self.block = lambda x, batch, head, rows: x[batch, rows, head].float().cpu().numpy()
@@ -49,7 +59,7 @@ class Torch:
         arrays = [self.swapped(x.cuda().view(torch.bfloat16)).contiguous() for x in arrays]
         *self.detached, self.dout = arrays
         self.inputs = [x.detach().requires_grad_() for x in self.detached]
-        self.bits = torch.from_numpy(np.load(self.folder / "bits.npy").view(np.int32)).cuda()
+        self.bits = torch.from_numpy(self.drawn.view(np.int32)).cuda()
         device, found = torch.cuda.get_device_name(), versions("torch", *self.packages)
         self.about = {"device": device, "versions": found}
         torch.cuda.reset_peak_memory_stats()
@@ -78,10 +88,11 @@ class Torch:
 class Flash4(Torch):
     """FlashAttention-4. A mask function cuts the diagonal's blocks; others are listed apart."""
 
-    dense, module, packages = None, "flash_attn.cute", ("flash-attn-4", "nvidia-cutlass-dsl")
+    kinds, module = ("lists", "dense"), "flash_attn.cute"
+    packages = "flash-attn-4", "nvidia-cutlass-dsl"
 
     def build(self) -> Any:
-        if self.problem.listed is None:
+        if self.problem.kind == "dense":
             return None
         sparse = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
         mask, size = self.mask(), (BLOCK, BLOCK)
@@ -114,7 +125,7 @@ def _causal() -> Any:
 class Flash4Unmasked(Flash4):
     """The same without a mask inside of blocks."""
 
-    masked = dense = False
+    masked, kinds = False, ("lists",)
 
     def lists(self, mask: Any, width: int | None) -> tuple[Any, ...]:
         none = self.torch.zeros_like(mask[..., 0], dtype=self.torch.int32)
@@ -124,7 +135,7 @@ class Flash4Unmasked(Flash4):
 class Flash4Deterministic(Flash4):
     """The same with gradients that repeat their bits; not implemented for lists on SM90."""
 
-    deterministic = dense = True
+    deterministic, kinds = True, ("dense",)
 
 
 class CudnnSparse(Torch):
@@ -178,7 +189,8 @@ def _not_later(batch: Any, head: Any, query: Any, key: Any) -> Any:
 class Flash2(Torch):
     """The dense flash attention of torch."""
 
-    dense, heads_first, module, backend = True, True, "torch.nn.attention", "FLASH_ATTENTION"
+    kinds, heads_first, module = ("dense",), True, "torch.nn.attention"
+    backend = "FLASH_ATTENTION"
 
     def attention(self, index: Any) -> Any:
         call = self.torch.nn.functional.scaled_dot_product_attention
@@ -193,18 +205,41 @@ class Cudnn(Flash2):
 
 
 class Mtraining(Torch):
-    """The Triton kernels of MTraining's authors, without single columns."""
+    """The Triton kernels of MTraining's authors, from a checkout of microsoft/MInference.
 
-    packages = ("triton",)
+    Two files of its branch wenxuan/mtrain are read: pit_sparse_flash_attention_v3.py and
+    op_utils/vertical_slash_utils.py in minference/ops, without the package around them.
+    """
+
+    kinds, packages = ("lists", "columns"), ("triton",)
 
     def __init__(self, problem: Problem, job: dict[str, Any]) -> None:
         super().__init__(problem, job)
-        self.lib = reference_kernels(Path(job["reference"] or "no --reference"))
+        if not job["reference"]:
+            raise ImportError("no --reference")
+        sys.path.insert(0, str(Path(job["reference"]) / "minference"))
+        self.lib = importlib.import_module("ops.pit_sparse_flash_attention_v3")
+
+    def load(self) -> None:
+        super().load()
+        if self.problem.kind == "columns":  # padded: slashes with -1, columns with at least one
+            drawn, padded_lists = self.problem.slashes(self.seed), []
+            for heads, padding in ((drawn.verticals, 2**31 - 1), (drawn.diagonals, -1)):
+                longest = max(map(len, heads))
+                scaled = [x * (1 if padding > 0 else BLOCK) for x in heads]
+                array = padded(scaled, longest + (-longest % BLOCK or BLOCK), padding)[None]
+                padded_lists.append(self.torch.from_numpy(array).cuda())
+            self.drawn = padded_lists
 
     def build(self) -> Any:
-        mask = self.mask()
-        none = self.torch.zeros_like(mask[..., :2], dtype=self.torch.int32)
-        return none[..., :1], none, *self.lib.convert_blockmask(mask, BLOCK, 64)
+        if self.problem.kind == "columns":
+            inputs = *self.detached[:2], *self.drawn, self.problem.seq_len, BLOCK
+            blocks, *columns = self.lib.build_index_local(*inputs)
+        else:
+            blocks = self.mask()
+            none = self.torch.zeros_like(blocks[..., :2], dtype=self.torch.int32)
+            columns = none[..., :1], none
+        return *columns, *self.lib.convert_blockmask(blocks, BLOCK, 64)
 
     def forward(self, index: Any) -> Any:
         scale, call = self.problem.dim**-0.5, self.lib.block_bar_attn_fwd

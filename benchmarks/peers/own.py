@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.masks import BLOCK
-from benchmarks.kernels.programs import Attention
+from benchmarks.kernels.programs import Attention, index_of
 from benchmarks.peers.measure import serve
-from benchmarks.peers.problems import INPUTS, Problem, read_input
+from benchmarks.peers.problems import INPUTS, Problem, draw_bits, read_input
 from benchmarks.report import versions
 from pallas_kernels import BlockMaskIndex
 
@@ -26,8 +26,17 @@ class Own:
         self.problem, self.folder = problem, Path(job["folder"])
         kernels, size = Attention(job["backend"]), problem.num_blocks
         shapes = [jax.ShapeDtypeStruct(problem.shape(name), jnp.bfloat16) for name in INPUTS]
-        bits = jax.ShapeDtypeStruct((problem.batch, problem.heads, size, -(-size // 32)), "uint32")
-        self._index: Any = None if problem.listed is None else BlockMaskIndex(bits, size, BLOCK)
+        self._index: Any = None
+        if problem.kind == "columns":
+            self._index = index_of(problem.slashes(job["seed"]), min(size, 4096), 4096)
+        elif problem.kind == "lists":
+            bits = jnp.asarray(draw_bits(problem, job["seed"]))
+            self._index = BlockMaskIndex(bits, size, BLOCK)
+
+        def both_passes(q: Any, k: Any, v: Any, dout: Any, index: Any) -> Any:
+            out, vjp = jax.vjp(lambda *x: kernels.attention(*x, index), q, k, v)
+            return out, *vjp(dout)
+
         with ThreadPoolExecutor() as pool:
 
             def compiled(f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -37,15 +46,12 @@ class Own:
             build, plan = compiled(kernels.build, *shapes[:3], self._index)
             forward, saved = compiled(kernels.forward, *shapes[:3], plan)
             backward, _ = compiled(kernels.backward, *shapes, *saved, plan)
-            total, _ = compiled(kernels.together, *shapes, self._index)
+            total, _ = compiled(both_passes, *shapes, self._index)
         self._programs = [x.result() for x in (build, forward, backward, total)]
 
     def load(self) -> None:
         arrays = [jnp.asarray(read_input(self.folder, name)) for name in INPUTS]
         self._inputs = [x.view(jnp.bfloat16) for x in arrays]
-        if self._index is not None:
-            bits = jnp.asarray(np.load(self.folder / "bits.npy"))
-            self._index = BlockMaskIndex(bits, self.problem.num_blocks, BLOCK)
         device = jax.local_devices()[0]
         self.about = {"device": device.device_kind, "versions": versions("jax", "jaxlib")}
         self.wait = jax.block_until_ready

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks import workers
-from benchmarks.kernels.masks import BLOCK, Work, causal_tiles, dense_flops
+from benchmarks.kernels.masks import BLOCK, SlashMask, Work, causal_tiles, dense_flops, slash_mask
 
 INPUTS = "q", "k", "v", "dout"
 _PIECES = 16  # of an input, drawn at the same time
@@ -25,49 +25,67 @@ _WORD = 32
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One shape; `listed` blocks in a row of blocks, or None for dense causal attention."""
+    """One shape with `listed` blocks in a row of blocks, or "dense" (causal), or "A" or "B".
+
+    The latter are block diagonals and columns of `benchmarks.kernels.masks`, in a batch of 1.
+    """
 
     seq_len: int
     batch: int
     heads: int
     kv_heads: int
     dim: int
-    listed: int | None
+    listed: int | str
 
     @classmethod
     def parse(cls, name: str) -> "Problem":
         """Reads a name, also as the type of a command's option."""
-        found = re.fullmatch(r"(\d+)x(\d+),(\d+)/(\d+),D(\d+),([1-9]\d*|dense)", name)
+        pattern = r"(\d+)x(\d+),(\d+)/(\d+),D(\d+),([1-9]\d*|dense|A|B)"
+        found = re.fullmatch(pattern, name)
         if not found or int(found[1]) % BLOCK or int(found[3]) % int(found[4]):
             raise argparse.ArgumentTypeError(
                 f"{name!r} must look like 32768x2,16/2,D128,64 or 8192x8,4/2,D64,dense: tokens (a "
                 f"multiple of {BLOCK}) x batch, heads/key-value heads, head dim, blocks a row"
             )
         *sizes, listed = found.groups()
-        return cls(*map(int, sizes), None if listed == "dense" else int(listed))
+        return cls(*map(int, sizes), int(listed) if listed.isdigit() else listed)
 
     @property
     def name(self) -> str:
-        shape = f"{self.seq_len}x{self.batch},{self.heads}/{self.kv_heads},D{self.dim}"
-        return f"{shape},{self.listed or 'dense'}"
+        heads = f"{self.heads}/{self.kv_heads}"
+        return f"{self.seq_len}x{self.batch},{heads},D{self.dim},{self.listed}"
+
+    @property
+    def kind(self) -> str:
+        """What it has: "lists", "dense" (nothing) or "columns"."""
+        if self.listed == "dense":
+            return "dense"
+        return "lists" if isinstance(self.listed, int) else "columns"
 
     @property
     def num_blocks(self) -> int:
         return self.seq_len // BLOCK
 
-    def work(self) -> Work:
-        """Computed blocks of all heads; those of the diagonal count in full."""
-        rows = np.minimum(np.arange(1, self.num_blocks + 1), self.listed or self.num_blocks)
+    def slashes(self, seed: int) -> SlashMask:
+        """Draws the diagonals and columns of "A" or "B"."""
+        return slash_mask(str(self.listed), np.random.default_rng(seed), self.heads, self.seq_len)
+
+    def work(self, seed: int) -> Work:
+        """Computed blocks and columns of all heads; blocks of the diagonal count in full."""
+        if self.kind == "columns":
+            return self.slashes(seed).work()
+        width = self.listed if isinstance(self.listed, int) else self.num_blocks
+        rows = np.minimum(np.arange(1, self.num_blocks + 1), width)
         return Work(int(rows.sum()) * self.heads * self.batch)
 
-    def density(self) -> float:
-        return self.work().tiles / causal_tiles(self.heads * self.batch, self.seq_len)
-
-    def flops(self) -> float:
-        """Forward pass: 4 D per computed pair; half of S x S pairs if dense."""
-        if self.listed is None:
-            return dense_flops(self.heads * self.batch, self.seq_len, self.dim)
-        return self.work().flops(self.dim)
+    def figures(self, seed: int) -> dict[str, float]:
+        """Density, and FLOP of the forward pass: 4 D per computed pair, half of S x S if dense."""
+        work, heads = self.work(seed), self.heads * self.batch
+        density = (work.tiles + work.bars / BLOCK) / causal_tiles(heads, self.seq_len)
+        flops = work.flops(self.dim)
+        if self.kind == "dense":
+            flops = dense_flops(heads, self.seq_len, self.dim)
+        return {"density": density, "flops": flops}
 
     def shape(self, name: str) -> tuple[int, int, int, int]:
         """[B, S, H, D] of an input."""
@@ -82,20 +100,23 @@ PROBLEMS = [
     32768x2,16/2,D64,32 32768x2,16/2,D128,8 131072x1,16/2,D128,16 131072x1,16/2,D128,256
     131072x1,16/2,D64,64 32768x2,16/2,D128,dense 131072x1,16/2,D64,dense 8192x8,16/16,D128,8
     8192x8,16/16,D64,16 65536x1,16/16,D128,128 131072x1,16/2,D128,1024 524288x1,16/2,D128,64
-    8192x8,16/2,D128,dense 16384x4,16/2,D64,16""".split()
+    131072x1,16/2,D128,B 8192x8,16/2,D128,dense 16384x4,16/2,D64,16""".split()
 ]
 
 
-def draw_lists(problem: Problem, seed: int) -> np.ndarray:
+def draw_bits(problem: Problem, seed: int) -> np.ndarray:
     """Draws `BlockMaskIndex.bits`, uint32 [B, Hq, NB, ceil(NB/32)]: own and earlier blocks."""
     rng, size = np.random.default_rng(seed), problem.num_blocks
-    shape = problem.batch, problem.heads, size, -(-size // _WORD)
-    words = np.zeros(shape, np.uint32)
-    for where in np.ndindex(shape[:3]):
-        marked, row = np.zeros(shape[3] * _WORD, bool), where[2]
-        earlier = min(problem.listed or size, row + 1) - 1
-        marked[rng.choice(max(row, 1), earlier, replace=False, shuffle=False)] = True
-        marked[row] = True
+    words = np.zeros((problem.batch, problem.heads, size, -(-size // _WORD)), np.uint32)
+    diagonals = problem.slashes(seed).diagonals if problem.kind == "columns" else ()
+    width = problem.listed if isinstance(problem.listed, int) else size
+    for where in np.ndindex(words.shape[:3]):
+        _, head, row = where
+        earlier = rng.choice(max(row, 1), min(width, row + 1) - 1, replace=False, shuffle=False)
+        if diagonals:
+            earlier = row - diagonals[head][diagonals[head] <= row]
+        marked = np.zeros(words.shape[3] * _WORD, bool)
+        marked[earlier] = marked[row] = True
         words[where] = np.packbits(marked, bitorder="little").view(np.uint32)
     return words
 
@@ -121,9 +142,8 @@ def split_lists(xp: Any, mask: Any, width: int | None = None) -> tuple[Any, Any,
 
 
 def write_inputs(problem: Problem, folder: Path, seed: int) -> None:
-    """Writes normal inputs, as the bits of bf16, and the lists."""
+    """Writes normal inputs, as the bits of bf16."""
     folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / "bits.npy", draw_lists(problem, seed))
     seeds = np.random.SeedSequence(seed).spawn(len(INPUTS))
     for name, key in zip(INPUTS, seeds, strict=True):
         shape = problem.shape(name)
@@ -147,55 +167,61 @@ def samples(problem: Problem, name: str) -> list[tuple[int, int, int]]:
     size, batch = problem.num_blocks, problem.batch - 1
     if name in ("out", "dq"):
         return [(0, 0, size // 2), (batch, problem.heads - 1, size - 1)]
-    # Each row that lists the keys is computed; where rows are long, only a few.
-    early = size // 2 if problem.work().tiles * 4 < causal_tiles(1, problem.seq_len) else size - 8
+    # Each row that sees the keys is computed; where these are many and long, only a few.
+    early = size // 2 if problem.kind == "lists" and problem.listed * 8 <= size else size - 8
     return [(batch, problem.kv_heads - 1, block) for block in (max(early, 0), size - 1)]
 
 
-def exact(problem: Problem, folder: Path, masked: bool) -> dict[str, np.ndarray]:
+def exact(problem: Problem, folder: Path, seed: int, masked: bool) -> dict[str, np.ndarray]:
     """Samples of out, dq, dk, dv in fp32: [2, 128, D]. Unmasked: the diagonal's blocks in full."""
     arrays = {name: read_input(folder, name).view(ml_dtypes.bfloat16) for name in INPUTS}
-    mask = mask_of(np, np.load(folder / "bits.npy").view(np.int32), problem.num_blocks)
-    group = problem.heads // problem.kv_heads
-
-    def part(name: str, batch: int, head: int, blocks: Any) -> np.ndarray:
-        split = arrays[name][batch].reshape(problem.num_blocks, BLOCK, -1, problem.dim)
-        return split[blocks, :, head].astype(np.float32).reshape(-1, problem.dim)
+    size, group = problem.num_blocks, problem.heads // problem.kv_heads
+    blocks = mask_of(np, draw_bits(problem, seed).view(np.int32), size)
+    columns = np.zeros((problem.heads, problem.seq_len), bool)
+    for head, tokens in enumerate(
+        problem.slashes(seed).verticals if problem.kind == "columns" else ()
+    ):
+        columns[head, tokens] = True
 
     def row(batch: int, head: int, block: int) -> tuple[np.ndarray, ...]:
-        listed = np.flatnonzero(mask[batch, head, block])
-        q, dout = (part(name, batch, head, [block]) for name in ("q", "dout"))
-        k, v = (part(name, batch, head // group, listed) for name in ("k", "v"))
+        positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
+        seen = blocks[batch, head, block].repeat(BLOCK) | columns[head]
+        keys = np.flatnonzero(seen[: positions[-1] + 1])
+        q, dout = (arrays[x][batch, positions, head].astype(np.float32) for x in ("q", "dout"))
+        k, v = (arrays[x][batch, keys, head // group].astype(np.float32) for x in ("k", "v"))
         scale = problem.dim**-0.5
-        scores = (q @ k.T * scale).reshape(BLOCK, -1, BLOCK)
-        if masked:
-            scores[:, listed == block] -= np.triu(np.full((BLOCK, BLOCK), np.inf), 1)[:, None]
-        weights = np.exp(scores - scores.max((1, 2), keepdims=True)).reshape(BLOCK, -1)
+        later = masked & (keys > positions[:, None])
+        scores = np.where(later, -np.inf, q @ k.T * scale)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         slopes = dout @ v.T
         slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * scale
-        return weights @ v, slopes @ k, weights, slopes, q, dout, listed
+        return weights @ v, slopes @ k, weights, slopes, q, dout, keys
 
     def column(batch: int, kv_head: int, block: int) -> np.ndarray:
         def added(where: np.ndarray) -> np.ndarray:
-            *_, weights, slopes, q, dout, listed = row(batch, kv_head * group + where[0], where[1])
-            keys = np.arange(BLOCK) + BLOCK * int(np.searchsorted(listed, block))
-            return np.stack([slopes[:, keys].T @ q, weights[:, keys].T @ dout])
+            *_, weights, slopes, q, dout, keys = row(batch, kv_head * group + where[0], where[1])
+            here = np.flatnonzero(keys // BLOCK == block)
+            found = np.zeros((2, BLOCK, problem.dim), np.float32)
+            found[:, keys[here] % BLOCK] = slopes[:, here].T @ q, weights[:, here].T @ dout
+            return found
 
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        return sum(pool.map(added, np.argwhere(mask[batch, heads, :, block])))
+        tokens = slice(block * BLOCK, (block + 1) * BLOCK)
+        seen = columns[heads, tokens].any(-1)[:, None] & (np.arange(size) >= block)
+        return sum(pool.map(added, np.argwhere(seen | blocks[batch, heads, :, block])))
 
     with ThreadPoolExecutor() as pool:
-        rows = [row(*where)[:2] for where in samples(problem, "out")]
-        columns = [column(*where) for where in samples(problem, "dk")]
-    found = map(np.stack, (*zip(*rows, strict=True), *zip(*columns, strict=True)))
+        queries = [row(*where)[:2] for where in samples(problem, "out")]
+        keys = [column(*where) for where in samples(problem, "dk")]
+    found = map(np.stack, (*zip(*queries, strict=True), *zip(*keys, strict=True)))
     return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
 
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
-    problem, folder = Problem.parse(job["problem"]), Path(job["folder"])
-    write_inputs(problem, folder, job["seed"])
-    for masked in (True, False)[: 1 if problem.listed is None else 2]:
-        np.savez(folder / f"exact-{masked}.npz", **exact(problem, folder, masked))
+    problem, folder, seed = Problem.parse(job["problem"]), Path(job["folder"]), job["seed"]
+    write_inputs(problem, folder, seed)
+    for masked in (True, False)[: 2 if problem.kind == "lists" else 1]:
+        np.savez(folder / f"exact-{masked}.npz", **exact(problem, folder, seed, masked))
     workers.my_turn()

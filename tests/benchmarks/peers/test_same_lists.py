@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from benchmarks.kernels.programs import index_of
 from benchmarks.kernels.rows import OWN
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import measure
 from benchmarks.peers.problems import (
     INPUTS,
     Problem,
-    draw_lists,
+    draw_bits,
     exact,
     lists,
     mask_of,
@@ -30,7 +31,8 @@ from pallas_kernels.reference import reference_attention
 
 PROBLEM = Problem.parse("384x2,4/2,D8,2")
 SIZE = PROBLEM.num_blocks
-BITS = draw_lists(PROBLEM, seed=3)
+COLUMNS = Problem.parse("2304x1,1/1,D8,A")
+BITS = draw_bits(PROBLEM, seed=3)
 
 
 @functools.cache
@@ -77,17 +79,26 @@ def test_lists_of_other_projects_have_the_pairs_of_the_index(by_keys):
     assert (np.diff(numbers[counts == 2]) > 0).all()
 
 
-@pytest.mark.parametrize("name", ["640x2,4/2,D8,2", "384x1,2/1,D8,7", "384x1,2/1,D8,dense"])
+@pytest.mark.parametrize(
+    "name", ["640x2,4/2,D8,2", "384x1,2/1,D8,7", "384x1,2/1,D8,dense", COLUMNS.name]
+)
 def test_work_is_that_of_the_drawn_lists(name):
     problem = Problem.parse(name)
-    drawn = mask_of(np, draw_lists(problem, 0).view(np.int32), problem.num_blocks)
-    assert problem.name == name and problem.work().tiles == drawn.sum()
+    drawn = mask_of(np, draw_bits(problem, 5).view(np.int32), problem.num_blocks)
+    work, figures = problem.work(5), problem.figures(5)
+    assert problem.name == name and work.tiles == drawn.sum()
     assert not np.triu(drawn, 1).any() and drawn[..., 0].any()
-    causal = problem.batch * problem.heads * (problem.num_blocks * (problem.num_blocks + 1) // 2)
-    assert problem.density() == pytest.approx(drawn.sum() / causal)
-    pairs = problem.batch * problem.heads * problem.seq_len**2 / 2
-    pairs = pairs if problem.listed is None else 128 * 128 * drawn.sum()
-    assert problem.flops() == 2 * 2 * problem.dim * pairs
+    pairs = 128 * 128 * drawn.sum()
+    if problem.kind == "columns":
+        for head, tokens in enumerate(problem.slashes(5).verticals):
+            pairs += 128 * sum((~drawn[0, head, t // 128 :, t // 128]).sum() for t in tokens)
+        assert work.bars > 0
+    blocks = problem.num_blocks * (problem.num_blocks + 1) // 2
+    causal = problem.batch * problem.heads * blocks * 128 * 128
+    assert figures["density"] == pytest.approx(pairs / causal)
+    if problem.kind == "dense":
+        pairs = problem.batch * problem.heads * problem.seq_len**2 / 2
+    assert figures["flops"] == 2 * 2 * problem.dim * pairs
 
 
 @pytest.mark.parametrize("name", ["640x2,4/3,D8,2", "600x2,4/2,D8,2", "640,4/2,D8,0"])
@@ -97,18 +108,22 @@ def test_a_wrong_problem_is_shown_with_right_ones(name, capsys):
     assert f"--problems: '{name}' must look like 32768x2," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_exact_samples_are_those_of_the_oracle(masked, tmp_path):
-    write_inputs(PROBLEM, tmp_path, seed=3)
-    np.testing.assert_array_equal(np.load(tmp_path / "bits.npy"), BITS)
+@pytest.mark.parametrize(
+    ("problem", "masked"), [(PROBLEM, True), (PROBLEM, False), (COLUMNS, True)]
+)
+def test_exact_samples_are_those_of_the_oracle(problem, masked, tmp_path):
+    write_inputs(problem, tmp_path, seed=3)
     arrays = [read_input(tmp_path, x).view(ml_dtypes.bfloat16).astype(np.float32) for x in INPUTS]
     assert all(abs(x.std() - 1) < 0.02 for x in arrays)
-    pairs = oracle() if masked else whole(mask_of(np, BITS.view(np.int32), SIZE))
-    found, passes = exact(PROBLEM, tmp_path, masked), both_passes(*arrays, pairs)
-    for name, whole_array in zip(("out", "dq", "dk", "dv"), passes, strict=True):
-        for sample, (batch, head, block) in zip(found[name], samples(PROBLEM, name), strict=True):
-            expected = np.asarray(whole_array)[batch, block * 128 : block * 128 + 128, head]
-            np.testing.assert_allclose(sample, expected, atol=2e-5)
+    if problem is COLUMNS:
+        pairs = np.asarray(index_of(problem.slashes(3), problem.num_blocks, 1024).to_mask())
+    else:
+        pairs = oracle() if masked else whole(mask_of(np, BITS.view(np.int32), SIZE))
+    found, passes = exact(problem, tmp_path, 3, masked), both_passes(*arrays, pairs)
+    for name, array in zip(("out", "dq", "dk", "dv"), map(np.asarray, passes), strict=True):
+        for sample, (batch, head, block) in zip(found[name], samples(problem, name), strict=True):
+            expected = array[batch, block * 128 : block * 128 + 128, head]
+            np.testing.assert_allclose(sample, expected, atol=3e-5)
 
 
 def test_a_worker_sends_times_errors_and_whether_bits_repeat(tmp_path, monkeypatch):
@@ -163,8 +178,9 @@ def test_results_go_on_after_a_cut_line(tmp_path):
 
 
 def test_the_table_has_rates_by_computed_blocks_and_says_what_failed():
-    known = {"date": "2026-11-26", "device": "GPU", "versions": "jax 1, jaxlib 2"}
     problem = Problem.parse("131072x1,16/16,D128,64")
+    known = {"date": "2026-11-26", "device": "GPU", "versions": "jax 1, jaxlib 2"}
+    known |= problem.figures(seed=0)
     row = known | {"problem": problem.name, "kernels": OWN, "forward": 16.0, "out": (1e-3, 2e-3)}
     failed = row | {"kernels": "cuDNN", "error": "KeyError: q"}
     row |= {"backward": 40.0, "build": 0.25, "total": 56.0, "memory": 3e9, "forward_repeats": True}
