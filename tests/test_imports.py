@@ -35,7 +35,7 @@ EXTRAS = (
     "pallas_kernels.triton.kernels", "triton",
 )  # fmt: skip
 # Commands load what computes, and with it JAX, after they have checked their arguments.
-BOUNDARY = ("mtraining_jax.cli.", "mtraining_jax.utils.jax_platform")
+BOUNDARY = ("mtraining_jax.cli.", "mtraining_jax.check_cluster", "mtraining_jax.utils.jax_platform")
 LAZY = "mtraining_jax"  # its public names are loaded on first use
 WITHOUT_JAX = (
     "mtraining_jax",
@@ -45,6 +45,7 @@ WITHOUT_JAX = (
     "mtraining_jax.patterns.options",
     "mtraining_jax.utils",
     "mtraining_jax.cli",
+    "mtraining_jax.check_cluster",
 )
 MAX_FILES = 15
 
@@ -83,7 +84,7 @@ def layer(module: str) -> int | None:
 
 
 def test_every_module_has_a_layer():
-    entry_points = {LAZY, "mtraining_jax.__main__", "mtraining_jax.report"}
+    entry_points = {LAZY, *(f"{LAZY}.{x}" for x in ("__main__", "report", "check_cluster"))}
     assert {name for name in modules() if layer(name) is None} == entry_points
 
 

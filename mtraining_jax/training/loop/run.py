@@ -32,7 +32,7 @@ from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import check_devices
-from mtraining_jax.utils.signals import Stopped, StopSignals
+from mtraining_jax.utils.signals import StopSignals
 
 _SHARED = "run.output_dir must be on a file system that all hosts share"
 
@@ -52,29 +52,15 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
     """
     goodput = Goodput()
     run_folder.check_writable(config)
-    peers = None
-    if distributed.initialize(config.distributed):
-        peers = PeerWatch(config.distributed.heartbeat_timeout_seconds)
-        if signals is not None:
+    with distributed.joined(config.distributed) as peers:
+        if peers is not None and signals is not None:
             signals.stop_together()
-    try:
         check_devices()
         with contextlib.ExitStack() as opened:
             display = Display(enabled=distributed.is_first())
             opened.callback(display.stop)
             check_same_configuration(config)
-            records = _run(config, display, signals, peers, goodput, opened)
-    except (UserError, Stopped) as reason:
-        if peers is not None:
-            distributed.shutdown(peers, reason)
-        raise
-    except Exception as error:
-        if peers is not None:
-            distributed.abort(peers, error)
-        raise
-    if peers is not None:
-        distributed.shutdown(peers)
-    return records
+            return _run(config, display, signals, peers, goodput, opened)
 
 
 def _run(

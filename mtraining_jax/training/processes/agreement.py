@@ -66,19 +66,38 @@ def assert_same_on_all_processes(values: Mapping[str, Any], timeout: int) -> Non
     """Raises a UserError on all processes, with a line for each JSON value that differs."""
     if jax.process_count() == 1:
         return
-    key, own = _next_key(), json.loads(json.dumps(dict(values)))
-    if jax.process_index() > 0:
-        _store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
+    own = json.loads(json.dumps(dict(values)))
+    receive = _send(own)
 
     def compare() -> None:
         sentences: dict[str, str] = {}
         for number in range(1, jax.process_count()):
-            theirs = json.loads(_wait_for(f"{key}/{number}", timeout))
-            sentences = differences(own, theirs, number) | sentences
+            sentences = differences(own, receive(number, timeout), number) | sentences
         if sentences:
             raise UserError("\n".join(sentences.values()))
 
     run_on_process_0(compare, timeout)
+
+
+def collect(value: Any, timeout: int) -> list[Any]:
+    """Returns the JSON values of all processes, in process 0; an empty list in the others."""
+    receive, values = _send(value), []
+
+    def wait() -> None:
+        values.append(value)
+        values.extend(receive(number, timeout) for number in range(1, jax.process_count()))
+
+    run_on_process_0(wait, timeout)
+    return values
+
+
+def meet(timeout: int) -> None:
+    """Waits for all processes, and returns in all of them at nearly the same time."""
+    if jax.process_count() > 1:
+        try:
+            _store().wait_at_barrier(_next_key(), timeout * 1000)
+        except Exception as error:  # jaxlib has its own exception type
+            raise UserError(f"the processes did not meet within {timeout} seconds") from error
 
 
 def wait_for_all_processes() -> None:
@@ -98,6 +117,14 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any], number: int)
         for name in sorted(first.keys() | other.keys())
         if first.get(name) != other.get(name)
     }
+
+
+def _send(value: Any) -> Callable[[int, int], Any]:
+    """Sends a value to process 0; returns a function of process number and timeout that gets it."""
+    key = _next_key()
+    if jax.process_index() > 0:
+        _store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    return lambda number, timeout: json.loads(_wait_for(f"{key}/{number}", timeout))
 
 
 def _next_key() -> str:

@@ -1,12 +1,14 @@
 """Connects the processes of a run, before JAX touches a device."""
 
+import contextlib
 import importlib.util
 import os
 import re
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -28,6 +30,27 @@ _ONE_GPU = re.compile(r"[^,\s]+")  # CUDA_VISIBLE_DEVICES of a task with one GPU
 _PATIENCE = 20
 # Seconds of waiting at startup after which a process prints what it waits for.
 _SAY_AFTER = 5
+
+
+@contextlib.contextmanager
+def joined(config: DistributedConfig) -> Iterator[PeerWatch | None]:
+    """Joins the other processes, if any, for the block, and watches them; None without others.
+
+    The end of the block disconnects the processes, and an error in it ends all of them.
+    """
+    peers = PeerWatch(config.heartbeat_timeout_seconds) if initialize(config) else None
+    try:
+        yield peers
+    except (UserError, Stopped) as reason:
+        if peers is not None:
+            shutdown(peers, reason)
+        raise
+    except Exception as error:
+        if peers is not None:
+            abort(peers, error)
+        raise
+    if peers is not None:
+        shutdown(peers)
 
 
 def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
@@ -87,8 +110,22 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
             service.shutdown()  # at the end of the process it would log after our message
     raise UserError(
         f"the processes of the run ({how}) could not connect: {reason}; check that all of them "
-        "are running and that every host can reach process 0"
+        f"are running and that every host can reach process 0{_reached(arguments)}"
     ) from next(iter(failed), None)
+
+
+def _reached(arguments: Mapping[str, Any]) -> str:
+    """Whether process 0 accepts connections, as the end of a message."""
+    address = arguments.get("coordinator_address")
+    if address is None or arguments["process_id"] == 0:
+        return ""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+    except OSError as error:
+        what = f"{address} does not accept connections ({error.strerror or error})"
+        return f": {what}, so process 0 does not run there, or the port is closed"
+    return f": {address} accepts connections, so another process is missing"
 
 
 def shutdown(peers: PeerWatch, reason: UserError | Stopped | None = None) -> None:

@@ -192,4 +192,6 @@ def test_a_process_without_the_others_says_so_at_the_end(config, tmp_path, numbe
     last = output.splitlines()[-1]
     assert last.startswith("error: the processes of the run"), output
     assert f"distributed.coordinator = 127.0.0.1:{port}" in last
+    closed = f"127.0.0.1:{port} does not accept connections (Connection refused)"
+    assert (closed in last) == (number == 1)
     assert not config.run.folder.exists()

@@ -1,0 +1,171 @@
+"""Rates of devices, and of the links between them."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.models.huggingface.checksums import checksum
+from mtraining_jax.training.processes.agreement import meet, run_on_process_0
+
+_MAX_ROUNDS = 6  # of pairs of nodes; each node has a partner in each round
+_SECONDS = 0.1  # of a measurement of links
+Watch = Callable[[str], AbstractContextManager[Any]]
+
+
+class Sizes(NamedTuple):
+    """Width of a matrix, bytes of a copy and of a transfer, repeats."""
+
+    width: int = 8192
+    copy: int = 2**30
+    transfer: int = 2**26
+    repeats: int = 20
+
+
+def sizes() -> Sizes:
+    """Sizes for GPUs, or small ones for CPUs."""
+    return Sizes(128, 2**20, 2**14, 2) if jax.default_backend() == "cpu" else Sizes()
+
+
+def rates_of_device(device: Any, size: Sizes) -> dict[str, Any]:
+    """Measures one device.
+
+    Returns:
+        `matmul` (FLOP/s of bf16 matrix products), `memory` and `from_host` (bytes/s), and `digest`,
+        a checksum that is the same on all devices that compute correctly; or `error`.
+    """
+    try:
+        with jax.default_device(device):
+            a, b = jax.random.normal(jax.random.key(0), (2, size.width, size.width), jnp.bfloat16)
+            in_memory, on_host = jnp.zeros(size.copy // 4), np.ones(size.copy // 4, np.uint8)
+            b = b / size.width**0.5
+            work = size.repeats * np.array([2 * size.width**3, 2 * size.copy])
+            return {
+                "matmul": work[0] / _fastest(lambda: _products(a, b, size.repeats)),
+                "memory": work[1] / _fastest(lambda: _copies(in_memory, size.repeats)),
+                "from_host": on_host.size / _fastest(lambda: jax.device_put(on_host, device)),
+                "digest": int(_digest(size.width)),
+            }
+    except Exception as error:  # of the runtime, by its driver or by memory
+        return {"error": (str(error).splitlines() or [type(error).__name__])[0][:200]}
+
+
+def _fastest(run: Callable[[], Array]) -> float:
+    seconds = []
+    for _ in range(4):  # the first one compiles
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _products(a: Array, b: Array, repeats: int) -> Array:
+    return lax.fori_loop(0, repeats, lambda _, x: x @ b, a)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copies(x: Array, repeats: int) -> Array:
+    return lax.fori_loop(0, repeats, lambda _, y: y + 1, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _digest(width: int) -> Array:
+    """Of a product of small integers, exact in any order of sums."""
+    x = (jnp.arange(width**2).reshape(width, width) % 7 - 3).astype(jnp.bfloat16)
+    return checksum(jnp.dot(x, x, preferred_element_type=jnp.float32))
+
+
+def rounds_of_pairs(number: int) -> list[list[int]]:
+    """Partners in rounds, so that each meets each other one once; itself where it has a break."""
+    last, rounds = number - 1 + number % 2, []
+    for turn in range(last):
+        # All but the last one sit in a circle, and those opposite each other are partners.
+        partners = [(2 * turn - i) % last for i in range(last)]
+        partners[turn] = last
+        partners = [x if x < number else i for i, x in enumerate([*partners, turn])]
+        rounds.append(partners[:number])
+    return rounds
+
+
+def link_rates(
+    per_node: int, size: Sizes, watch: Watch, timeout: int
+) -> list[tuple[str, int, int, float]]:
+    """Measures links between all devices; all processes call it together.
+
+    Args:
+        per_node: devices of a node; devices are ordered by process.
+        size: sizes of the measurement.
+        watch: a context manager round each measurement, with its name.
+        timeout: seconds in which the other processes reach a measurement.
+
+    Returns:
+        Kind, device, other device, and bytes/s in each direction, of the devices of this process.
+        "pair" and "pair of nodes": both exchange data, while other pairs do. "ring" and "ring of
+        nodes": each sends to the next one.
+    """
+    devices = sorted(jax.devices(), key=lambda device: device.process_index)
+    number, found = len(devices), []
+    for suffix, count, stride in (("", per_node, 1), (" of nodes", number // per_node, per_node)):
+        pairs = rounds_of_pairs(count) if count > 1 else []
+        if suffix:
+            pairs = pairs[:: -(-len(pairs) // _MAX_ROUNDS) or 1]
+        rounds = [("pair", partners) for partners in pairs]
+        rounds += [("ring", [*range(1, count), 0])] * (count > 1)
+        repeats = 0
+        for turn, (kind, partners) in enumerate(rounds, 1):
+            places = [i // stride % count for i in range(number)]
+            to = [i + (partners[at] - at) * stride for i, at in enumerate(places)]
+            with watch(f"{kind}{suffix}, transfer {turn} of {len(rounds)}"):
+                exchange = _exchange(devices, to, size.transfer, timeout)
+                exchange(1)  # connects
+                if not repeats:
+                    fits = min(max(int(_SECONDS / max(exchange(1).values())), 1), 64)
+                    repeats = run_on_process_0(lambda fits=fits: fits, timeout)
+                first, second = exchange(repeats), exchange(repeats)
+            for i, seconds in first.items():
+                if to[i] != i:
+                    rate = repeats * size.transfer / min(seconds, second[i])
+                    found.append((kind + suffix, i, to[i], rate))
+    return found
+
+
+def _exchange(
+    devices: Sequence[Any], to: Sequence[int], size: int, timeout: int
+) -> Callable[[int], dict[int, float]]:
+    """A function of repeats that sends data from each device to the one that `to` names.
+
+    It returns seconds by place of each device of this process, which only depend on its partners.
+    """
+    mesh = Mesh(np.array(devices), "x")
+
+    def repeated(x: Array, repeats: Array) -> Array:
+        return lax.fori_loop(0, repeats, lambda _, y: lax.ppermute(y, "x", list(enumerate(to))), x)
+
+    specs = {"in_specs": (P("x"), P()), "out_specs": P("x"), "check_vma": False}
+    run = jax.jit(jax.shard_map(repeated, mesh=mesh, **specs))
+    zeros = functools.partial(jnp.zeros, len(devices) * size, jnp.uint8)
+    data = jax.jit(zeros, out_shardings=NamedSharding(mesh, P("x")))()
+    pool = ThreadPoolExecutor(len(data.addressable_shards))
+
+    def seconds(repeats: int) -> dict[int, float]:
+        jax.block_until_ready(data)
+        meet(timeout)
+        begin = time.perf_counter()
+
+        def wait(shard: Any) -> tuple[int, float]:
+            jax.block_until_ready(shard.data)
+            return devices.index(shard.device), time.perf_counter() - begin
+
+        return dict(pool.map(wait, run(data, np.int32(repeats)).addressable_shards))
+
+    return seconds
