@@ -96,7 +96,8 @@ class Flash4(Torch):
             return None
         sparse = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
         mask, size = self.mask(), (BLOCK, BLOCK)
-        forward, backward = (self.problem.listed, mask), (None, mask.transpose(-1, -2))
+        by_keys = mask.transpose(-1, -2).contiguous()
+        forward, backward = (self.problem.listed, mask), (None, by_keys)
         return [sparse(*self.lists(x, width), block_size=size) for width, x in (forward, backward)]
 
     def lists(self, mask: Any, width: int | None) -> tuple[Any, ...]:
