@@ -82,7 +82,8 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         return dry_run(config, options.dry_run, GPUS[options.dry_run_gpu or "h200"])
     set_platform(config.parallel.cpu_devices)
     if config.parallel.cpu_devices is None:
-        abort_stuck_collectives(2 * config.run.step_timeout_seconds)
+        # A change would compile again, so only if the watchdog would come later.
+        abort_stuck_collectives(max(3600, 2 * config.run.step_timeout_seconds))
     # Imports JAX, so only after `set_platform`.
     from mtraining_jax.training.loop import run
 

@@ -45,7 +45,10 @@ def command_with(options: Iterable[str], without: Collection[str] = ()) -> str:
             kept.append(argument)
         elif "=" not in argument and rest and not rest[0].startswith("--"):
             rest.pop(0)  # its value
-    return f"{'uv run' if 'UV' in os.environ else 'python'} {shlex.join([*kept, *options])}"
+    program = "uv run" if "UV" in os.environ else "python"
+    if "SLURM_STEP_NODELIST" in os.environ and os.environ.get("SLURM_NTASKS") != "1":
+        program = f"srun {program}"
+    return f"{program} {shlex.join([*kept, *options])}"
 
 
 def print_text(text: str) -> int:

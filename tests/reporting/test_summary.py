@@ -21,11 +21,13 @@ def config(tmp_path, monkeypatch):
     return changed(tiny_config(tmp_path), run={"steps": 3})
 
 
-def test_next_steps_after_a_checkpoint_beyond_the_last_step(config):
+def test_next_steps_after_a_checkpoint_beyond_the_last_step(config, monkeypatch):
     said = "\n".join(already_complete(config, 200))
     assert "has a checkpoint of step 200, and run.steps = 3" in said
     command = "python train.py --config tiny --run.steps=400"
     assert f"{command}\n      continue training from step 200" in said
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[1-2]")
+    assert f"  srun {command}\n" in "\n".join(already_complete(config, 200))
 
 
 def test_training_continues_without_starting_from_scratch(config, monkeypatch):

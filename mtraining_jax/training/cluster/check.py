@@ -10,7 +10,7 @@ import jax
 
 from mtraining_jax.config import Config
 from mtraining_jax.training.cluster.facts import facts_of_files, facts_of_process
-from mtraining_jax.training.cluster.rates import link_rates, sizes
+from mtraining_jax.training.cluster.rates import link_rates
 from mtraining_jax.training.cluster.verdict import hosts_at_fault, problems, table
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.processes import distributed
@@ -60,12 +60,12 @@ def _check(config: Config, peers: PeerWatch | None) -> int:
             watchdog.slowest = peers.slowest
         console.print(f"checking {counted(jax.process_count(), 'process')} ...")
         wait = 2 * limit  # for others, so that their own watchdog says what they do
-        facts = facts_of_process(sizes(), watchdog.watch, wait)
+        facts = facts_of_process(watchdog.watch, wait)
         facts |= facts_of_files(config, watchdog.watch, wait)
         every = collect(facts, wait)
         per_node = run_on_process_0(lambda: _measured_node(every, config), wait)
         if per_node:
-            facts["links"] = link_rates(per_node, sizes(), watchdog.watch, wait)
+            facts["links"] = link_rates(per_node, watchdog.watch, wait)
         every = collect(facts, wait)
         found = problems(every, config.devices, per_node or 1) if every else []
         count = run_on_process_0(lambda: len(found), wait)

@@ -17,10 +17,11 @@ import jaxlib.version
 from mtraining_jax.config import Config
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.training.checkpoint.run_folder import wait_for
-from mtraining_jax.training.cluster.rates import Sizes, Watch, rates_of_device
+from mtraining_jax.training.cluster.rates import Watch, rates_of_device
 from mtraining_jax.training.processes.agreement import meet, run_on_process_0
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import free_host_memory
+from mtraining_jax.utils.text import counted
 from mtraining_jax.utils.version import VERSION
 
 # Beginnings of variables that should not differ, except those of one process.
@@ -31,17 +32,18 @@ _WRITE_SECONDS, _CHUNK = 0.5, b"\1" * 2**23
 _FILE_SYSTEM_DELAY = 10.0
 
 
-def facts_of_process(size: Sizes, watch: Watch, timeout: int) -> dict[str, Any]:
+def facts_of_process(watch: Watch, timeout: int) -> dict[str, Any]:
     """Facts about this process and its host, with the rates of its devices."""
     devices = jax.local_devices()
     # At the same time, as in training.
     with watch("measuring the devices"), ThreadPoolExecutor(len(devices)) as pool:
-        rates = list(pool.map(lambda device: rates_of_device(device, size), devices))
+        rates = list(pool.map(rates_of_device, devices))
     meet(timeout)
     return {
         "clock": time.time(),
         "host": socket.gethostname(),
         "same": {
+            "kind of devices": devices[0].device_kind,
             "version of mtraining-jax": VERSION,
             "version of python": platform.python_version(),
             "version of jax": jax.__version__,
@@ -64,16 +66,17 @@ def facts_of_files(config: Config, watch: Watch, timeout: int) -> dict[str, Any]
     """What this process sees of the data and of `run.output_dir`; all processes call it together.
 
     Returns:
-        `data`: number of files and of bytes. `seen`: seconds until a folder of process 0 appears,
-        `write`: bytes/s of a file there. `errors`: sentences about what fails.
+        `data`: its files. `seen`: seconds until a folder of process 0 appears, `write`: bytes/s of
+        a file there. `errors`: sentences about what fails.
     """
-    facts: dict[str, Any] = {"data": [], "errors": []}
+    facts: dict[str, Any] = {"data": "unknown", "errors": []}
     parent, folder = Path(config.run.output_dir).absolute(), None
     try:
         with watch("looking for the data"):
             source = config.data.source_options
             if isinstance(source, FileSource):
-                facts["data"] = [len(source.files()), source.size()]
+                files = counted(len(source.files()), "file")
+                facts["data"] = f"{files} of {source.size():,} bytes"
     except UserError as error:
         facts["errors"].append(str(error))
     try:

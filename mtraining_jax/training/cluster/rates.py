@@ -22,8 +22,8 @@ _SECONDS = 0.1  # of a measurement of links
 Watch = Callable[[str], AbstractContextManager[Any]]
 
 
-class Sizes(NamedTuple):
-    """Width of a matrix, bytes of a copy and of a transfer, repeats."""
+class _Sizes(NamedTuple):
+    """Width of a matrix, bytes of a copy and of a transfer, repeats; of GPUs."""
 
     width: int = 8192
     copy: int = 2**30
@@ -31,18 +31,18 @@ class Sizes(NamedTuple):
     repeats: int = 20
 
 
-def sizes() -> Sizes:
-    """Sizes for GPUs, or small ones for CPUs."""
-    return Sizes(128, 2**20, 2**14, 2) if jax.default_backend() == "cpu" else Sizes()
+def _sizes() -> _Sizes:
+    return _Sizes(128, 2**20, 2**14, 2) if jax.default_backend() == "cpu" else _Sizes()
 
 
-def rates_of_device(device: Any, size: Sizes) -> dict[str, Any]:
+def rates_of_device(device: Any) -> dict[str, Any]:
     """Measures one device.
 
     Returns:
         `matmul` (FLOP/s of bf16 matrix products), `memory` and `from_host` (bytes/s), and `digest`,
         a checksum that is the same on all devices that compute correctly; or `error`.
     """
+    size = _sizes()
     try:
         with jax.default_device(device):
             a, b = jax.random.normal(jax.random.key(0), (2, size.width, size.width), jnp.bfloat16)
@@ -97,14 +97,11 @@ def rounds_of_pairs(number: int) -> list[list[int]]:
     return rounds
 
 
-def link_rates(
-    per_node: int, size: Sizes, watch: Watch, timeout: int
-) -> list[tuple[str, int, int, float]]:
+def link_rates(per_node: int, watch: Watch, timeout: int) -> list[tuple[str, int, int, float]]:
     """Measures links between all devices; all processes call it together.
 
     Args:
         per_node: devices of a node; devices are ordered by process.
-        size: sizes of the measurement.
         watch: a context manager round each measurement, with its name.
         timeout: seconds in which the other processes reach a measurement.
 
@@ -114,7 +111,7 @@ def link_rates(
         nodes": each sends to the next one.
     """
     devices = sorted(jax.devices(), key=lambda device: device.process_index)
-    number, found = len(devices), []
+    number, size, found = len(devices), _sizes().transfer, []
     for suffix, count, stride in (("", per_node, 1), (" of nodes", number // per_node, per_node)):
         pairs = rounds_of_pairs(count) if count > 1 else []
         if suffix:
@@ -126,7 +123,7 @@ def link_rates(
             places = [i // stride % count for i in range(number)]
             to = [i + (partners[at] - at) * stride for i, at in enumerate(places)]
             with watch(f"{kind}{suffix}, transfer {turn} of {len(rounds)}"):
-                exchange = _exchange(devices, to, size.transfer, timeout)
+                exchange = _exchange(devices, to, size, timeout)
                 exchange(1)  # connects
                 if not repeats:
                     fits = min(max(int(_SECONDS / max(exchange(1).values())), 1), 64)
@@ -134,7 +131,7 @@ def link_rates(
                 first, second = exchange(repeats), exchange(repeats)
             for i, seconds in first.items():
                 if to[i] != i:
-                    rate = repeats * size.transfer / min(seconds, second[i])
+                    rate = repeats * size / min(seconds, second[i])
                     found.append((kind + suffix, i, to[i], rate))
     return found
 

@@ -11,6 +11,7 @@ from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS
 from mtraining_jax.utils.text import counted
 
 _SLOW, _SLOW_CPU = 0.7, 1e-3  # of the median; CPUs have other work
+_SLOW_FROM_HOST = 0.4  # GPUs may hang on another socket
 _LEAST_OF_PEAK = 0.4  # of matrix products
 _LEAST_BETWEEN_NODES = 2e9  # bytes/s
 _CLOCK_SECONDS = 2.0
@@ -91,26 +92,17 @@ def _of_devices(facts: Sequence[Facts], needed: int) -> Iterator[Problem]:
             f" {sum(counts)} in {counted(len(counts), 'process')}; start as many processes as the"
             " run will have (srun, or an indexed Job), or change [parallel]"
         )
-    for value, usual, numbers in _different([fact["kinds"][0] for fact in facts]):
-        yield Problem(f"{_who(facts, numbers)} has {value} devices, most others {usual}", numbers)
 
 
 def _of_settings(facts: Sequence[Facts]) -> Iterator[Problem]:
-    for name in sorted({name for fact in facts for name in fact["same"]}):
-        for value, usual, numbers in _different([fact["same"].get(name) for fact in facts]):
+    settings = [{**fact["same"], "data.paths": fact["data"]} for fact in facts]
+    for name in sorted({name for of_process in settings for name in of_process}):
+        for value, usual, numbers in _different([x.get(name) for x in settings]):
             where = f"is {value} in {_who(facts, numbers)} and {usual} in most others"
             yield Problem(f"{name} {where}; it must be the same in all processes", numbers)
-    for value, usual, numbers in _different([tuple(fact["data"]) for fact in facts]):
-        if value and usual:  # otherwise an error says why
-            own, others = (f"{counted(x[0], 'file')} of {x[1]:,} bytes" for x in (value, usual))
-            where = f"has {own} in {_who(facts, numbers)} and {others} in most others"
-            yield Problem(f"data.paths {where}", numbers)
-    errors: dict[str, list[int]] = {}
-    for number, fact in enumerate(facts):
-        for text in fact["errors"]:
-            errors.setdefault(text, []).append(number)
-    for text, numbers in errors.items():
-        yield Problem(f"{_who(facts, numbers)}: {text}", tuple(numbers))
+    for text in dict.fromkeys(text for fact in facts for text in fact["errors"]):
+        numbers = tuple(n for n, fact in enumerate(facts) if text in fact["errors"])
+        yield Problem(f"{_who(facts, numbers)}: {text}", numbers)
 
 
 def _of_hosts(facts: Sequence[Facts]) -> Iterator[Problem]:
@@ -148,7 +140,9 @@ def _of_rates(facts: Sequence[Facts]) -> Iterator[Problem]:
             way = "look for other programs, clocks and temperature with nvidia-smi -q"
             yield Problem(f"{names[at]} {what}; {way}", at[:1])
     for name, (what, unit, size) in _RATES.items():
-        for at, text in _slow(facts, {at: x[name] for at, x in rates.items()}, unit, size).items():
+        fraction = _SLOW_FROM_HOST if name == "from_host" else _SLOW
+        values = {at: rate[name] for at, rate in rates.items()}
+        for at, text in _slow(facts, values, unit, size, fraction).items():
             yield Problem(f"{names[at]} is slow in {what}: {text}", at[:1])
 
 
@@ -190,13 +184,17 @@ def _different[T](values: Sequence[T]) -> Iterator[tuple[T, T, tuple[int, ...]]]
 
 
 def _slow[K](
-    facts: Sequence[Facts], rates: Mapping[K, float], unit: str, size: float
+    facts: Sequence[Facts],
+    rates: Mapping[K, float],
+    unit: str,
+    size: float,
+    fraction: float = _SLOW,
 ) -> dict[K, str]:
     """The rates below a fraction of the median, as text."""
     if not rates:
         return {}
     usual = statistics.median(rates.values())
-    limit = usual * (_SLOW_CPU if "cpu" in facts[0]["kinds"] else _SLOW)
+    limit = usual * (_SLOW_CPU if "cpu" in facts[0]["kinds"] else fraction)
     return {
         key: f"{rate / size:.3g} {unit}, {usual / size:.3g} in the median"
         for key, rate in rates.items()

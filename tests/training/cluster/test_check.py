@@ -35,7 +35,7 @@ def healthy(processes=4, devices=2):
             "devices": [{**RATES} for _ in range(devices)],
             "memory": 2**40,
             "open_files": 65536,
-            "data": [3, 1000],
+            "data": "3 files of 1,000 bytes",
             "seen": 0.1,
             "write": 1e9,
             "errors": [],
@@ -76,7 +76,7 @@ def test_a_healthy_cluster_has_no_problem():
         ({"same": {"version of jax": "0.11.3", "NCCL_DEBUG": "WARN"}}, "version of jax is 0.11.3"),
         ({"same": {"version of jax": "0.11.2"}}, "NCCL_DEBUG is None in process 2 (host2) and WA"),
         ({"errors": ["/x is read-only"]}, "process 2 (host2): /x is read-only"),
-        ({"data": [2, 900]}, "data.paths has 2 files of 900 bytes in process 2 (host2) and 3 fil"),
+        ({"data": "2 files"}, "data.paths is 2 files in process 2 (host2) and 3 files of 1,000"),
     ],
 )
 def test_a_fault_of_a_host_is_named(fault, sentence):
@@ -163,7 +163,7 @@ def test_a_healthy_process_is_checked(tmp_path, capsys):
 
 
 def test_links_are_not_measured_if_a_device_fails(tmp_path, monkeypatch, capsys):
-    def measure(device, size):
+    def measure(device):
         return {"error": "ECC"} if device.id == 3 else {**RATES}
 
     monkeypatch.setattr(cluster_facts, "rates_of_device", measure)
