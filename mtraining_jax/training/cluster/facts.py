@@ -48,7 +48,7 @@ def facts_of_process(watch: Watch, timeout: int) -> dict[str, Any]:
             "version of python": platform.python_version(),
             "version of jax": jax.__version__,
             "version of jaxlib": jaxlib.version.__version__,
-            "version of the driver": _DRIVER.read_text() if _DRIVER.exists() else "",
+            "version of the driver": " ".join(_driver()),
             **{
                 name: value
                 for name, value in os.environ.items()
@@ -60,6 +60,11 @@ def facts_of_process(watch: Watch, timeout: int) -> dict[str, Any]:
         "memory": free_host_memory(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
+
+
+def _driver() -> list[str]:
+    """The line about NVIDIA's driver, if it is there."""
+    return _DRIVER.read_text().splitlines()[:1] if _DRIVER.exists() else []
 
 
 def facts_of_files(config: Config, watch: Watch, timeout: int) -> dict[str, Any]:
