@@ -68,13 +68,13 @@ def _fastest(run: Callable[[], Array]) -> float:
     return min(seconds)
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@jax.jit
 def _products(a: Array, b: Array, repeats: int) -> Array:
     return lax.fori_loop(0, repeats, lambda _, x: x @ b, a)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _copies(x: Array, repeats: int) -> Array:
+@jax.jit
+def _copies(x: Array, repeats: int) -> Array:  # a fixed number of repeats could be unrolled
     return lax.fori_loop(0, repeats, lambda _, y: y + 1, x)
 
 
