@@ -9,6 +9,7 @@ measure one after another, the kernels of a problem in a row. What they measure 
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -111,6 +112,7 @@ def main(argv: list[str] | None = None) -> str:
             print(row["problem"], row["kernels"], row.get("error", "measured"), file=sys.stderr)
 
     workers.share_device()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of each thread that computes samples
     try:
         workers.measure(jobs, max(args.workers, 1), receive, notes.append, args.seconds)
     except KeyboardInterrupt:

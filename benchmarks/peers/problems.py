@@ -168,7 +168,7 @@ def samples(problem: Problem, name: str) -> list[tuple[int, int, int]]:
     if name in ("out", "dq"):
         return [(0, 0, size // 2), (batch, problem.heads - 1, size - 1)]
     # Each row that sees the keys is computed; where these are many and long, only a few.
-    early = size // 2 if problem.kind == "lists" and problem.listed * 8 <= size else size - 8
+    early = size // 2 if problem.kind == "lists" and problem.listed * 8 <= size else size - 4
     return [(batch, problem.kv_heads - 1, block) for block in (max(early, 0), size - 1)]
 
 
