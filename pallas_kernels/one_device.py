@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import backends, names
 from pallas_kernels.composed import chunk_attention
+from pallas_kernels.head_loop import attention_in_parts, head_parts
 from pallas_kernels.index import Index, TiledIndex, TokenChunksIndex
 from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
 from pallas_kernels.plans import Plan
@@ -64,9 +65,25 @@ def _with_lse(
         return chunk_attention(q, k, v, index, rows, own, scale=scale, backend=backend)
     if not isinstance(index, TiledIndex):
         raise TypeError(f"{type(index).__name__} must be a TiledIndex or a TokenChunksIndex")
-    tiles, columns = index.on_one_device(batch, num_queries, num_heads, k.shape[1])
-    planned = plan(q, k, tiles, columns, whole=True, backend=backend)
-    return _attention(scale_of(scale, q), q, k, v, planned)
+    scale, blocks = scale_of(scale, q), num_queries // index.block_size
+    parts = head_parts(num_heads, k.shape[2], 0, batch * blocks**2 if index.row_sharded else 0)
+    if parts == 1:
+        return _attention(scale, q, k, v, _planned(q, k, index, backend))
+
+    def attend(q: Array, k: Array, v: Array, index: TiledIndex) -> Pair:
+        return _forward(scale, q, k, v, _planned(q, k, index, backend))
+
+    def differentiate(
+        q: Array, k: Array, v: Array, dout: Array, index: TiledIndex, lse: Array, delta: Array
+    ) -> tuple[Array, Array, Array]:
+        return _backward(scale, q, k, v, dout, _planned(q, k, index, backend), lse, delta)
+
+    return attention_in_parts(parts, backend, attend, differentiate, q, k, v, index)
+
+
+def _planned(q: Array, k: Array, index: TiledIndex, backend: str | None) -> Plan:
+    tiles, columns = index.on_one_device(q.shape[0], q.shape[1], q.shape[2], k.shape[1])
+    return plan(q, k, tiles, columns, whole=True, backend=backend)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,8 +91,12 @@ def _attention(scale, q, k, v, plan):
     return _attention_fwd(scale, q, k, v, plan)[0]
 
 
+def _forward(scale: float, q: Array, k: Array, v: Array, plan: Plan) -> Pair:
+    return forward(q, k, v, plan, _column_kv(k, v, plan), scale=scale)
+
+
 def _attention_fwd(scale, q, k, v, plan):
-    out, lse = forward(q, k, v, plan, _column_kv(k, v, plan), scale=scale)
+    out, lse = _forward(scale, q, k, v, plan)
     out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
     return (out, lse), (q, k, v, plan, out, lse)
 
@@ -85,14 +106,20 @@ def _attention_bwd(scale, residuals, cotangents):
     q, k, v, plan, out, lse = residuals
     # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     delta = backends.named(plan.backend).delta_of(out, dout) - dlse
-    # Columns are gathered again; saving them would take memory until here.
-    arrays, column_kv = (q, k, v, dout, lse, delta), _column_kv(k, v, plan)
-    dtypes = dict(dq_dtype=q.dtype, key_dtype=k.dtype)
-    grads = backward(*arrays, plan, column_kv, scale=scale, **dtypes)
-    return grads.dq, grads.dk, grads.dv, None
+    return *_backward(scale, q, k, v, dout, plan, lse, delta), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _backward(
+    scale: float, q: Array, k: Array, v: Array, dout: Array, plan: Plan, lse: Array, delta: Array
+) -> tuple[Array, Array, Array]:
+    # Columns are gathered again; saving them would take memory until here.
+    arrays, column_kv = (q, k, v, dout, lse, delta), _column_kv(k, v, plan)
+    grads = backward(*arrays, plan, column_kv, scale=scale, dq_dtype=q.dtype, key_dtype=k.dtype)
+    assert grads.dk is not None and grads.dv is not None  # an index always has tiles
+    return grads.dq, grads.dk, grads.dv
 
 
 def _column_kv(k: Array, v: Array, plan: Plan) -> Pair | None:

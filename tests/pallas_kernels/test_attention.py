@@ -10,12 +10,16 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import (
+    BlockMaskIndex,
     BlockSparseIndex,
     DenseIndex,
     DiagonalTiles,
     ListedTiles,
     VerticalSlashIndex,
+    attention,
+    head_loop,
 )
+from pallas_kernels.head_loop import head_parts
 from pallas_kernels.index import Segment
 from tests.pallas_kernels.helpers import cases
 
@@ -216,3 +220,40 @@ def test_a_plan_serves_both_passes_and_passes_through_transformations():
         blocks = np.minimum(np.arange(S) // G, int(wanted.stop[0, 0]) - 1)
         np.testing.assert_allclose(rows[0, 0], blocks * G + np.arange(S) % G + 1, rtol=1e-5)
     assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "gathered", "pairs", "parts"),
+    [
+        ((32, 8), 0, 0, 1),
+        ((32, 8), 2**33, 0, 2),
+        ((32, 8), 2**33 + 1, 0, 4),
+        ((32, 8), 0, 2**26, 4),  # two int32 lists for each query head
+        ((32, 8), 2**40, 0, 8),
+        ((28, 4), 2**40, 0, 2),  # not 4: an even number of query heads each
+        ((28, 4), 2**40, 1, 4),
+        ((3, 3), 2**40, 0, 1),
+    ],
+)
+def test_heads_are_divided_by_size(heads, gathered, pairs, parts):
+    assert head_parts(*heads, gathered, pairs) == parts
+
+
+def test_heads_one_after_another_give_equal_results(monkeypatch):
+    rng = np.random.default_rng(0)
+    mask = jnp.asarray(rng.random((2, 4, 6, 6)) < 0.5)
+    index = BlockMaskIndex.from_block_mask(mask, 16).with_columns(jnp.full((2, 4, 1), 20))
+    shapes = [(2, 96, heads, 16) for heads in (4, 2, 2, 4)]
+    q, k, v, dout = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes)
+
+    def results():
+        run = functools.partial(attention, index=index, return_lse=True)
+        out, vjp = jax.vjp(run, q, k, v)
+        return *out, *vjp((dout, jnp.ones_like(out[1])))
+
+    together = jax.jit(results)()
+    monkeypatch.setattr(head_loop, "_PART_BYTES", 1)
+    calls = jax.make_jaxpr(lambda: results())()
+    assert "length=2" in str(calls)
+    for x, y in zip(jax.jit(lambda: results())(), together, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)  # XLA rounds differently in a loop

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
+from pallas_kernels import head_loop
 from pallas_kernels.index import DenseIndex, TokenChunksIndex
 from pallas_kernels.reference import reference_attention
 from tests.parallel import indices
@@ -155,6 +156,24 @@ def test_a_bf16_ring_accumulates_in_fp32_between_steps(mesh, ring):
     # If the running output were rounded in each step, the error would grow with the ring.
     alone, many = errors_of_bf16(1, 1, "flat"), errors_of_bf16(*mesh, ring)
     assert all(x <= 1.1 * one for x, one in zip(many, alone, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "names"),
+    [(1, 8, ["sparse", "dense"]), (1, 8, ["documents"]), (2, 4, ["columns"])],
+)
+def test_heads_one_after_another_give_bit_identical_results(nodes, devices, names, monkeypatch):
+    layout = Layout("striped", indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, nodes)
+    order = jnp.asarray(layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE)
+    of_index = P("data", None, ("node", "device")) if names == ["columns"] else None
+    index_of = INDICES | {"columns": lambda: indices.bits_and_columns(order)}
+    together = compile_ring(nodes, devices, "striped", "gather", of_index=of_index)
+    expected = [together(index_of[name]()) for name in names]
+    monkeypatch.setattr(head_loop, "_PART_BYTES", 1)
+    in_parts = compile_ring(nodes, devices, "striped", "gather", of_index=of_index)
+    for name, results in zip(names, expected, strict=True):
+        for what, x, y in zip(NAMES, in_parts(index_of[name]()), results, strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=f"{name} {what}")
 
 
 def test_an_index_has_no_gradient():

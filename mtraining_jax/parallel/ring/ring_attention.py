@@ -1,6 +1,7 @@
 """Ring attention: queries stay on their rank while keys and values travel."""
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from mtraining_jax.parallel.ring.schedule import ring_backward, ring_forward
 from mtraining_jax.parallel.ring.steps import plan_ring
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels import names
+from pallas_kernels.head_loop import attention_in_parts, head_parts
 from pallas_kernels.index import Index, TiledIndex
+from pallas_kernels.interface import Pair
 from pallas_kernels.ops import delta_of
 
 
@@ -50,11 +53,43 @@ def ring_attention(
         ValueError: if `ring` is unknown, or shapes, layout and axes do not match.
     """
     axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
-    # The kernels' work lists for all steps of both passes are planned before the first step.
     topology = RingTopology(layout, axis_names, axis_sizes, ring, scale, backend)
     _check(topology, q, k, v, index)
-    out, lse = _ring(topology, q, k, v, plan_ring(topology, index, q, k))  # pyright: ignore[reportGeneralTypeIssues]
+    parts = head_parts(q.shape[2], k.shape[2], *_sizes(topology, index, k))
+    if parts > 1:
+        forward, backward = (functools.partial(f, topology) for f in (_attend, _differentiate))
+        out, lse = cast(Any, attention_in_parts(parts, backend, forward, backward, q, k, v, index))
+    else:
+        # The kernels' work lists for all steps of both passes are planned before the first step.
+        out, lse = cast(Any, _ring(topology, q, k, v, plan_ring(topology, index, q, k)))
     return (out, lse) if return_lse else out
+
+
+def _sizes(topology: RingTopology, index: Index, k: Array) -> tuple[int, int]:
+    """Returns the last arguments of `head_parts`."""
+    layout, (batch, tokens) = topology.layout, k.shape[:2]
+    gathered = tokens * topology.group_size if topology.gathered else 2 * tokens
+    # Keys and values, and their gradients in fp32.
+    gathered *= 2 * batch * k.shape[2] * k.shape[3] * (k.dtype.itemsize + 4)
+    pairs = batch * layout.local_blocks * layout.num_blocks if index.row_sharded else 0
+    return gathered, pairs
+
+
+def _attend(topology: RingTopology, q: Array, k: Array, v: Array, index: TiledIndex) -> Pair:
+    return _forward(topology, q, k, v, plan_ring(topology, index, q, k))
+
+
+def _differentiate(
+    topology: RingTopology,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    index: TiledIndex,
+    lse: Array,
+    delta: Array,
+) -> tuple[Array, Array, Array]:
+    return _backward(topology, q, k, v, plan_ring(topology, index, q, k), (dout, lse, delta))
 
 
 def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
@@ -85,22 +120,30 @@ def _ring(topology, q, k, v, plans):
 
 
 @jax.named_scope("ring_forward")
-def _ring_fwd(topology, q, k, v, plans):
+def _forward(topology, q, k, v, plans):
     outs, lses = zip(*ring_forward(topology, plans, q, (k, v)), strict=True)
-    out, lse = jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
+    return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
+
+
+def _ring_fwd(topology, q, k, v, plans):
+    out, lse = _forward(topology, q, k, v, plans)
     out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
     return (out, lse), (q, k, v, plans, out, lse)
 
 
-@jax.named_scope("ring_backward")
 def _ring_bwd(topology, residuals, cotangents):
     dout, dlse = cotangents
     q, k, v, plans, out, lse = residuals
     # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
     rows = dout, lse, delta_of(out, dout, backend=topology.backend) - dlse
+    return *_backward(topology, q, k, v, plans, rows), None
+
+
+@jax.named_scope("ring_backward")
+def _backward(topology, q, k, v, plans, rows):
     dq, (dk, dv) = ring_backward(topology, plans, q, (k, v), rows)
     dq = jnp.concatenate(dq, axis=1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)
