@@ -1,9 +1,12 @@
 """Bit sets of block numbers: bit b % 32 of word b // 32 says whether b is in the set."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 WORD = 32
+_BYTES_AT_ONCE = 1 << 28  # of a temporary array with an entry for every number and set
 
 
 def words_for(size: int) -> int:
@@ -59,6 +62,16 @@ def count_before(words: Array) -> Array:
 def transpose(words: Array, size: int) -> Array:
     """Returns the rows that contain each number: [..., rows, w] to [..., size, ceil(rows/32)]."""
     rows = words.shape[-2]
+    parts = words.reshape(-1, *words.shape[-2:])
+    if len(parts) * rows * size <= _BYTES_AT_ONCE:
+        columns = _transpose(parts, size)
+    else:
+        columns = lax.map(functools.partial(_transpose, size=size), parts)
+    return columns.reshape(*words.shape[:-2], size, -1)
+
+
+def _transpose(words: Array, size: int) -> Array:
+    rows = words.shape[-2]
     padded = words_for(rows) * WORD
     marked = unpack(words, size)
     marked = jnp.pad(marked, [(0, 0)] * (marked.ndim - 2) + [(0, padded - rows), (0, 0)])
@@ -68,10 +81,23 @@ def transpose(words: Array, size: int) -> Array:
 
 def listed(words: Array, size: int) -> tuple[Array, Array]:
     """Lists each set in ascending order: int32 [..., size], padded, and counts int32 [...]."""
-    width = words.shape[-1]
+    rows = words.reshape(-1, words.shape[-1])
+    steps = max(-(-4 * len(rows) * size // _BYTES_AT_ONCE), 1)
+    if steps == 1:
+        lists = _listed(rows, size)
+    else:
+        chunk = -(-len(rows) // steps)
+        parts = jnp.pad(rows, ((0, steps * chunk - len(rows)), (0, 0)))
+        parts = parts.reshape(steps, chunk, -1)
+        lists = lax.map(functools.partial(_listed, size=size), parts)
+        lists = lists.reshape(-1, size)[: len(rows)]
+    return lists.reshape(*words.shape[:-1], size), count(words)
+
+
+def _listed(words: Array, size: int) -> Array:
+    rows, width = words.shape
     # Flat arrays: a gather with a single index is fused with its consumers.
     before, flat = count_before(words).reshape(-1), words.reshape(-1)
-    rows = flat.size // width
     start = width * jnp.arange(rows, dtype=jnp.int32)[:, None]
     slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (rows, size))
     word = jnp.zeros_like(slots)
@@ -85,8 +111,7 @@ def listed(words: Array, size: int) -> tuple[Array, Array]:
         below = bits & ((jnp.uint32(1) << later.astype(jnp.uint32)) - 1)
         held = lax.population_count(below).astype(jnp.int32)
         place = jnp.where(held <= rest, later, place)
-    lists = word * WORD + place
-    return lists.reshape(*words.shape[:-1], size), count(words)
+    return word * WORD + place
 
 
 def _halves(size: int) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, VerticalSlashIndex
-from pallas_kernels.index import Rows
+from pallas_kernels.index import Rows, bits
 from tests.pallas_kernels.helpers import brute_force, cases
 from tests.pallas_kernels.helpers.cases import Size
 from tests.pallas_kernels.helpers.properties import repeatable
@@ -139,7 +139,6 @@ def test_masks_need_a_fitting_length():
             call()
 
 
-@jax.jit
 def lists_of_bits(mask):
     index = BlockMaskIndex.from_block_mask(mask, SIZE)
     return index, index.on_one_device(
@@ -147,11 +146,13 @@ def lists_of_bits(mask):
     )[0]
 
 
-def test_bits_store_the_mask_and_their_lists_match_it():
+@pytest.mark.parametrize("at_once", [1 << 28, 11000])
+def test_bits_store_the_mask_and_their_lists_match_it(at_once, monkeypatch):
+    monkeypatch.setattr(bits, "_BYTES_AT_ONCE", at_once)  # 39 rows of 420, the last 9 of padding
     # Words that are full, empty, and cut by the end of the sequence.
     mask = np.random.default_rng(0).random((2, 3, 70, 70)) < np.linspace(0, 1, 70)[:, None]
     mask[0, 0], mask[1, 1], mask[1, 2, 64:] = True, False, True
-    index, tiles = lists_of_bits(mask)
+    index, tiles = jax.jit(lambda mask: lists_of_bits(mask))(mask)
     mask = np.tril(mask)
     np.testing.assert_array_equal(brute_force.index_mask(index, 70 * SIZE)[..., ::4, ::4], mask)
     for lists, count, expected in (
