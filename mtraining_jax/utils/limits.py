@@ -14,10 +14,10 @@ from mtraining_jax.utils.fields import fields_of
 
 # Beyond any token count, and far from overflowing 64 bits.
 LARGEST_INT = 2**53 - 1
-# Longest sequences: rotary embeddings are exact below 2^22 positions (models/rope/rotary.py), and
-# selections sum fixed-point masses of at most 2^15 blocks in 32 bits (selection/scores).
-MAX_POSITIONS = 2**22
-MAX_BLOCKS = 2**15
+# Longest sequences: rotary embeddings are exact below 2^23 positions (models/rope/rotary.py), and
+# selections sum fixed-point masses of at most 2^16 blocks in 32 bits (selection/scores).
+MAX_POSITIONS = 2**23
+MAX_BLOCKS = 2**16
 
 PositiveInt = Annotated[int, Ge(1), Le(LARGEST_INT)]
 NonNegativeInt = Annotated[int, Ge(0), Le(LARGEST_INT)]

@@ -715,7 +715,7 @@ def test_longest_sequence(kind, minimal):
     fields = {"sparsity__kind": kind, "model__max_position_embeddings": str(2**24)}
     override(minimal, data__seq_len=str(MAX_POSITIONS), **fields)
     assert messages(minimal, data__seq_len=str(2 * MAX_POSITIONS), **fields) == [
-        "data.seq_len = 8388608 is more than the supported 4194304 tokens, up to which rotary "
+        "data.seq_len = 16777216 is more than the supported 8388608 tokens, up to which rotary "
         "position embeddings are exact"
     ]
     fields |= {"data__seq_len": str(MAX_POSITIONS), "sparsity__block_size": "64"}
@@ -723,7 +723,7 @@ def test_longest_sequence(kind, minimal):
         assert override(minimal, **fields).data.seq_len == MAX_POSITIONS
     else:
         assert messages(minimal, **fields) == [
-            "data.seq_len = 4194304 is more than the supported 2097152 tokens, 32768 blocks of "
+            "data.seq_len = 8388608 is more than the supported 4194304 tokens, 65536 blocks of "
             "sparsity.block_size = 64"
         ]
     assert MAX_BLOCKS == estimate.MAX_BLOCKS and MAX_POSITIONS <= estimate.MAX_TOKENS

@@ -121,3 +121,14 @@ def test_requesting_kernels_on_a_cpu_raises():
         select_index(
             q, k, VerticalSlash(), block_ids=jnp.arange(1), num_blocks=1, backend="mosaic_gpu"
         )
+
+
+@pytest.mark.parametrize("others", [128.0, 128 - 2.0**-16, 2.0**-9])
+def test_the_longest_rows_are_summed_without_overflow(others):
+    # Of equal blocks, of blocks with the largest low limb, and of small ones beside a full block.
+    totals = jnp.full(estimate.MAX_BLOCKS, others).at[0].set(128.0)
+    limbs = estimate.to_limbs(jnp.ones_like(totals), totals)
+    total = estimate.from_limbs(*(x.sum(dtype=jnp.uint32) for x in limbs))
+    expected = np.asarray(totals, np.float64).sum()
+    assert expected <= estimate.MAX_TOKENS
+    np.testing.assert_allclose(total, expected, rtol=1e-6)

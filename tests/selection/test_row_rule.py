@@ -10,6 +10,7 @@ import pytest
 
 from mtraining_jax.selection.document_blocks import OneDocument
 from mtraining_jax.selection.rules.row_rule import RowRule, kept_blocks, whole_masses
+from mtraining_jax.utils.limits import MAX_BLOCKS
 from pallas_kernels.index import bits as sets
 
 # Full words, and one cut by the end of the sequence.
@@ -114,6 +115,15 @@ def test_mass_kept_in_addition_to_blocks_counts_first():
         forced = np.append(True, (numbers < 1) | (row - numbers < 2))[: row + 2]
         wanted = pick(mass, forced, -(-sum(mass) * round(0.8 * 2**15) // 2**15))
         np.testing.assert_array_equal(found[b, h, i, : row + 1], wanted[1:])
+
+
+@pytest.mark.parametrize("other", [1.0, 0.4999 * 2**-15, 0.0])
+def test_masses_of_the_longest_row_do_not_overflow(other):
+    scores = np.full(MAX_BLOCKS, other, np.float32)
+    scores[7] = 1.0
+    masses = np.asarray(masses_of(scores)).astype(int)
+    assert 2**30 - 2**15 <= masses.sum() < 2**31
+    assert masses[7] == masses.max() and len(set(np.delete(masses, 7))) == 1
 
 
 def test_masses_are_integer_fractions_of_the_row():

@@ -2,7 +2,7 @@
 
 An fp32 product of position p and frequency f has an error of up to p * 2**-24 radians: 0.06 at a
 million tokens. Here both are split so that every large product is exact: at most 2e-4 radians up
-to 2**22 tokens.
+to 2**23 tokens.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ from jax import Array
 from mtraining_jax.models.rope.kind import Scaled
 from mtraining_jax.models.spec import ModelSpec
 
-_LOW_BITS = 11  # p = high + low, low < 2**11: with 12 bits of f, both products fit 24 bits.
+_LOW_BITS = (
+    11  # p = high + low, low < 2**11, high / 2**11 < 2**12: with 12 bits of f, products fit 24.
+)
 
 
 def rope_tables(
@@ -20,7 +22,7 @@ def rope_tables(
 ) -> tuple[Array, Array]:
     """Computes cosines and sines, fp32 [1 or B, S, 1, D/2], times the factor of the scaling.
 
-    `positions`, int32 [S] or [B, S], are global and below 2**22. `length` is the sequence length,
+    `positions`, int32 [S] or [B, S], are global and below 2**23. `length` is the sequence length,
     for scalings that depend on it: S if None, or int32 [B, S], that of each token's document.
     """
     length = positions.shape[-1] if length is None else length

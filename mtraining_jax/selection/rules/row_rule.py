@@ -147,17 +147,20 @@ def _drawn(rows: Array, numbers: Array, heads: int, share: float) -> Array:
 def whole_masses(scores: Array, length: Array) -> Array:
     """Converts scores of rows, fp32 [..., n] of at least 0, to integers of total about 2^30.
 
-    `length`, int32 that broadcasts to [..., 1], is how many of the n scores may be nonzero. The
-    result is bit-identical to that of these scores alone. All 0 if all scores are.
+    `length`, int32 that broadcasts to [..., 1], is how many of the n scores may be nonzero, up
+    to 2^16. The result is bit-identical to that of these scores alone. All 0 if all scores are. The
+    total may be up to twice as large for more than 2^15 scores.
     """
     # First coarsely, relative to the row's maximum, for a total that does not depend on the order
     # of additions; then relative to that total.
     length_bits = 32 - lax.clz(jnp.maximum(length - 1, 0))
-    coarse_one = (jnp.int32(1) << (_MASS_BITS - length_bits)).astype(jnp.float32)
+    # Of 2^16 scores, all but one of just under half a unit, masses sum to less than 2^31.
+    coarse_bits = jnp.maximum(_MASS_BITS - length_bits, _MASS_BITS // 2)
+    coarse_one = (jnp.int32(1) << coarse_bits).astype(jnp.float32)
     peak = scores.max(-1, keepdims=True)
     shares = jnp.where(peak > 0, scores / jnp.where(peak > 0, peak, 1.0), 0.0)
-    coarse = jnp.round(shares * coarse_one).astype(jnp.int32)
-    total = coarse.sum(-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+    coarse = jnp.round(shares * coarse_one).astype(jnp.uint32)
+    total = coarse.sum(-1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
     to_mass = float(1 << _MASS_BITS) / jnp.maximum(total, 1.0)
     return jnp.round(shares * (to_mass * coarse_one)).astype(jnp.int32)
 

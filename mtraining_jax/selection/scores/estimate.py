@@ -38,7 +38,7 @@ MASS_ONE = 1 << MASS_BITS
 # The softmax normalizer is summed in two limbs: multiples of 2^-8, and the rest in 2^-24.
 _HIGH_BITS = 8
 _LOW_BITS = 16
-MAX_BLOCKS = 1 << (31 - _LOW_BITS)
+MAX_BLOCKS = 1 << (32 - _LOW_BITS)
 MAX_TOKENS = 1 << (31 - _HIGH_BITS)
 
 _LIMB_BITS = MASS_BITS // 2
@@ -152,7 +152,7 @@ class KeyBlocks:
         if self.slot is None:
             peak = collectives.maximum(block_peak.max(2), axes)
             weight = relative_exp(block_peak, peak[:, :, None], scale)
-            limbs = tuple(x.sum(2, dtype=jnp.int32) for x in to_limbs(weight, block_total))
+            limbs = tuple(x.sum(2, dtype=jnp.uint32) for x in to_limbs(weight, block_total))
             peak, limbs = peak[:, None], tuple(x[:, None] for x in limbs)
         else:
             block_peak, block_total = block_peak.swapaxes(1, 2), block_total.swapaxes(1, 2)
@@ -166,7 +166,7 @@ class KeyBlocks:
             peak = by_slot(jnp.float32(-jnp.inf)).max(block_peak)
             peak = collectives.maximum(peak, axes)
             weight = relative_exp(block_peak, peak[into], scale)
-            limbs = tuple(by_slot(jnp.int32(0)).add(x) for x in to_limbs(weight, block_total))
+            limbs = tuple(by_slot(jnp.uint32(0)).add(x) for x in to_limbs(weight, block_total))
         total = from_limbs(*collectives.exact_sum(limbs, axes))
         return peak, jnp.where(total > 0, total, 1.0)
 
@@ -343,13 +343,14 @@ def _own_and_tails(diagonals: Array, columns: Array) -> tuple[Array, Array]:
 
 
 def to_limbs(weight: Array, total: Array) -> tuple[Array, Array]:
-    """Splits products of weights <= 1 and totals into two integer limbs, summable in any order.
+    """Splits products of weights <= 1 and totals into two uint32 limbs, summable in any order.
 
-    The products of a row must sum to less than `MAX_TOKENS`, with at most `MAX_BLOCKS` terms.
+    The products of a row must sum to at most `MAX_TOKENS`, with at most `MAX_BLOCKS` terms. The low
+    limb of the heaviest, of weight 1, is not rounded and below 2^16; so the sum does not overflow.
     """
     in_high_units = weight * (total * 2.0**_HIGH_BITS)
     low = lax.rem(in_high_units, jnp.ones_like(in_high_units)) * 2.0**_LOW_BITS
-    return in_high_units.astype(jnp.int32), _round(low)
+    return in_high_units.astype(jnp.uint32), _round(low).astype(jnp.uint32)
 
 
 def from_limbs(high: Array, low: Array) -> Array:

@@ -153,7 +153,7 @@ def _masses(logits: Array, scale: float) -> tuple[Array, Array]:
     peak = block_peak.max(-1, keepdims=True)
     weight = estimate.relative_exp(block_peak, peak, scale)
     limbs = estimate.to_limbs(weight, in_block)
-    total = estimate.from_limbs(*(x.sum(-1, keepdims=True, dtype=jnp.int32) for x in limbs))
+    total = estimate.from_limbs(*(x.sum(-1, keepdims=True, dtype=jnp.uint32) for x in limbs))
     total = jnp.where(total > 0, total, 1.0)  # for rows without keys
     one = float(estimate.MASS_ONE // num_rows)
     mass = jnp.round(weight * in_block / total * one).astype(jnp.int32).sum(-2, dtype=jnp.int32)
