@@ -181,7 +181,8 @@ class ParallelConfig:
     """Attention kernels. auto selects mosaic_gpu on Hopper GPUs, triton on older ones (compute
     capability 8.x, with the extra ampere), and xla elsewhere."""
     fsdp: bool = False
-    """Shard parameters and optimizer state over the devices instead of replicating them."""
+    """Shard parameters over the devices of a replica, and optimizer state over all devices,
+    instead of replicating them."""
     cpu_devices: Annotated[int, Ge(1), Le(1024)] | None = None
     """Number of virtual CPU devices per process. A number forces the CPU even if there is a GPU;
     none uses the devices that JAX finds, GPUs before the CPU."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mtraining_jax.models.parameters import LAYERS, Parameter, ParamTable
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.parallel.mesh import SEQUENCE_AXES
+from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 
 # Logical axes that fully sharded data parallelism (FSDP) shards over the ranks of a sequence. The
 # first divisible one of a parameter is sharded, because leading axes gather without a transpose.
@@ -32,8 +32,19 @@ def parameter_spec(parameter: Parameter, mesh: Mesh, fsdp: bool) -> PartitionSpe
     return PartitionSpec()
 
 
-def _ranks(mesh: Mesh) -> int:
+def _ranks(mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
+
+
+def over_replicas(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Shards what FSDP shards over data-parallel replicas as well, if they divide it."""
+    mesh, spec = sharding.mesh, sharding.spec
+    axis = next((axis for axis, names in enumerate(spec) if names is not None), None)
+    if axis is None or shape[axis] % (_ranks(mesh) * mesh.shape[DATA_AXIS]):
+        return sharding
+    # Each device has a part of its own shard of the parameter.
+    parts = *spec[:axis], (*SEQUENCE_AXES, DATA_AXIS), *spec[axis + 1 :]
+    return NamedSharding(mesh, PartitionSpec(*parts))
 
 
 def parameter_names(state: Any) -> Any:

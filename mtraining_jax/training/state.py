@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.config import Config
 from mtraining_jax.models.huggingface.read import load_parameters, load_peft
 from mtraining_jax.models.lora.adapters import is_adapter
-from mtraining_jax.models.sharding import lm_head_name, lm_head_spec
+from mtraining_jax.models.sharding import lm_head_name, lm_head_spec, over_replicas
 from mtraining_jax.models.sharding import parameter_names as names_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import (
@@ -97,8 +97,9 @@ class StateBuilder:
             # Parameters and their moments are dicts by name; all else is replicated.
             name = getattr(path[-1], "key", "")
             sharding = self._shardings.get(name, everywhere)
-            if self._offloads and name and path[0].name == "opt_state":
-                sharding = _on_host(sharding)
+            if name and path[0].name == "opt_state":
+                sharding = over_replicas(sharding, x.shape)
+                sharding = _on_host(sharding) if self._offloads else sharding
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         shapes = jax.eval_shape(self._around, self._shapes)

@@ -122,7 +122,7 @@ def groups(folder):
         folder,
         data={"batch_size": 4},
         sparsity={"kind": "dense"},
-        parallel={"replicas": 2, "nodes": 1, "devices_per_node": 2},
+        parallel={"replicas": 2, "nodes": 1, "devices_per_node": 2, "fsdp": True},
         optimizer={"accumulation_steps": 2, "lr": 1e-2},
     )
     parts = Parts(config)
@@ -147,9 +147,16 @@ def test_replicas_synchronize_once_a_step(groups):
     found = meetings(program.as_text())
     assert sum(meeting.in_loop for meeting in found) > 5
     joining = [meeting for meeting in found if meeting.joins(2, 4)]
-    assert {meeting.kind for meeting in joining} == {"all-reduce"}
+    assert not any(meeting.in_loop for meeting in joining)
     # Labels are counted before; gradients and statistics are summed after.
-    assert len(joining) == 2 and not any(meeting.in_loop for meeting in joining)
+    assert [meeting.kind for meeting in joining].count("all-reduce") == 2
+    # Each replica updates a part of every matrix.
+    matrices = [n for n, x in state.parameters.items() if not x.sharding.is_fully_replicated]
+    others = [meeting.kind for meeting in joining if meeting.kind != "all-reduce"]
+    assert others == ["all-gather"] * len(matrices)
+    for moments in (state.opt_state[0].mu, state.opt_state[0].nu):
+        for name in matrices:
+            assert moments[name].addressable_shards[0].data.size == moments[name].size // 4
 
 
 def test_micro_batches_hold_every_row_once_and_move_none(dense):
