@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
-from mtraining_jax.models.fsdp import compute_weights, fsdp_apply
+from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec, is_adapter
 from mtraining_jax.models.lora.projection import Dropout, Projection, Projector
 from mtraining_jax.models.parameters import Parameter, ParamTable
@@ -258,11 +258,10 @@ class Transformer(nnx.Module):
                 # Here and not outside, so that neither products nor collectives compute gradients.
                 return method(nnx.merge(graphdef, jax.tree.map(hold, names, parameters)), *x)
 
-            return fsdp_apply(run, parameters, *x, specs=specs, mesh=mesh)
+            return fsdp_apply(run, parameters, *x, specs=specs, mesh=mesh, dtype=dtype)
 
         def body(x_BSE: Array, inputs: tuple[Any, Any, Any]) -> tuple[Array, dict[str, Any]]:
             parameters, layer_inputs, number = inputs
-            parameters = compute_weights(parameters, dtype)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
             seeds = () if dropout_seeds is None else Dropout.of_layer(dropout_seeds, number)
             with jax.named_scope("attention_inputs"):

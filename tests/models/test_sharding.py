@@ -116,7 +116,7 @@ COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"}
 
 def test_layer_weights_are_gathered_once_a_pass_and_not_per_chunk():
     # 64 tokens per device in 4 chunks.
-    spec = tiny_spec(remat="attention", mlp_chunk_size=16)
+    spec = tiny_spec(remat="attention", mlp_chunk_size=16, dtype="bfloat16")
     mesh = make_mesh(1, 2, 2)
     graphdef, tokens = drawn(spec)[0], some_tokens(spec, (1, 256))
 
@@ -131,10 +131,12 @@ def test_layer_weights_are_gathered_once_a_pass_and_not_per_chunk():
     jaxpr = jax.jit(jax.grad(total)).trace(abstract_state(spec)).jaxpr
     layers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     assert [eqn.params["length"] for eqn in layers] == [spec.num_layers] * 2
-    found = []
+    found, dtypes = [], collections.defaultdict(set)
     for layer in layers:
         inner = list(equations(layer.params["jaxpr"].jaxpr))
         found.append(collections.Counter(eqn.primitive.name for eqn in inner))
+        for eqn in inner:
+            dtypes[eqn.primitive.name].add(eqn.outvars[0].aval.dtype)
         chunks = [eqn for eqn in inner if eqn.primitive.name == "scan"]
         assert [eqn.params["length"] for eqn in chunks] == [4]
         in_chunks = {eqn.primitive.name for eqn in equations(chunks[0].params["jaxpr"].jaxpr)}
@@ -142,3 +144,5 @@ def test_layer_weights_are_gathered_once_a_pass_and_not_per_chunk():
     # 7 matrices; the backward pass gathers them again, and computes a gradient for each.
     assert [count["all_gather"] for count in found] == [7, 7]
     assert [count["reduce_scatter"] for count in found] == [0, 7]
+    assert dtypes["all_gather"] == {jnp.dtype("bfloat16")}
+    assert dtypes["reduce_scatter"] == {jnp.dtype("float32")}
