@@ -66,7 +66,10 @@ class PeerWatch:
     def announce(self, reason: str) -> None:
         """Ends the watch and, within seconds, the other processes, because this one fails."""
         self.close()
-        self._set(_FAILED, f"process {self.number} failed ({reason})")
+        message = _FAILED, f"process {self.number} failed ({reason})"
+        sending = threading.Thread(target=self._set, args=message, daemon=True)
+        sending.start()
+        sending.join(self._timeout)  # the store may not answer
         self._let_others_read()
 
     def slowest(self) -> str:
