@@ -16,7 +16,7 @@ Checks the hosts of a run in about a minute. Start it as the run, with the same 
 
 Measures matrix products and copies of each device, and links between devices and nodes. Compares
 versions, variables, clocks, free memory and open-file limits, and what each process sees of
-run.output_dir and the data. Prints a row for each process, whose rates are those of its slowest
+run.output_dir and the data. Prints a row for each process, with the rates of its slowest
 device or link, and a sentence for each problem.
 
 Exit status: 0 without problems, 1 with problems, 2 if the processes cannot connect or an option is
