@@ -91,7 +91,8 @@ class _KeptRow:
         high, low = total >> TAU_BITS, total & ((1 << TAU_BITS) - 1)
         target = high * self.tau + ((low * self.tau + ((1 << TAU_BITS) - 1)) >> TAU_BITS)
         before = total - self.clear_forced()
-        missing = target - before
+        # Compiled, integers from shared memory compare as unsigned ones, so none may be below 0.
+        missing = jnp.where(target > before, target - before, 0)
 
         def enough(candidate: Array) -> Array:
             return self.sum(lambda mass, _: jnp.where(mass >= candidate, mass, 0)) >= missing

@@ -116,7 +116,9 @@ def check_kept_blocks(kernels: CodedScores, sizes, tau=0.9, local=1, least=1, *,
     forced_end = first + rng.integers(0, 3, first.shape, np.int32)
     padded, width = -(-num_blocks // 64) * 64, count * rows
     weights = rng.normal(size=(batch, heads, padded, -(-width // 256) * 256)) * 3
-    weights = (np.round(weights / 3) if ties else weights).astype(np.float16)
+    weights = np.round(weights / 3) if ties else weights
+    weights[:, 0, 0] += 20  # in this head, forced blocks have enough mass where there is no `first`
+    weights = weights.astype(np.float16)
     seen = np.arange(padded)[:, None] <= np.repeat(own[0], rows)
     totals = np.full((batch, heads, weights.shape[-1]), -np.inf, np.float32)
     of_rows = np.where(seen, np.exp2(weights[..., :width].astype(np.float64)), 0)
