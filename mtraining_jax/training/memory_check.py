@@ -44,8 +44,7 @@ def check_memory(
     devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     _check_room(needed, devices, what, is_step)
-    on_gpus = sum(device.platform != "cpu" for device in devices)
-    pinned = on_gpus * sizes.host_temp_size_in_bytes
+    pinned = pinned_bytes(program, devices)
     if pinned > (free := free_host_memory()):
         left = min((left for _, left, _ in _memory_of(devices)), default=needed)
         raise DoesNotFit(
@@ -67,6 +66,13 @@ def check_memory(
                 "the device, or XLA_PYTHON_CLIENT_PREALLOCATE=false has fragmented its memory (by "
                 "default JAX allocates one large block at startup)"
             ) from error
+
+
+def pinned_bytes(program: Any, devices: Iterable[Any]) -> int:
+    """Bytes of host memory that the first run of a program pins for all devices of this process."""
+    sizes = program.memory_analysis()
+    on_gpus = sum(device.platform != "cpu" for device in devices)
+    return on_gpus * sizes.host_temp_size_in_bytes if sizes is not None else 0
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:

@@ -11,7 +11,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import config_to_toml, load_config
 from mtraining_jax.planning.dry_run import ways_after
-from mtraining_jax.training.memory_check import allocate, check_memory, check_state_memory
+from mtraining_jax.training.memory_check import (
+    allocate,
+    check_memory,
+    check_state_memory,
+    pinned_bytes,
+)
 from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.jax_platform import free_host_memory, host_memory
 from tests.training.common import changed
@@ -47,6 +52,11 @@ def nothing(size, device):
 def test_donated_outputs_take_no_memory():
     device = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB})
     check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device], take=nothing)
+
+
+def test_only_gpus_pin_host_memory():
+    devices = [Device(None), Device(None), Device(None, "cpu")]
+    assert pinned_bytes(program(0, 0, 0, host=3 * GIB), devices) == 6 * GIB
 
 
 def test_fragmented_memory_is_reported_before_devices_wait_for_each_other():
