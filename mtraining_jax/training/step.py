@@ -112,7 +112,9 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(builder.shardings(), everywhere),
-        compiler_options=ring_compiler_options(mesh.devices.flat[0].platform),
+        compiler_options=ring_compiler_options(
+            mesh.devices.flat[0].platform, offloads=config.model.remat == "full_offload"
+        ),
     )
 
 
