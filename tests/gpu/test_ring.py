@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.patterns.base import select_index
+from pallas_kernels import head_loop
 from pallas_kernels.index import DenseIndex
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
@@ -157,6 +158,18 @@ def test_results_are_bit_identical_twice():
     first, second = (results("striped hierarchical", index) for _ in range(2))
     for what in NAMES:
         assert first[what].tobytes() == second[what].tobytes(), what
+
+
+@pytest.mark.parametrize("case", OTHER_INDICES)
+def test_heads_one_after_another_give_bit_identical_results(case, monkeypatch):
+    index = OTHER_INDICES[case][1]()
+    together = results(case, index)
+    monkeypatch.setattr(head_loop, "_PART_BYTES", 1)
+    program.cache_clear()
+    in_parts = results(case, index)
+    program.cache_clear()
+    for what in NAMES:
+        assert in_parts[what].tobytes() == together[what].tobytes(), what
 
 
 def test_one_process_per_gpu_is_bit_identical_to_a_single_process(processes):
