@@ -118,8 +118,8 @@ class ModelConfig:
     )
     """What the backward pass recomputes, from most memory to least. none: nothing; mlp: half of the
     MLP; attention: each layer except its attention; attention_offload: the same, with layer inputs
-    offloaded to host memory; full_offload: with attention outputs offloaded as well; full: entire
-    layers."""
+    offloaded to host memory; full_offload: with attention outputs and indices offloaded as well;
+    full: entire layers."""
     mlp_chunk_size: PositiveInt = 16384
     """Tokens per device with MLP activations in memory at a time."""
     mlp_kept_chunks: NonNegativeInt = 0

@@ -7,7 +7,7 @@
 - "attention": like "mlp" without queries, keys, values and the stream after attention. Recomputes
   all products except the last one of the MLP; attention and index selection are not recomputed.
 - "attention_offload": like "attention", with the layer input in pinned host memory.
-- "full_offload": like it, with the attention output there as well.
+- "full_offload": like it, with the attention output and the sparse index there as well.
 - "full": saves the layer input; recomputes everything else.
 """
 
@@ -34,7 +34,7 @@ def remat(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
         "attention": checkpoint_policies.save_only_these_names(*SAVED_NAMES),
         "mlp": checkpoint_policies.save_only_these_names(*SAVED_NAMES, *_SAVED_BY_MLP),
         "attention_offload": _offloading([RESIDUAL], SAVED_NAMES),
-        "full_offload": _offloading([RESIDUAL, OUTPUT], [LSE, INDEX]),
+        "full_offload": _offloading([RESIDUAL, OUTPUT, INDEX], [LSE]),
     }
     # Inside a scan the compiler cannot merge the recomputation with the forward pass.
     return jax.checkpoint(layer, policy=policies[kind], prevent_cse=False)

@@ -16,12 +16,20 @@ from mtraining_jax.cost_model.kernel_times import (
 from mtraining_jax.models.lora.adapters import FACTORS
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
-from mtraining_jax.planning.memory import Memory, kept_mlp_products, kept_mlp_tokens, offloaded
+from mtraining_jax.planning.memory import (
+    Memory,
+    attention_parts,
+    kept_mlp_products,
+    kept_mlp_tokens,
+    offloaded,
+)
 
 # Reads and writes of the inputs and outputs of adapters, counted in their products: 4.0 for
 # Qwen2.5-3B, 5.0 for Qwen3-8B. The same count explained 0.84 s of a step of 5.71 s when gate and up
 # products had 8 passes more (H200, Qwen2.5-3B, rank 32, 131072 tokens).
 _ADAPTER_PASSES = 4.5
+# Reads and writes of q, output, their gradients and dq where heads are computed in parts; by count.
+_HEAD_PASSES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +102,12 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     if kept := kept_mlp_products(config):
         # Each is copied into the stack of all layers and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept * model.num_layers * micro_batches / gpu.copy_bytes
+    if attention_parts(config) > 1:
+        wide = (
+            config.local_tokens * model.num_heads * width * (2 if model.dtype == "bfloat16" else 4)
+        )
+        moved = _HEAD_PASSES * wide * model.num_layers * micro_batches
+        result["copies of heads"] = moved / gpu.copy_bytes
     if memory.host:
         activations = offloaded(config)
         moved = activations * micro_batches + memory.host - activations
@@ -109,10 +123,11 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         moved = _ADAPTER_PASSES * sides * size * config.tokens_per_step / devices
         result["adapters"] = moved / gpu.copy_bytes
     if config.parallel.fsdp:
-        # All-gather of parameters in forward and backward, reduce-scatter of gradients, all in the
-        # compute dtype. Frozen parameters are stored in it and have no gradients.
+        # All-gather of parameters in forward and backward, in the compute dtype, and reduce-scatter
+        # of gradients in fp32. Frozen parameters are stored in the compute dtype.
         shard = memory.parameters / 4 * (2 if model.dtype == "bfloat16" else 4)
-        moved = micro_batches * (3 * shard + 2 * memory.frozen) * (config.ranks - 1)
+        moved = 2 * (shard + memory.frozen) + memory.parameters
+        moved *= micro_batches * (config.ranks - 1)
         result["gathering parameters"] = moved / gpu.link_bytes
     return result
 

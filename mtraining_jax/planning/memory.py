@@ -17,6 +17,7 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.memory_check import shard_bytes
 from mtraining_jax.training.state import StateBuilder
+from pallas_kernels.head_loop import head_parts
 
 # Arrays alive at the same time in XLA's schedule for an H200, 2026-11-21
 # (docs/design/step-time-and-memory.md):
@@ -29,11 +30,11 @@ _HEAD_ARRAYS = 4
 # to 6.3 in XLA's buffer assignment of the attention gradient for a CPU
 # (docs/design/step-time-and-memory.md).
 _COPY_ARRAYS = 6
-# int32 per pair of local query block and key block of the node, of sharded indices: after work
-# lists are built, and meanwhile, as compiled for Qwen2.5-0.5B: 4194304 tokens on 8 GPUs (nine, and
-# eight of bool), 1048576 on one; two more if selection is recomputed (2097152 on two).
-_LISTS = 2
-_BUILT_LISTS, _BUILT_LISTS_ALONE, _BUILT_LISTS_AGAIN = 11, 8, 2
+# Lists per pair of query block and key block, and smaller arrays while they are built.
+_LISTS, _LIST_ARRAYS, _LIST_BYTES = 2, 5, 2**28
+# If heads are computed in parts: wide arrays, those of all parts together, those of norms of q and
+# k, and those during the MLP (2026-11-26, benchmarks/results/memory-formulas-2026-11-25.md).
+_WIDE_IN_PARTS, _WIDE_OF_PARTS, _WIDE_OF_NORMS, _WIDE_IN_MLP = 7.7, 4.5, 2, 8
 
 _OFFLOADS = "attention_offload", "full_offload"
 
@@ -87,7 +88,7 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     """Estimates the memory of one device in a step without compiling; `state` if it is known."""
     state = state_bytes(config) if state is None else state
     num_layers, gradients = config.model.num_layers, state.gradients
-    index_layers = 1 if config.model.remat == "full" else num_layers
+    index_layers = 1 if config.model.remat in ("full", "full_offload") else num_layers
     kept, index = num_layers * _kept(config), index_layers * index_bytes(config)
     index += _work_lists(config)
     # The loss comes before the layers' gradients. The update comes after activations; it keeps old
@@ -112,7 +113,8 @@ def offloaded(config: Config) -> int:
         width += model.hidden_size  # layer input
     if model.remat == "full_offload":
         width += model.num_heads * model.head_dim  # attention output
-    return model.num_layers * config.local_tokens * width * _dtype_bytes(config)
+    index = index_bytes(config) if model.remat == "full_offload" else 0
+    return model.num_layers * (config.local_tokens * width * _dtype_bytes(config) + index)
 
 
 def kept_mlp_tokens(config: Config) -> int:
@@ -164,24 +166,31 @@ def _work_lists(config: Config) -> int:
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
     lists = config.local_rows * model.num_heads * gathered
     lists += 4 * blocks * model.num_heads * columns
-    return lists + _LISTS * _pair_list(config)
+    return lists + 4 * _LISTS * model.num_heads * _block_pairs(config) // attention_parts(config)
 
 
 def _list_building(config: Config) -> int:
-    """Bytes while work lists of one layer are built, without the lists."""
-    arrays = _BUILT_LISTS_ALONE if config.ranks == 1 else _BUILT_LISTS
-    arrays += _BUILT_LISTS_AGAIN if config.model.remat == "full" else 0
-    return (arrays - _LISTS) * _pair_list(config)
+    """Bytes while work lists of some heads are built, without the lists."""
+    parts = attention_parts(config)
+    size = 4 * config.model.num_heads * _block_pairs(config) // parts
+    copied = size if parts > 1 and config.ranks > 1 else 0
+    return copied + _LIST_ARRAYS * min(size, _LIST_BYTES)
 
 
-def _pair_list(config: Config) -> int:
-    """Bytes of int32 per pair of local query block and key block; 0 if none are made of them."""
+def _block_pairs(config: Config) -> int:
+    """Pairs of local query block and key block; 0 if no lists are made of them."""
     sparsity = config.sparsity
     if not sparsity.pattern.row_sharded(config.data.has_documents):
         return 0
     blocks = config.local_tokens // sparsity.block_size
-    keys = config.data.seq_len // config.parallel.nodes // sparsity.block_size
-    return 4 * blocks * config.model.num_heads * keys
+    return blocks * (config.data.seq_len // sparsity.block_size)
+
+
+def attention_parts(config: Config) -> int:
+    """In how many parts a device computes its heads."""
+    model = config.model
+    sizes = _ring_bytes(config), _block_pairs(config)
+    return head_parts(model.num_heads, model.num_kv_heads, *sizes)
 
 
 def _capacities(config: Config) -> tuple[int, int]:
@@ -193,30 +202,43 @@ def _capacities(config: Config) -> tuple[int, int]:
 def _layer(config: Config) -> int:
     """Bytes at the peak of a layer's backward pass."""
     model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
-    queries = model.num_heads * model.head_dim
-    wide = _WIDE_ARRAYS * tokens * max(model.hidden_size, queries) * size
+    spec, queries = ModelSpec.from_config(model), model.num_heads * model.head_dim
+    wide = tokens * max(model.hidden_size, queries) * size
     chunk = max(min(tokens, model.mlp_chunk_size), kept_mlp_tokens(config))
     if model.remat == "none":
         chunk = tokens
-    ring = _ring_tokens(config) * 2 * model.num_kv_heads * model.head_dim * (size + 4)
     mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
     # Gathered matrices, their gradients, and the sums of the MLP's gradients over chunks.
     products = layer_products(config)
     trained = adapter_products(config) or products
-    matrices = (sum(products.values()) + sum(trained.values())) * size
+    matrices = sum(products.values()) * size + sum(trained.values()) * 4
     matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))
     num_blocks = config.data.seq_len // config.sparsity.block_size
     copies = pattern_costs.query_copies(config.sparsity.pattern, num_blocks)
-    return wide + ring + mlp + matrices + _COPY_ARRAYS * copies * tokens * queries * size
+    copied = _COPY_ARRAYS * copies * tokens * queries * size
+    parts, ring = attention_parts(config), _ring_bytes(config)
+    if parts == 1:
+        return _WIDE_ARRAYS * wide + ring + mlp + matrices + copied
+    arrays = _WIDE_IN_PARTS + _WIDE_OF_PARTS / parts
+    arrays += _WIDE_OF_NORMS if "self_attn.q_norm.weight" in spec.layer else 0
+    attention = int(arrays * wide) + ring // parts + _list_building(config)
+    return max(attention, _WIDE_IN_MLP * wide + mlp) + matrices + copied
 
 
-def _ring_tokens(config: Config) -> int:
-    """Tokens from other devices with keys, values and their fp32 gradients in memory."""
+def _ring_bytes(config: Config) -> int:
+    """Bytes of keys and values from other devices, and of their fp32 gradients, of all heads."""
+    model, parallel = config.model, config.parallel
     if config.ranks == 1:
         return 0
-    if config.parallel.ring == "gather":
-        return config.local_tokens * config.parallel.devices_per_node
-    return 2 * config.local_tokens
+    shards = max(parallel.devices_per_node, 2) if parallel.ring == "gather" else 2
+    return (
+        config.local_tokens
+        * shards
+        * 2
+        * model.num_kv_heads
+        * model.head_dim
+        * (_dtype_bytes(config) + 4)
+    )
 
 
 def _loss(config: Config) -> int:

@@ -27,7 +27,7 @@ MODELS = {
     "Llama-3.1-8B": "llama3_8b_512k",
 }
 _GPUS = 1, 2, 4, 8
-_LENGTHS = [2**power for power in range(15, 23)]
+_LENGTHS = [2**power for power in range(15, 24)]
 _BEGIN, _END = "<!-- begin tables -->\n", "<!-- end tables -->\n"
 
 
@@ -60,7 +60,8 @@ def row(model: str, gpu: Gpu) -> str:
 def _cell(best: Proposal | None) -> str:
     if best is None:
         return "-"
-    length, seconds = short_power(best.config.data.seq_len), f"{best.cost:.3g}"
+    length = short_power(best.config.data.seq_len)
+    seconds = f"{best.cost:.3g}" if best.cost < 1000 else f"{best.cost:.0f}"
     host = f" (+{best.host / 2**30:.0f})" if best.host else ""
     moments = ", moments" if best.config.optimizer.offload else ""
     return f"**{length}** {seconds} s {best.config.model.remat}{moments}{host}"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import available_configs, load_config
@@ -15,6 +16,8 @@ from mtraining_jax.cost_model.flops import audit_flops, mean_audit_flops
 from mtraining_jax.cost_model.kernel_times import CODED_SPEEDUP, SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.models import embedding
 from mtraining_jax.models.loss import linear_cross_entropy
+from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
+from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.patterns.base import select_index
 from mtraining_jax.planning import what_fits
 from mtraining_jax.planning.compiled import Compiled
@@ -22,9 +25,16 @@ from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run, ways_to_fit
 from mtraining_jax.planning.fitting import fastest
 from mtraining_jax.planning.hardware import A100_40GB, GPUS, H100, H200
-from mtraining_jax.planning.memory import estimate_memory, index_bytes, planned_state
-from mtraining_jax.training.build import build_mesh, build_pattern
+from mtraining_jax.planning.memory import (
+    attention_parts,
+    estimate_memory,
+    index_bytes,
+    planned_state,
+)
+from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.state import StateBuilder
+from pallas_kernels.index import BlockMaskIndex
+from tests.models.common import equations
 from tests.training.common import changed
 
 GIB = 2**30
@@ -354,6 +364,30 @@ def test_memory_is_that_of_the_larger_of_sparse_and_dense_steps(config, capsys, 
     assert "  total                 3.00  fits" in printed
 
 
+def test_heads_are_divided_in_a_step_as_in_the_forecast():
+    config = load_config("qwen3_8b_1m")
+    model, layout, mesh = config.model, build_layout(config), make_mesh(1, 1, 8)
+    words = config.data.seq_len // config.sparsity.block_size // 32
+    bits = jax.ShapeDtypeStruct((1, model.num_heads, 32 * words, words), jnp.uint32)
+    q, k = (
+        jax.ShapeDtypeStruct((1, config.data.seq_len, heads, model.head_dim), jnp.bfloat16)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    rows = P(None, None, SEQUENCE_AXES)
+    ring = jax.shard_map(
+        lambda q, k, bits: ring_attention(
+            q, k, k, BlockMaskIndex(bits, 32 * words, config.sparsity.block_size), layout=layout
+        ),
+        mesh=mesh,
+        in_specs=(HEADS, HEADS, rows),
+        out_specs=HEADS,
+        check_vma=False,
+    )
+    jaxpr = jax.make_jaxpr(ring)(q, k, bits).jaxpr
+    loops = [eqn.params["length"] for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+    assert loops[0] == attention_parts(config) == 4
+
+
 def large_run(config, **parallel):
     return changed(
         config,
@@ -376,9 +410,9 @@ def large_run(config, **parallel):
 def test_a_run_that_fits_on_no_gpus_is_told_of_other_runs(config, capsys, monkeypatch):
     large = large_run(config, replicas=1, nodes=4)
     large = changed(
-        large, data={"seq_len": 2**22}, model={"num_layers": 40, "max_position_embeddings": 2**22}
+        large, data={"seq_len": 2**23}, model={"num_layers": 40, "max_position_embeddings": 2**23}
     )
-    monkeypatch.setattr("sys.argv", ["train.py", "--config=large", "--data.seq_len", "4194304"])
+    monkeypatch.setattr("sys.argv", ["train.py", "--config=large", "--data.seq_len", "8388608"])
     assert dry_run(large, "estimate") == 1
     printed = capsys.readouterr().out
     assert "DOES NOT FIT: JAX uses up to 128.6 of 139.8 GiB" in printed
@@ -386,7 +420,7 @@ def test_a_run_that_fits_on_no_gpus_is_told_of_other_runs(config, capsys, monkey
     assert verdict.endswith(
         "no settings with the same results fit, by formulas, but other runs do:"
     )
-    assert more.startswith("  python train.py --config=large --data.seq_len 4194304 --parallel.dev")
+    assert more.startswith("  python train.py --config=large --data.seq_len 8388608 --parallel.dev")
     assert about_more.startswith("  (16 GPUs: ")
     # Options replace those of the same name, and their values.
     assert shorter.startswith("  python train.py --config=large --parallel.fsdp=true ")
