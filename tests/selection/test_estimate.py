@@ -125,7 +125,7 @@ def test_requesting_kernels_on_a_cpu_raises():
 
 @pytest.mark.parametrize("others", [128.0, 128 - 2.0**-16, 2.0**-9])
 def test_the_longest_rows_are_summed_without_overflow(others):
-    # Of equal blocks, of blocks with the largest low limb, and of small ones beside a full block.
+    # Of equal blocks, of blocks with the largest low limb, and of small ones and a full block.
     totals = jnp.full(estimate.MAX_BLOCKS, others).at[0].set(128.0)
     limbs = estimate.to_limbs(jnp.ones_like(totals), totals)
     total = estimate.from_limbs(*(x.sum(dtype=jnp.uint32) for x in limbs))
