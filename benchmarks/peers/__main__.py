@@ -4,7 +4,7 @@
 
 Each kernel on each problem is a worker. --workers of them import and compile at the same time, then
 measure one after another, the kernels of a problem in a row. What they measure is added to
---results at once. The same command goes on after an abort; remove lines to repeat them.
+--results at once. The same command resumes after an abort; remove lines to repeat them.
 """
 
 import argparse
