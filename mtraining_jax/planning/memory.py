@@ -35,6 +35,7 @@ _LISTS, _LIST_ARRAYS, _LIST_BYTES = 2, 5, 2**28
 # If heads are computed in parts: wide arrays, those of all parts together, those of norms of q and
 # k, and those during the MLP (2026-11-26, benchmarks/results/memory-formulas-2026-11-25.md).
 _WIDE_IN_PARTS, _WIDE_OF_PARTS, _WIDE_OF_NORMS, _WIDE_IN_MLP = 7.7, 4.5, 2, 8
+_WIDE_OF_SUMS = 2  # of these for fp32 sums of dq over kernels; one device has none
 
 _OFFLOADS = "attention_offload", "full_offload"
 
@@ -217,9 +218,10 @@ def _layer(config: Config) -> int:
     copies = pattern_costs.query_copies(config.sparsity.pattern, num_blocks)
     copied = _COPY_ARRAYS * copies * tokens * queries * size
     parts, ring = attention_parts(config), _ring_bytes(config)
+    unused = _WIDE_OF_SUMS if config.ranks == 1 else 0
     if parts == 1:
-        return _WIDE_ARRAYS * wide + ring + mlp + matrices + copied
-    arrays = _WIDE_IN_PARTS + _WIDE_OF_PARTS / parts
+        return (_WIDE_ARRAYS - unused) * wide + ring + mlp + matrices + copied
+    arrays = _WIDE_IN_PARTS + (_WIDE_OF_PARTS - unused) / parts
     arrays += _WIDE_OF_NORMS if "self_attn.q_norm.weight" in spec.layer else 0
     attention = int(arrays * wide) + ring // parts + _list_building(config)
     return max(attention, _WIDE_IN_MLP * wide + mlp) + matrices + copied
