@@ -1,7 +1,6 @@
 """Attention of some key/value heads at a time, so that work lists and gathered keys are small.
 
-No sum runs over key/value heads: with GPU kernels, results are bit-identical for any number of
-parts.
+No sum runs over key/value heads, so the order of every sum is the same for any number of parts.
 """
 
 import functools
