@@ -31,9 +31,9 @@ def without_times(record):
     return {
         name: value
         for name, value in record.items()
-        if not name.startswith(("tokens_per", "tflops"))
-        and not name.endswith("_seconds")
-        and name != "dense_step"
+        if not name.startswith(("tokens_per", "tflops", "time_share/"))
+        and not name.endswith(("_seconds", "_by_process"))
+        and name not in ("dense_step", "wall_time", "restarts")
     }
 
 
