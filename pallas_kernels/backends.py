@@ -12,7 +12,7 @@ from pallas_kernels.interface import Backend, Estimate
 from pallas_kernels.masses import BlockScores
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.triton.backend import Triton
-from pallas_kernels.triton.device import before_hopper
+from pallas_kernels.triton.device import runs_by_default
 from pallas_kernels.xla.backend import Xla
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def describe(name: str | None, q: Shaped, block_size: int | None = None) -> tupl
         return name, None
     reasons = []
     for candidate in _AUTOMATIC:
-        if candidate == "triton" and not before_hopper():
+        if candidate == "triton" and not runs_by_default():
             continue
         reason = _unsupported(candidate, q, block_size)
         if reason is None:

@@ -19,7 +19,7 @@ _CAPABILITY = 6  # position in the arguments of jaxlib's TritonKernel
 
 
 def register() -> str:
-    """Registers the backend, selected by name only, and returns the name; needs `ampere`."""
+    """Registers the backend, selected by name only, and returns the name; needs `triton`."""
     from jax_triton import triton_lib
 
     if not isinstance(triton_lib.triton_kernel_call_lib, _ForThisGpu):

@@ -74,7 +74,7 @@ def sparse_attention(
         causal: False requires `Dense()` and an unsharded sequence; k may then have another length
             than q.
         backend: "mosaic_gpu" (Hopper GPU; head dim 64 or 128, 16-bit floats, block_size 128),
-            "triton" (same inputs on Ampere or newer, needs the `ampere` extra), "xla" (any
+            "triton" (same inputs on Ampere or newer, needs the `triton` extra), "xla" (any
             device), or None for the fastest available one. A fallback to "xla" on a GPU logs one
             warning.
         valid_len: integer, possibly traced: number of tokens before the padding, the same for

@@ -178,8 +178,8 @@ class ParallelConfig:
     within a node while those of the next node arrive (fastest as far as measured); hierarchical: a
     ring within each node instead, with less memory; flat: one ring over all devices."""
     backend: Literal["auto", "xla", "mosaic_gpu", "triton"] = "auto"
-    """Attention kernels. auto selects mosaic_gpu on Hopper GPUs, triton on older ones (compute
-    capability 8.x, with the extra ampere), and xla elsewhere."""
+    """Attention kernels. auto selects mosaic_gpu on Hopper GPUs, triton on other NVIDIA GPUs of
+    compute capability 8.0 or later (with the extra triton), and xla elsewhere."""
     fsdp: bool = False
     """Shard parameters over the devices of a replica, and optimizer state over all devices,
     instead of replicating them."""

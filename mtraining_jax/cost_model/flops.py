@@ -17,15 +17,19 @@ from mtraining_jax.models.lora.adapters import FACTORS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.selection.metrics import causal_pairs
 
-# Dense bf16 FLOP/s from NVIDIA's data sheets, by JAX device kind. SXM modules only; other variants
-# are slower.
+# Dense bf16 FLOP/s from NVIDIA's data sheets, by JAX device kind. Variants that are
+# not listed differ.
 PEAK_BF16_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 80GB HBM3": 989.4e12,
     "NVIDIA H200": 989.4e12,
     "NVIDIA H20": 148e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
 }
 
 

@@ -129,7 +129,7 @@ B200 = dataclasses.replace(
     backward_share=A100_40GB.backward_share * _B200_CLOCKS,
     scores_share=A100_40GB.scores_share * _B200_CLOCKS,
     matmul_share=2250 / 989.4,
-    forecast='Triton kernels (parallel.backend = "triton", extra ampere) have not run on a B200: '
+    forecast='Triton kernels (parallel.backend = "triton", extra triton) have not run on a B200: '
     "an A100's assumed rates by SMs and clock, matrix products by 2250 / 989 TFLOP/s of an H200",
 )
 

@@ -1,1 +1,1 @@
-"""Kernels for GPUs older than Hopper; `kernels` needs the `ampere` extra when first called."""
+"""Kernels for NVIDIA GPUs other than Hopper; `kernels` needs the extra `triton`."""

@@ -37,23 +37,28 @@ AMPERE = {
         forward_documents=Config(128, 64, 8, 3),
     ),
 }  # fmt: skip
-# An A100 gives a thread block 163 KiB of shared memory. GPUs of compute capability 8.6 and 8.9 give
-# 99, too little for that dq configuration, and that forward kernel spills 60 bytes there.
+# An A100 gives a thread block 163 KiB of shared memory. GPUs of compute capability 8.6, 8.9 and
+# 12.x give 99, too little for that dq configuration, and that forward kernel spills there.
 LESS_MEMORY = {
     64: AMPERE[64],
     128: Configs(Config(128, 64, 8, 3), Config(64, 32, 4, 3), Config(64, 64, 4, 2)),
 }
-_WITH_LESS_MEMORY = 86, 89
+_WITH_LESS_MEMORY = 86, 89, 120, 121
 # For Hopper GPUs, where these kernels run if requested by name. For 128 the fastest of those timed
 # there; for 64 by what the compiler reports.
 HOPPER = {
     64: Configs(Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 128, 8, 3)),
     128: Configs(Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 128, 8, 3)),
 }
+# For Blackwell GPUs of data centers, where none of these kernels has run; by what the compiler
+# reports. The forward kernel for Hopper GPUs needs more than the 227 KiB of a thread block there.
+BLACKWELL = {64: HOPPER[64], 128: Configs(AMPERE[128].forward, HOPPER[128].dq, HOPPER[128].dkdv)}
 
 
 def table_for(capability: int) -> dict[int, Configs]:
     """Returns the configurations by head dim for a compute capability, such as 80 for 8.0."""
     if capability in _WITH_LESS_MEMORY:
         return LESS_MEMORY
+    if capability >= 100:
+        return BLACKWELL
     return AMPERE if capability < 90 else HOPPER

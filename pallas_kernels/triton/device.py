@@ -22,10 +22,10 @@ def capability() -> int | None:
     return 10 * int(major) + int(minor) if major.isdigit() and minor.isdigit() else None
 
 
-def before_hopper() -> bool:
-    """Whether the target is a GPU these kernels are made for: compute capability 8.x."""
+def runs_by_default() -> bool:
+    """Whether the target is an NVIDIA GPU of compute capability 8.0 or later, but not Hopper."""
     found = capability()
-    return found is not None and _OLDEST <= found < _HOPPER
+    return found is not None and found >= _OLDEST and found != _HOPPER
 
 
 def cannot_run() -> str | None:
@@ -36,8 +36,8 @@ def cannot_run() -> str | None:
         return f"compute capability {found / 10} (must be 8.0 or later)"
     if find_spec("jax_triton") is None:
         return (
-            "Triton kernels need the ampere extra: uv sync --extra ampere, or pip install "
-            "'.[ampere]' in a checkout"
+            "Triton kernels need the triton extra: uv sync --extra triton, or pip install "
+            "'.[triton]' in a checkout"
         )
     return unfit_triton()
 

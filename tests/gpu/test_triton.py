@@ -10,7 +10,7 @@ from tests.gpu_tools import estimate_checks
 from tests.pallas_kernels.helpers.contract import AttentionContract
 
 if importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("needs the ampere extra", allow_module_level=True)
+    pytest.skip("needs the triton extra", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

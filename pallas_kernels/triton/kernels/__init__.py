@@ -1,1 +1,1 @@
-"""The Triton kernels, one per file. Importing one needs the `ampere` extra."""
+"""The Triton kernels, one per file. Importing one needs the `triton` extra."""

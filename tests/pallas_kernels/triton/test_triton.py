@@ -26,7 +26,7 @@ from tests.pallas_kernels.helpers.estimate import (
 )
 
 if importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("needs the ampere extra", allow_module_level=True)
+    pytest.skip("needs the triton extra", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run Triton's interpreter", allow_module_level=True)
 

@@ -35,14 +35,15 @@ from tests.pallas_kernels.helpers.described import (
 )
 
 if importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("needs the ampere extra", allow_module_level=True)
+    pytest.skip("needs the triton extra", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton does not compile with TRITON_INTERPRET=1", allow_module_level=True)
 
 from tests.pallas_kernels.triton.triton_compiled import Compiled, Problem, calls_of, compile_call  # noqa: E402
 
-SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024}  # limit per thread block
-SPILLED_BYTES = 32
+# Limits per thread block, and per thread.
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+SPILLED_BYTES, SPILLED_BYTES_120 = 32, 72
 
 
 def _compiled(problem: Problem, capability: int) -> dict[str, Compiled]:
@@ -53,8 +54,8 @@ def _compiled(problem: Problem, capability: int) -> dict[str, Compiled]:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["segments", "listed"])
-@pytest.mark.parametrize("capability", [80, 86])
-def test_kernels_before_hopper(capability, dim, kind):
+@pytest.mark.parametrize("capability", [80, 86, 100, 120])
+def test_kernels_for_other_gpus_than_hopper(capability, dim, kind):
     """The kinds of tiles with most code, with columns, and results added to running ones."""
     columns, _ = columns_of(dim, "bfloat16")
     kernels = _compiled(Problem(tiles_of(kind), columns, dim, running=True), capability)
@@ -67,11 +68,13 @@ def test_kernels_before_hopper(capability, dim, kind):
     }
     for name, kernel in kernels.items():
         assert kernel.shared_bytes <= SHARED_BYTES[capability], name
-        assert kernel.spilled_bytes <= SPILLED_BYTES, name
+        most = SPILLED_BYTES_120 if capability == 120 else SPILLED_BYTES
+        assert kernel.spilled_bytes <= most, name
         assert "wgmma" not in kernel.ptx, name
         assert f".target sm_{capability}" in kernel.ptx, name
         if name != "attention_delta":
-            assert "mma.sync" in kernel.ptx and "cp.async.cg" in kernel.ptx, name
+            product = "tcgen05.mma" if capability == 100 else "mma.sync"
+            assert product in kernel.ptx and "cp.async" in kernel.ptx, name
 
 
 @pytest.mark.parametrize(("length", "columns"), [(64, 64), (128, 128), (1024, 16)])
