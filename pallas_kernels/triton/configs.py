@@ -52,7 +52,7 @@ HOPPER = {
 }
 # For Blackwell GPUs of data centers, where none of these kernels has run; by what the compiler
 # reports. The forward kernel for Hopper GPUs needs more than the 227 KiB of a thread block there.
-BLACKWELL = {64: HOPPER[64], 128: Configs(AMPERE[128].forward, HOPPER[128].dq, HOPPER[128].dkdv)}
+BLACKWELL = {64: HOPPER[64], 128: dataclasses.replace(HOPPER[128], forward=Config(128, 64, 8, 3))}
 
 
 def table_for(capability: int) -> dict[int, Configs]:
