@@ -13,7 +13,7 @@ from mtraining_jax.utils.text import counted
 
 # Work of a run, by the name in metrics; "other" is the rest, such as metrics and traces.
 KINDS: tuple[str, ...] = (
-    "steps", "stalled", "data", "compile", "checkpoint", "eval", "gradient", "restart", "other",
+    "steps", "stalled", "data", "compile", "checkpoint", "eval", "gradient", "starting", "other",
 )  # fmt: skip
 _NEWEST = 100  # steps of a statistic
 _WARM_UP = 2  # steps that statistics skip: they load kernels and connect devices
@@ -23,7 +23,7 @@ _STALLED = 2.0  # a step that takes so many times the median is stalled for the 
 class Goodput:
     """Sums up the wall time of a run by kind of work, from the creation of this object.
 
-    After a restart, time since the checkpoint was saved counts as "restart": steps that are
+    After a restart, time since the checkpoint was saved counts as "starting": steps that are
     repeated, time without any process, and the start of the new ones.
 
     Attributes:
@@ -67,11 +67,11 @@ class Goodput:
             self._earlier = float(state["wall"]) + max(0.0, self._begin - saved)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError("the saved wall times of the run are not readable") from error
-        self.add("restart", max(0.0, self._begin - saved))
+        self.add("starting", max(0.0, self._begin - saved))
 
     def started(self) -> None:
         """Must be called once, when the parts of the run are built."""
-        self.add("restart", time.perf_counter() - self._clock)
+        self.add("starting", time.perf_counter() - self._clock)
 
     def add(self, kind: str, seconds: float) -> None:
         """Adds the time of other work than steps."""
@@ -114,7 +114,7 @@ class Goodput:
 
 
 def time_text(record: Record) -> str:
-    """Where the time went until a record: "91.2% in steps, 5.1% restart, of 900 s since ..."."""
+    """Where the time went until a record: "91.2% in steps, 5.1% starting, of 900 s since ..."."""
     shares = {kind: record[f"time_share/{kind}"] for kind in KINDS}
     steps = shares.pop("steps")
     rest = sorted(((x, kind) for kind, x in shares.items() if x > 5e-4), reverse=True)

@@ -84,7 +84,7 @@ def test_wall_time_is_split_by_kind_of_work_also_over_restarts(monkeypatch):
     clock.step(first, 9.0, program="dense_step")  # another program, which takes longer
     clock.step(first, 11.75)  # ten seconds above the median without data
     clock.now += 3  # not accounted for
-    expected = {"steps": 24.75, "stalled": 10, "data": 2, "compile": 20, "restart": 10, "other": 3}
+    expected = {"steps": 24.75, "stalled": 10, "data": 2, "compile": 20, "starting": 10, "other": 3}
     assert shares(first) == expected
     saved = json.loads(json.dumps(first.state(finished=False)))
     clock.step(first, 1.0)  # lost
@@ -94,12 +94,12 @@ def test_wall_time_is_split_by_kind_of_work_also_over_restarts(monkeypatch):
     clock.now += 5
     again.started()
     clock.step(again, 2.0)
-    expected |= {"steps": 26.75, "restart": 76}
+    expected |= {"steps": 26.75, "starting": 76}
     assert shares(again) == expected
     record = again.record([again.of_steps])
     assert record["wall_time"] == pytest.approx(sum(expected.values())) and record["restarts"] == 1
     assert time_text(record) == (
-        "19.4% in steps, 55.2% restart, 14.5% compile, 7.3% stalled, 2.2% other, 1.5% data, of"
+        "19.4% in steps, 55.2% starting, 14.5% compile, 7.3% stalled, 2.2% other, 1.5% data, of"
         " 138 s since the start, with 1 restart"
     )
     # A longer run of a finished one does not count the time between.
