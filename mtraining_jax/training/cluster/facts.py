@@ -97,7 +97,7 @@ def facts_of_files(config: Config, watch: Watch, timeout: int) -> dict[str, Any]
 
 
 def _make(parent: Path) -> str:
-    """Makes a folder and returns its name."""
+    """Creates a folder with a new name, which it returns."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".check_", dir=parent)).name

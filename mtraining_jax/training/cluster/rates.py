@@ -102,7 +102,7 @@ def link_rates(per_node: int, watch: Watch, timeout: int) -> list[tuple[str, int
 
     Args:
         per_node: devices of a node; devices are ordered by process.
-        watch: a context manager round each measurement, with its name.
+        watch: entered around each measurement, with a description of it.
         timeout: seconds in which the other processes reach a measurement.
 
     Returns:

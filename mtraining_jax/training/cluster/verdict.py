@@ -118,7 +118,7 @@ def _of_hosts(facts: Sequence[Facts]) -> Iterator[Problem]:
         if free < _LEAST_MEMORY * memory:
             what = f"{free / 2**30:.1f} GiB of host memory are free, {memory / 2**30:.1f} elsewhere"
             texts.append(f"{what}; end other programs, or raise the job's limit (--mem)")
-        if 0 <= fact["open_files"] < files:  # -1 is no limit
+        if 0 <= fact["open_files"] < files:  # -1: unlimited
             way = f"raise the limit with ulimit -n {files}"
             texts.append(f"only {fact['open_files']} files may be open; {way}")
         for text in texts:

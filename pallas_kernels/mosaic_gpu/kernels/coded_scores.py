@@ -172,7 +172,7 @@ class _CodedRows:
             steps, groups = done
             plgpu.barrier_wait(bars["rows_full"])
             codes = smem["codes"].at[own]
-            if codes.dtype == CODE:  # not interpreted: from registers products take less power
+            if codes.dtype == CODE:  # not interpreted; products are faster from registers
                 layout = plgpu.Layout.WGMMA_8BIT
                 codes = plgpu.load(codes, layout=layout, optimized=False)
 
