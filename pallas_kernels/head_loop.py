@@ -17,7 +17,7 @@ from pallas_kernels.interface import Pair
 from pallas_kernels.ops import delta_of
 
 _PART_BYTES = 1 << 32  # of gathered keys and work lists, if heads can be divided so far
-_LISTS = 2  # the key blocks of each query block, and the transpose; int32
+LISTS = 2  # the key blocks of each query block, and the transpose; int32
 
 Forward = Callable[[Array, Array, Array, Any], Pair]  # of q, k, v and index: out and lse
 # Of q, k, v, gradient of the output, index, lse and delta: dq, dk and dv.
@@ -30,7 +30,7 @@ def head_parts(heads: int, kv_heads: int, gathered_bytes: int, block_pairs: int)
     `gathered_bytes` are those of keys, values and gradients from other devices. `block_pairs` are
     the pairs of query block and key block of a head in work lists, 0 if there are no such lists.
     """
-    size = gathered_bytes + 4 * _LISTS * heads * block_pairs
+    size = gathered_bytes + 4 * LISTS * heads * block_pairs
     # The fused backward kernel, which reads no lists, processes query heads in pairs.
     even = [n for n in range(1, kv_heads + 1) if block_pairs or heads // n % 2 == 0]
     allowed = [n for n in even if kv_heads % n == 0]

@@ -17,7 +17,8 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.memory_check import shard_bytes
 from mtraining_jax.training.state import StateBuilder
-from pallas_kernels.head_loop import head_parts
+from pallas_kernels.head_loop import LISTS, head_parts
+from pallas_kernels.index.bits import BYTES_AT_ONCE
 
 # Arrays alive at the same time in XLA's schedule for an H200, 2026-11-21
 # (docs/design/step-time-and-memory.md):
@@ -30,8 +31,7 @@ _HEAD_ARRAYS = 4
 # to 6.3 in XLA's buffer assignment of the attention gradient for a CPU
 # (docs/design/step-time-and-memory.md).
 _COPY_ARRAYS = 6
-# Lists per pair of query block and key block, and smaller arrays while they are built.
-_LISTS, _LIST_ARRAYS, _LIST_BYTES = 2, 5, 2**28
+_LIST_ARRAYS = 5  # of up to BYTES_AT_ONCE, while work lists are built
 # If heads are computed in parts: wide arrays, those of all parts together, those of norms of q and
 # k, and those during the MLP (2026-11-26, benchmarks/results/memory-formulas-2026-11-25.md).
 _WIDE_IN_PARTS, _WIDE_OF_PARTS, _WIDE_OF_NORMS, _WIDE_IN_MLP = 7.7, 4.5, 2, 8
@@ -167,7 +167,7 @@ def _work_lists(config: Config) -> int:
     gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
     lists = config.local_rows * model.num_heads * gathered
     lists += 4 * blocks * model.num_heads * columns
-    return lists + 4 * _LISTS * model.num_heads * _block_pairs(config) // attention_parts(config)
+    return lists + 4 * LISTS * model.num_heads * _block_pairs(config) // attention_parts(config)
 
 
 def _list_building(config: Config) -> int:
@@ -175,7 +175,7 @@ def _list_building(config: Config) -> int:
     parts = attention_parts(config)
     size = 4 * config.model.num_heads * _block_pairs(config) // parts
     copied = size if parts > 1 and config.ranks > 1 else 0
-    return copied + _LIST_ARRAYS * min(size, _LIST_BYTES)
+    return copied + _LIST_ARRAYS * min(size, BYTES_AT_ONCE)
 
 
 def _block_pairs(config: Config) -> int:
@@ -233,14 +233,8 @@ def _ring_bytes(config: Config) -> int:
     if config.ranks == 1:
         return 0
     shards = max(parallel.devices_per_node, 2) if parallel.ring == "gather" else 2
-    return (
-        config.local_tokens
-        * shards
-        * 2
-        * model.num_kv_heads
-        * model.head_dim
-        * (_dtype_bytes(config) + 4)
-    )
+    per_token = 2 * model.num_kv_heads * model.head_dim * (_dtype_bytes(config) + 4)
+    return shards * config.local_tokens * per_token
 
 
 def _loss(config: Config) -> int:

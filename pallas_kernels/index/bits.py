@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 WORD = 32
-_BYTES_AT_ONCE = 1 << 28  # of a temporary array with an entry for every number and set
+BYTES_AT_ONCE = 1 << 28  # of a temporary array with an entry for every number and set
 
 
 def words_for(size: int) -> int:
@@ -63,7 +63,7 @@ def transpose(words: Array, size: int) -> Array:
     """Returns the rows that contain each number: [..., rows, w] to [..., size, ceil(rows/32)]."""
     rows = words.shape[-2]
     parts = words.reshape(-1, *words.shape[-2:])
-    if len(parts) * rows * size <= _BYTES_AT_ONCE:
+    if len(parts) * rows * size <= BYTES_AT_ONCE:
         columns = _transpose(parts, size)
     else:
         columns = lax.map(functools.partial(_transpose, size=size), parts)
@@ -82,7 +82,7 @@ def _transpose(words: Array, size: int) -> Array:
 def listed(words: Array, size: int) -> tuple[Array, Array]:
     """Lists each set in ascending order: int32 [..., size], padded, and counts int32 [...]."""
     rows = words.reshape(-1, words.shape[-1])
-    steps = max(-(-4 * len(rows) * size // _BYTES_AT_ONCE), 1)
+    steps = max(-(-4 * len(rows) * size // BYTES_AT_ONCE), 1)
     if steps == 1:
         lists = _listed(rows, size)
     else:

@@ -148,7 +148,7 @@ def lists_of_bits(mask):
 
 @pytest.mark.parametrize("at_once", [1 << 28, 11000])
 def test_bits_store_the_mask_and_their_lists_match_it(at_once, monkeypatch):
-    monkeypatch.setattr(bits, "_BYTES_AT_ONCE", at_once)  # 39 rows of 420, the last 9 of padding
+    monkeypatch.setattr(bits, "BYTES_AT_ONCE", at_once)  # 39 rows of 420, the last 9 of padding
     # Words that are full, empty, and cut by the end of the sequence.
     mask = np.random.default_rng(0).random((2, 3, 70, 70)) < np.linspace(0, 1, 70)[:, None]
     mask[0, 0], mask[1, 1], mask[1, 2, 64:] = True, False, True
