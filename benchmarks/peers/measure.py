@@ -35,7 +35,7 @@ _SECONDS = 3.0  # of one measurement
 
 
 def milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> float:
-    """Median time of `run`, in repeats of several runs, so that the host's time stays hidden."""
+    """As `benchmarks.timing.median_ms`, without JAX, which processes of torch do not import."""
 
     def seconds(runs: int) -> float:
         start = time.perf_counter()
