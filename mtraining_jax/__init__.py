@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mtraining_jax.patterns.budgets import FixedBudget as FixedBudget
     from mtraining_jax.patterns.budgets import load_budgets as load_budgets
     from mtraining_jax.patterns.dense import Dense as Dense
+    from mtraining_jax.patterns.dense import SlidingWindow as SlidingWindow
     from mtraining_jax.patterns.flex_prefill import FlexPrefill as FlexPrefill
     from mtraining_jax.patterns.moba import MoBA as MoBA
     from mtraining_jax.patterns.sampled_rows import SampledRows as SampledRows
@@ -50,6 +51,7 @@ _MODULES = {
     "SampledRows": "patterns.sampled_rows",
     "Selection": "selection.context",
     "SelectionContext": "selection.context",
+    "SlidingWindow": "patterns.dense",
     "VerticalSlash": "patterns.vertical_slash",
     "XAttention": "patterns.xattention",
     "attention_fn": "attention.flax_modules",

@@ -9,6 +9,7 @@ from pallas_kernels.index import (
     TiledIndex,
     TokenChunksIndex,
     VerticalSlashIndex,
+    WindowIndex,
 )
 from pallas_kernels.one_device import attention
 from pallas_kernels.ops import backward, delta_of, forward, plan
@@ -36,6 +37,7 @@ __all__ = [
     "TiledIndex",
     "TokenChunksIndex",
     "VerticalSlashIndex",
+    "WindowIndex",
     "attention",
     "backward",
     "delta_of",

@@ -10,10 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import backends, names
 from pallas_kernels.composed import chunk_attention
 from pallas_kernels.head_loop import attention_in_parts, head_parts
-from pallas_kernels.index import Index, TiledIndex, TokenChunksIndex
+from pallas_kernels.index import Index, TiledIndex, TokenChunksIndex, WindowIndex
 from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import gather_columns
+from pallas_kernels.windowed import window_attention
 
 
 @jax.numpy_rank_promotion("allow")
@@ -63,8 +64,11 @@ def _with_lse(
         rows = jnp.arange(num_queries // index.block_size, dtype=jnp.int32)
         own = _with_lse(q, k, v, index.own(rows), scale, backend)
         return chunk_attention(q, k, v, index, rows, own, scale=scale, backend=backend)
+    if isinstance(index, WindowIndex):
+        return window_attention(q, k, v, index, scale=scale, backend=backend)
     if not isinstance(index, TiledIndex):
-        raise TypeError(f"{type(index).__name__} must be a TiledIndex or a TokenChunksIndex")
+        allowed = "TiledIndex, a TokenChunksIndex or a WindowIndex"
+        raise TypeError(f"{type(index).__name__} must be a {allowed}")
     scale, blocks = scale_of(scale, q), num_queries // index.block_size
     parts = head_parts(num_heads, k.shape[2], 0, batch * blocks**2 if index.row_sharded else 0)
     if parts == 1:

@@ -19,6 +19,7 @@ from mtraining_jax.attention.placement import Placement, take
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.parallel.ring.windows import window_attention
 from mtraining_jax.patterns.base import Pattern, select_pairs
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.by_length import pairs_by_length
@@ -27,7 +28,7 @@ from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_shar
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import attention as attention_on_one_device
 from pallas_kernels.composed import chunk_attention
-from pallas_kernels.index import Index, TokenChunksIndex
+from pallas_kernels.index import Index, TokenChunksIndex, WindowIndex
 
 
 def attend(
@@ -94,9 +95,12 @@ def _attend_to_index(
     numerics: dict[str, Any] = {"scale": spec.scale, "backend": spec.backend}
     if not context.axis_names:
         return cast(Any, attention_on_one_device(q, k, v, index, return_lse=True, **numerics))
+    layout = cast(Layout, spec.layout)
+    if isinstance(index, WindowIndex):
+        return window_attention(q, k, v, index, layout, context.axis_names, **numerics)
     run = functools.partial(
         ring_attention,
-        layout=cast(Layout, spec.layout),
+        layout=layout,
         axis_names=context.axis_names,
         ring=spec.ring,
         return_lse=True,

@@ -1,4 +1,4 @@
-"""Dense attention, computed by the same kernels."""
+"""Attention to all keys, or to those of a sliding window, computed by the same kernels."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ from jax import Array
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
-from pallas_kernels.index import DenseIndex
+from mtraining_jax.utils.limits import PositiveInt
+from pallas_kernels.index import DenseIndex, WindowIndex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,3 +24,25 @@ class Dense(Pattern, DenseOptions):
         shape = q.shape[0], q.shape[2], context.num_blocks
         first, end = (jnp.broadcast_to(x[:, None], shape) for x in context.documents.spans())
         return Selection(DenseIndex(self.block_size, first=first, end=end))
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Pattern):
+    """The last keys of each query, as in models with sliding-window attention.
+
+    Attributes:
+        window: Number of keys that a query sees, itself included (W).
+    """
+
+    supports_documents = True
+    selects = False
+
+    window: PositiveInt
+    block_size: PositiveInt = 128
+
+    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
+        sizes = q.shape[0], q.shape[2], context.num_blocks, self.block_size
+        index = WindowIndex.of_sequence(*sizes, self.window)
+        if not context.documents.packed:
+            return Selection(index)
+        return Selection(index.within_documents(*context.documents.spans(), context.block_ids))

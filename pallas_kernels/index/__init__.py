@@ -10,6 +10,7 @@ from pallas_kernels.index.protocol import Index, Rows, TiledIndex
 from pallas_kernels.index.shards import Segment, ShardTiles
 from pallas_kernels.index.token_chunks import TokenChunksIndex
 from pallas_kernels.index.vertical_slash import VerticalSlashIndex
+from pallas_kernels.index.window import WindowIndex
 
 __all__ = [
     "BlockMaskIndex",
@@ -22,4 +23,5 @@ __all__ = [
     "TiledIndex",
     "TokenChunksIndex",
     "VerticalSlashIndex",
+    "WindowIndex",
 ]

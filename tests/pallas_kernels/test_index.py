@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, VerticalSlashIndex
+from pallas_kernels import (
+    BlockMaskIndex,
+    BlockSparseIndex,
+    DenseIndex,
+    VerticalSlashIndex,
+    WindowIndex,
+)
 from pallas_kernels.index import Rows, bits
 from tests.pallas_kernels.helpers import brute_force, cases
 from tests.pallas_kernels.helpers.cases import Size
@@ -242,6 +248,18 @@ def test_dense_documents_match_the_mask():
         index.on_one_device(1, SEQ_LEN, 2, SEQ_LEN)
 
 
+@pytest.mark.parametrize("window", [1, 3, SIZE, SIZE + 1, 2 * SIZE, 13, 2 * SEQ_LEN])
+def test_windows_match_the_mask(window):
+    size = Size(2, 2, 1, NUM_BLOCKS, NUM_BLOCKS, SIZE, dim=0)
+    documents = cases.dense_documents(size, [[1, 3, -1, 3], [NUM_BLOCKS]])
+    index = WindowIndex.of_sequence(2, 2, NUM_BLOCKS, SIZE, window)
+    cut = index.within_documents(documents.first[:, 0], documents.end[:, 0])
+    assert_answers_follow_the_mask(cut)
+    rows = jnp.array([6, 1])
+    of_rows = cut.pairs_of_rows()[:, :, rows]
+    np.testing.assert_array_equal(cut.pairs_of_rows(Rows(rows, None)), of_rows)
+
+
 def test_bits_and_columns_are_restricted_to_documents():
     size = Size(2, 2, 1, NUM_BLOCKS, NUM_BLOCKS, SIZE, dim=0)
     documents = cases.dense_documents(size, [[2, 1, -1, 4], [NUM_BLOCKS]])
@@ -284,7 +302,8 @@ def test_counts_of_a_million_tokens_do_not_overflow():
     pairs = np.float32(seq_len * (seq_len + 1) // 2)
     tiles = np.float32(sum(range(1, seq_len // size + 1)) * size**2)
     count = jax.jit(lambda x: (x.computed_pairs(seq_len), x.executed_pairs(seq_len)))
-    for index in (cases.every_diagonal(1, 1, seq_len, size), DenseIndex(size)):
+    window = WindowIndex.of_sequence(1, 1, seq_len // size, size, seq_len)
+    for index in (cases.every_diagonal(1, 1, seq_len, size), DenseIndex(size), window):
         assert [x.item() for x in count(index)] == [pairs, tiles]
 
 

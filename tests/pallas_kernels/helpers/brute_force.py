@@ -5,7 +5,14 @@ Independent of the package's helpers, so that their mistakes show.
 
 import numpy as np
 
-from pallas_kernels import BlockMaskIndex, BlockSparseIndex, DenseIndex, DiagonalTiles, Index
+from pallas_kernels import (
+    BlockMaskIndex,
+    BlockSparseIndex,
+    DenseIndex,
+    DiagonalTiles,
+    Index,
+    WindowIndex,
+)
 from pallas_kernels.tiles import NO_DIAGONAL
 
 
@@ -14,6 +21,9 @@ def index_mask(index: Index, seq_len: int) -> np.ndarray:
     if isinstance(index, DenseIndex) and index.first is None:
         everything = np.ones((1, 1, seq_len, seq_len), bool)
         return np.tril(everything) if index.causal else everything
+    if isinstance(index, WindowIndex):
+        distance = np.arange(seq_len)[:, None] - np.arange(seq_len)
+        return index_mask(index.documents, seq_len) & (distance < index.window)
     if isinstance(index, DenseIndex):
         first, end = (np.asarray(x) for x in (index.first, index.end))
         blocks = np.zeros((*first.shape, first.shape[-1]), bool)

@@ -16,7 +16,14 @@ import pytest
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import BlockMaskIndex, Columns, DenseIndex, Gradients, VerticalSlashIndex
+from pallas_kernels import (
+    BlockMaskIndex,
+    Columns,
+    DenseIndex,
+    Gradients,
+    VerticalSlashIndex,
+    WindowIndex,
+)
 from pallas_kernels.index import Segment
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
 from tests.pallas_kernels.helpers import brute_force, cases
@@ -201,6 +208,16 @@ class AttentionContract:
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
         index = cases.block_sparse(rng, size, causal=True)
         mask = brute_force.block_sparse_mask(index)
+        attention = functools.partial(pallas_kernels.attention, index=index, backend=self.backend)
+        expected = oracle(q, k, v, dout, mask)
+        self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
+
+    def test_windows_match_oracle(self) -> None:
+        rng, size = np.random.default_rng(15), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        sizes = size.batch, size.heads, size.query_blocks, size.block_size
+        index = WindowIndex.of_sequence(*sizes, 3 * size.block_size // 2)
+        mask = brute_force.index_mask(index, size.seq_len)
         attention = functools.partial(pallas_kernels.attention, index=index, backend=self.backend)
         expected = oracle(q, k, v, dout, mask)
         self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
