@@ -83,7 +83,7 @@ class SteppedModel:
             lambda layers, number, x, cos, sin: layer(layers, number).before_attention(x, cos, sin)
         )
         self._after = jax.jit(
-            lambda layers, number, x, out: layer(layers, number).after_attention(x, out)
+            lambda layers, number, x, out: layer(layers, number).after_attention(x, out)[0]
         )
         self._norm_state = norm_state
         self._losses = jax.jit(functools.partial(_losses, norm_graph))

@@ -94,7 +94,15 @@ class ModelConfig:
     head_dim: PositiveInt
     """Head dimension; even, and 64 or 128 for the GPU kernels."""
     intermediate_size: PositiveInt
-    """Width of the feed-forward layer (MLP)."""
+    """Width of the feed-forward layer (MLP), or of each expert."""
+    num_experts: NonNegativeInt = 0
+    """Number of experts per layer, in a family with experts."""
+    num_experts_per_tok: NonNegativeInt = 0
+    """Number of experts that compute a token."""
+    norm_topk_prob: bool = True
+    """Normalize the weights of a token's experts to a sum of 1."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Factor on the auxiliary loss, which makes the router use all experts; 0 disables it."""
     max_position_embeddings: PositiveInt = 32768
     """Maximum sequence length of the model, in tokens."""
     rope_theta: PositiveFloat = 1e6
@@ -111,8 +119,8 @@ class ModelConfig:
     """Folder of a Hugging Face checkpoint to start from; none initializes randomly."""
     override: TextList = ()
     """Fields for which this configuration wins over the checkpoint of init_from. Allowed:
-    rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps and initializer_range. Any other
-    field that differs from the checkpoint's config.json is an error."""
+    rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps, initializer_range and
+    router_aux_loss_coef. Any other field that differs from config.json is an error."""
     remat: Literal["none", "mlp", "attention", "attention_offload", "full_offload", "full"] = (
         "attention"
     )

@@ -3,7 +3,7 @@
 - *Model FLOP*: required by the mathematics. Each query-key pair takes 4 D forward (two products)
   and 8 D backward (four) per head; a matrix parameter 2 and 4 per token, and 2 and 2 if it is
   frozen. MFU is their rate over the hardware peak. The output layer counts, the token embedding
-  and rematerialization do not.
+  and rematerialization do not. Of experts, those that compute a token count.
 - *Executed FLOP*: done by the kernels. Backward recomputes the logits, so 10 D; entire tiles count.
 """
 
@@ -100,7 +100,7 @@ def mean_audit_flops(config: Config) -> float:
 
 
 def layer_products(config: Config) -> dict[str, int]:
-    """Number of entries of each matrix of a layer, by name."""
+    """Multiplications per token with each matrix of a layer, by name."""
     spec = ModelSpec.from_config(config.model)
     return family_of(spec.family).layer_products(spec)
 

@@ -6,13 +6,14 @@ from jax import Array, lax
 
 def dot(equation: str, a: Array, b: Array) -> Array:
     """An einsum in the dtype of `a`; an fp32 result and a cast would write twice the bytes."""
-    return jnp.einsum(equation, a, b, precision=_precision(a))
+    return jnp.einsum(equation, a, b, precision=precision_of(a))
 
 
 def dot32(equation: str, a: Array, b: Array) -> Array:
     """An einsum with an fp32 result."""
-    return jnp.einsum(equation, a, b, precision=_precision(a), preferred_element_type=jnp.float32)
+    return jnp.einsum(equation, a, b, precision=precision_of(a), preferred_element_type=jnp.float32)
 
 
-def _precision(a: Array) -> lax.Precision | None:
+def precision_of(a: Array) -> lax.Precision | None:
+    """The precision at which a product is exact for inputs like `a`."""
     return lax.Precision.HIGHEST if a.dtype == jnp.float32 else None

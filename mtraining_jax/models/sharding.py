@@ -16,7 +16,7 @@ from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 # Logical axes that fully sharded data parallelism (FSDP) shards over the ranks of a sequence. The
 # first divisible one of a parameter is sharded, because leading axes gather without a transpose.
 # Vectors are too small to be worth a gather.
-FSDP_AXES = ("vocab", "heads", "kv_heads", "mlp", "embed")
+FSDP_AXES = ("vocab", "experts", "heads", "kv_heads", "mlp", "embed")
 
 _log = logging.getLogger(__name__)
 

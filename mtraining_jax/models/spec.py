@@ -25,6 +25,10 @@ class ModelSpec:
         mlp_chunk_size: tokens per device with MLP activations in memory at a time; not with "none".
         mlp_kept_chunks: number of such chunks that save their first two products with remat "mlp".
         initializer_range: standard deviation of initial matrices.
+        num_experts: experts of a layer; 0 if it has one MLP.
+        num_experts_per_tok: experts that compute a token.
+        norm_topk_prob: whether the weights of these sum to 1.
+        router_aux_loss_coef: factor on the auxiliary loss, see `experts.mixture.balance_loss`.
         lora: adapters; with them, all other parameters are frozen.
         trainable: parts of names; if there are any, parameters without one are frozen. Frozen
             matrices are stored in `dtype`.
@@ -48,19 +52,23 @@ class ModelSpec:
     mlp_chunk_size: int = 16384
     mlp_kept_chunks: int = 0
     initializer_range: float = 0.02
+    num_experts: int = 0  # G
+    num_experts_per_tok: int = 0  # K
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.0
     lora: LoraSpec | None = None
     trainable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, allowed = getattr(self, field.name), get_args(field.type)
-            number = field.type in (int, float) and field.name != "mlp_kept_chunks"
+            number = field.type in (int, float) and field.default != 0
             if number and not value > 0:
                 raise ValueError(f"{field.name} = {value} must be positive")
+            if field.default == 0 and not value >= 0:
+                raise ValueError(f"{field.name} = {value} must not be negative")
             if field.name in ("dtype", "remat") and value not in allowed:
                 raise ValueError(f'{field.name} = "{value}" must be one of {", ".join(allowed)}')
-        if self.mlp_kept_chunks < 0:
-            raise ValueError(f"mlp_kept_chunks = {self.mlp_kept_chunks} must not be negative")
         FAMILIES.get(self.family)
         problems = list(spec_problems(self))
         if self.lora is not None:
@@ -120,6 +128,16 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
         )
     if values.head_dim % 2:
         yield f"{prefix}head_dim = {values.head_dim} must be even, because RoPE rotates pairs"
+    has_experts = FAMILIES.get(values.family).has_experts
+    if has_experts and not 0 < values.num_experts_per_tok <= values.num_experts:
+        yield (
+            f"{prefix}num_experts_per_tok = {values.num_experts_per_tok} must be 1 to "
+            f"{prefix}num_experts = {values.num_experts}"
+        )
+    for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef"):
+        if not has_experts and getattr(values, name):
+            value = f"{prefix}{name} = {getattr(values, name)}"
+            yield f'{value} needs a {prefix}family with experts, not "{values.family}"; remove it'
     if values.mlp_kept_chunks and values.remat != "mlp":
         yield (
             f'{prefix}mlp_kept_chunks = {values.mlp_kept_chunks} needs {prefix}remat = "mlp", but '

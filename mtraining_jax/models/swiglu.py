@@ -52,7 +52,7 @@ def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora):
         hidden_CF = jax.nn.silu(products[0]) * products[1]
         return project(hidden_CF, down, _DOWN), products
 
-    kept, rest = _parts((x_TE, seeds_T), chunk_size, kept_chunks)
+    kept, rest = token_parts((x_TE, seeds_T), chunk_size, kept_chunks)
     outs, products = [], None
     if kept[0].shape[0]:
         out, products = swiglu(*kept)
@@ -75,17 +75,9 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
         d_low = project.d_low(d_out_CE, down)
         if products is None:
             products = _products(x_CE, lows, gate, up)
-        products = *products, project.transposed(d_out_CE, d_low, down, _DOWN)
-        # The barrier makes XLA compute the next three arrays in one pass over these, after any
-        # kind of product.
-        products = lax.optimization_barrier(products)
-        gate_CF, up_CF, d_hidden_CF = (x.astype(jnp.float32) for x in products)
-        sigmoid_CF = jax.nn.sigmoid(gate_CF)
-        silu_CF = gate_CF * sigmoid_CF
-        hidden_CF = (silu_CF * up_CF).astype(dtype)
-        d_up_CF = (d_hidden_CF * silu_CF).astype(dtype)
-        slope_CF = sigmoid_CF + silu_CF * (1 - sigmoid_CF)
-        d_gate_CF = (d_hidden_CF * up_CF * slope_CF).astype(dtype)
+        d_hidden_CF = project.transposed(d_out_CE, d_low, down, _DOWN)
+        hidden_CF, d_gate_CF, d_up_CF = activation_gradients(products, d_hidden_CF)
+        hidden_CF = hidden_CF.astype(dtype)
         d_x_gate, d_low_gate = project.split(dot32("cf,fe->ce", d_gate_CF, gate.wide), gate)
         d_x_up, d_low_up = project.split(dot32("cf,fe->ce", d_up_CF, up.wide), up)
         d_x_CE = project.through_A(d_x_gate, d_low_gate, gate, _GATE)
@@ -100,7 +92,7 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
 
     trained = tuple(projection.trained(lora) for projection in (gate, up, down))
     sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
-    kept, rest = _parts((x_TE, d_out_TE, seeds_T), chunk_size, kept_chunks)
+    kept, rest = token_parts((x_TE, d_out_TE, seeds_T), chunk_size, kept_chunks)
     d_x = []
     if kept[0].shape[0]:
         sums, d_kept = chunk(sums, kept, kept_products)
@@ -114,6 +106,26 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
 chunked_swiglu.defvjp(_forward, _backward)
 
 
+def activation_gradients(
+    products: tuple[Array, Array], d_hidden: Array, weights: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """Returns silu(gate) * up in fp32, and the gradients of both products, in their dtype.
+
+    `d_hidden`, times optional `weights`, is the gradient of silu(gate) * up.
+    """
+    dtype = d_hidden.dtype
+    # The barrier makes XLA compute the three arrays in one pass over these, after any kind of
+    # product.
+    inputs = lax.optimization_barrier((*products, d_hidden))
+    gate, up, d_hidden = (x.astype(jnp.float32) for x in inputs)
+    d_hidden = d_hidden if weights is None else d_hidden * weights
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    d_up = (d_hidden * silu).astype(dtype)
+    slope = sigmoid + silu * (1 - sigmoid)
+    return silu * up, (d_hidden * up * slope).astype(dtype), d_up
+
+
 def _projector(lora: LoraSpec | None, seeds_C: Array | None) -> Projector:
     return Projector(lora, None if seeds_C is None else Dropout(seeds_C))
 
@@ -123,7 +135,7 @@ def _products(x_CE: Array, lows: tuple[Any, Any], gate: Projection, up: Projecti
     return tuple(dot("ce,fe->cf", x, of.wide) for x, of in zip(inputs, (gate, up), strict=True))
 
 
-def _parts(arrays: Any, chunk_size: int, kept_chunks: int) -> tuple[Any, Any]:
+def token_parts(arrays: Any, chunk_size: int, kept_chunks: int) -> tuple[Any, Any]:
     """Splits arrays [T, ...] into tokens of the first chunks [K, ...] and chunks [n, C, ...]."""
     tokens = arrays[0].shape[0]
     kept = first_chunks(tokens, chunk_size, kept_chunks)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
+from mtraining_jax.models.experts.mixture import Balance, balance, chunked_experts, route
 from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec, is_adapter
 from mtraining_jax.models.lora.projection import Dropout, Projection, Projector
@@ -159,6 +160,29 @@ class MLP(nnx.Module):
         return cast(Array, chunked_swiglu(x_TE, *projections, seeds_T, *how)).reshape(x_BSE.shape)
 
 
+class Experts(nnx.Module):
+    """A mixture of SwiGLU experts; also returns how it distributes tokens over them."""
+
+    def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
+        self.gate = Matrix(table, f"{name}.gate", rngs)  # the router
+        self.gate_proj = Matrix(table, f"{name}.gate_proj", rngs)
+        self.up_proj = Matrix(table, f"{name}.up_proj", rngs)
+        self.down_proj = Matrix(table, f"{name}.down_proj", rngs)
+        self.spec = spec
+
+    def __call__(self, x_BSE: Array) -> tuple[Array, Balance]:
+        spec, matrices = self.spec, (self.gate, self.gate_proj, self.up_proj, self.down_proj)
+        router, *experts = (matrix.weight[...].astype(x_BSE.dtype) for matrix in matrices)
+        x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
+        routed = route(x_BSE, router, spec.num_experts_per_tok, spec.norm_topk_prob)
+        # Without rematerialization everything is saved, as one chunk.
+        saved = spec.remat == "none"
+        chunks = (len(x_TE), 1) if saved else (spec.mlp_chunk_size, spec.mlp_kept_chunks)
+        of_tokens = (x.reshape(len(x_TE), -1) for x in (routed.ids, routed.weights))
+        out = chunked_experts(x_TE, *of_tokens, *experts, *chunks, spec.lora is None)
+        return cast(Array, out).reshape(x_BSE.shape), balance(routed)
+
+
 class DecoderLayer(nnx.Module):
     """A pre-norm decoder layer, in halves around attention, which reads tokens of all devices."""
 
@@ -167,7 +191,7 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RMSNorm(table, "input_layernorm", eps, rngs)
         self.self_attn = SelfAttention(spec, table, "self_attn", rngs)
         self.post_attention_layernorm = RMSNorm(table, "post_attention_layernorm", eps, rngs)
-        self.mlp = MLP(spec, table, "mlp", rngs)
+        self.mlp = (Experts if spec.num_experts else MLP)(spec, table, "mlp", rngs)
 
     def before_attention(
         self, x_BSE: Array, cos: Array, sin: Array, seeds_BS: Array | None = None
@@ -176,11 +200,16 @@ class DecoderLayer(nnx.Module):
 
     def after_attention(
         self, x_BSE: Array, out_BSHD: Array, seeds_BS: Array | None = None
-    ) -> Array:
+    ) -> tuple[Array, Balance | None]:
+        """The output, and how experts are used, summed over the tokens of this device."""
         x_BSE = x_BSE + self.self_attn.merge_heads(out_BSHD, seeds_BS)
         x_BSE = checkpoint_name(x_BSE, POST_ATTENTION)
         with jax.named_scope("mlp"):
-            return x_BSE + self.mlp(self.post_attention_layernorm(x_BSE), seeds_BS)
+            normed_BSE, mlp = self.post_attention_layernorm(x_BSE), self.mlp
+            if isinstance(mlp, MLP):
+                return x_BSE + mlp(normed_BSE, seeds_BS), None
+            out_BSE, used = mlp(normed_BSE)
+            return x_BSE + out_BSE, used
 
 
 class Transformer(nnx.Module):
@@ -235,7 +264,8 @@ class Transformer(nnx.Module):
 
         Returns:
             hidden [B, S, E] in the compute dtype, after the final norm, and the stats stacked
-            over layers, [L, ...] each.
+            over layers, [L, ...] each. A mixture of experts adds `experts`, its `Balance`
+            [L, B, G], the only one with a gradient.
         """
         dtype, table = jnp.dtype(self.spec.dtype), self.spec.parameters
         positions = jnp.broadcast_to(positions, tokens.shape)
@@ -272,8 +302,10 @@ class Transformer(nnx.Module):
             with jax.named_scope("attention"):
                 out_BSHD, stats = attention(*qkv, *extra)
             after = DecoderLayer.after_attention
-            x_BSE = run_half_layer(after, parameters, x_BSE, out_BSHD, *seeds)
+            x_BSE, used = run_half_layer(after, parameters, x_BSE, out_BSHD, *seeds)
             stats = jax.lax.stop_gradient(jax.tree.map(_as_statistic, stats))
+            if used is not None:
+                stats |= {"experts": jax.tree.map(lambda sums: jnp.sum(sums, axis=1), used)}
             return x_BSE, stats if capture_kv is None else stats | {"kv": capture_kv(*qkv[1:])}
 
         body = remat(body, self.spec.remat)

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model import pattern_costs
-from mtraining_jax.cost_model.flops import adapter_products, head_products, layer_products
+from mtraining_jax.cost_model.flops import adapter_products, head_products
 from mtraining_jax.models.chunks import first_chunks
 from mtraining_jax.models.sharding import lm_head_name
 from mtraining_jax.models.spec import ModelSpec
@@ -27,6 +27,7 @@ from pallas_kernels.index.bits import BYTES_AT_ONCE
 _WIDE_ARRAYS = 10
 _MLP_ARRAYS = 6
 _HEAD_ARRAYS = 4
+_EXPERT_ARRAYS = 3  # [rows, hidden_size] of a chunk, one row per expert of a token; by count
 # [tokens, num_heads * head_dim] per copy of the queries that a pattern makes (MoBA): with bf16, 5.8
 # to 6.3 in XLA's buffer assignment of the attention gradient for a CPU
 # (docs/design/step-time-and-memory.md).
@@ -126,7 +127,12 @@ def kept_mlp_tokens(config: Config) -> int:
 
 def kept_mlp_products(config: Config) -> int:
     """Bytes per layer that `model.mlp_kept_chunks` keeps."""
-    return 2 * kept_mlp_tokens(config) * config.model.intermediate_size * _dtype_bytes(config)
+    return 2 * kept_mlp_tokens(config) * _mlp_width(config) * _dtype_bytes(config)
+
+
+def _mlp_width(config: Config) -> int:
+    """Width of the MLP activations of a token: those of all its experts."""
+    return config.model.intermediate_size * (config.model.num_experts_per_tok or 1)
 
 
 def _kept(config: Config) -> int:
@@ -145,7 +151,7 @@ def _kept(config: Config) -> int:
         kept += tokens * (queries + keys_and_values + model.hidden_size) * size
     if model.remat == "none":
         # Both norm outputs; gate, up, activated gate, and their product.
-        kept += tokens * (2 * model.hidden_size + 4 * model.intermediate_size) * size
+        kept += tokens * (2 * model.hidden_size + 4 * _mlp_width(config)) * size
     return kept
 
 
@@ -208,9 +214,10 @@ def _layer(config: Config) -> int:
     chunk = max(min(tokens, model.mlp_chunk_size), kept_mlp_tokens(config))
     if model.remat == "none":
         chunk = tokens
-    mlp = _MLP_ARRAYS * chunk * model.intermediate_size * size
+    mlp = _MLP_ARRAYS * chunk * _mlp_width(config) * size
+    mlp += _EXPERT_ARRAYS * chunk * model.num_experts_per_tok * model.hidden_size * size
     # Gathered matrices, their gradients, and the sums of the MLP's gradients over chunks.
-    products = layer_products(config)
+    products = {name: x.size for name, x in spec.layer.items() if "vector" not in x.axes}
     trained = adapter_products(config) or products
     matrices = sum(products.values()) * size + sum(trained.values()) * 4
     matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))

@@ -67,6 +67,8 @@ def step_record(
         **_by_layer("density" if settings.selects else _REPLAYED, density),
         "skipped_steps": int(metrics["skipped"]),
     }
+    if "auxiliary_loss" in metrics:
+        record["auxiliary_loss"] = float(metrics["auxiliary_loss"])
     if step in config.dense_steps:
         record["dense_step"] = True
     for name, values in layers.items():

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
+from mtraining_jax.models.experts.mixture import balance_loss
 from mtraining_jax.models.lora.projection import seeds_from
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.models.transformer import Attention
@@ -33,6 +34,8 @@ from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
 
 Batch = dict[str, Array]
 Metrics = dict[str, Any]
+
+AUXILIARY_LOSS = "auxiliary_loss"
 
 
 def make_train_step(
@@ -57,7 +60,8 @@ def make_train_step(
 
     Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping) and
     `lr`; int32 `step` (from 1), `labels` (counted), `skipped` (so far) and `skipped_in_row`;
-    `layers`, attention statistics by name, fp32 [L] each, mean over the batch; with
+    `layers`, statistics by name, fp32 [L] each, mean over the batch; with experts
+    `auxiliary_loss`, the mean over sequences, which is not part of `loss`; with
     `mass_fraction` `density_by_group`, fp32 [M, L]; if audited, `audit`, figures by name, fp32
     [L, Hq] each, and optionally `masks`, an index with a leading layer axis.
     """
@@ -72,7 +76,7 @@ def make_train_step(
         loss, gradients, by_group = gradients_of(trained, frozen, batch, rows)
         several = config.parallel.replicas > 1
         layers = jax.tree.map(_over_parts, by_group) if several else dict(by_group)
-        of_audit = {name: layers.pop(name) for name in ("audit", "masks") if name in layers}
+        others = {x: layers.pop(x) for x in ("audit", "masks", AUXILIARY_LOSS) if x in layers}
         with jax.named_scope("optimizer"):
             gradients, norm = clip(gradients, config.optimizer.clip_norm)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -100,7 +104,7 @@ def make_train_step(
             "skipped": after.skipped,
             "skipped_in_row": after.skipped_in_row,
             "layers": layers,
-            **of_audit,
+            **others,
         }
         if "mass_fraction" in batch:
             density = by_group["density"]
@@ -154,7 +158,8 @@ def make_gradients(
     model, mesh, parts = config.model, builder.mesh, config.optimizer.accumulation_steps
     of_run = attention_inputs or AttentionInputs()
 
-    def loss_of(trained: Parameters, taps: Array | None, frozen, batch, count, rows):
+    def loss_of(trained: Parameters, taps: Array | None, frozen, batch, counts, rows):
+        count, sequences = counts
         inputs = dataclasses.replace(of_run, grad_tap=taps, audit_rows=rows)
         hidden, lm_head, layers = run_layers(
             builder, attention, inputs, {**trained, **frozen}, batch
@@ -169,14 +174,20 @@ def make_gradients(
             label_weights_BS=batch.get("weights"),
             trains_weight=builder.lm_head_name in builder.trainable,
         )
-        return total / jnp.maximum(count, 1), layers
+        loss = total / jnp.maximum(count, 1)
+        if (used := layers.pop("experts", None)) is None:
+            return loss, (loss, layers)
+        auxiliary, load = balance_loss(used)
+        weight = model.router_aux_loss_coef * len(hidden) / sequences
+        layers |= {AUXILIARY_LOSS: auxiliary, "expert_load": load}
+        return loss + weight * auxiliary, (loss, layers)
 
     value_and_grad = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
 
     def differentiate(trained: Parameters, *args: Any):
         tap_shape = model.num_layers, model.num_heads, len(GRADIENT_FIGURES)
         taps = jnp.zeros(tap_shape, jnp.float32) if audited else None
-        (loss, layers), (gradients, of_taps) = value_and_grad(trained, taps, *args)
+        (_, (loss, layers)), (gradients, of_taps) = value_and_grad(trained, taps, *args)
         if of_taps is not None:
             figures = zip(GRADIENT_FIGURES, jnp.moveaxis(of_taps, -1, 0), strict=True)
             layers = layers | {"audit": layers["audit"] | dict(figures)}
@@ -210,7 +221,7 @@ def make_gradients(
         labels, weights = batch["labels"], batch.get("weights")
         # The weights of a document sum to 1.
         count = count_labels(labels) if weights is None else jnp.sum(weights)
-        return of_batch(trained, frozen, batch, count, rows)
+        return of_batch(trained, frozen, batch, (count, len(labels)), rows)
 
     return gradients_of
 

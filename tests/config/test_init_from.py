@@ -7,6 +7,7 @@ import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
 from mtraining_jax.config.notes import notes
+from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.families.llama import Llama
 from mtraining_jax.models.huggingface.config import check_same_model
 from mtraining_jax.utils.errors import UserError
@@ -130,7 +131,7 @@ def test_sizes_cannot_be_overridden(load):
     said = refusal(load, "override = ['num_layers']")
     assert said == (
         'model.override: "num_layers" cannot be overridden; choose from rope_theta, rope_scaling,'
-        " max_position_embeddings, rms_norm_eps, initializer_range"
+        " max_position_embeddings, rms_norm_eps, initializer_range, router_aux_loss_coef"
     )
 
 
@@ -158,7 +159,9 @@ def test_names_and_files_instead_of_a_folder(load, checkpoint):
 def test_a_model_of_an_unknown_type(load, checkpoint):
     (checkpoint / "config.json").write_text('{"model_type": "mamba"}')
     said = refusal(load)
-    assert said.endswith("(model_type mamba); supported model types are llama, phi3, qwen2, qwen3")
+    assert said.endswith(
+        "(model_type mamba); supported model types are " + ", ".join(sorted(FAMILIES.names))
+    )
 
 
 class Rescaled(Llama):

@@ -1,7 +1,9 @@
 """The families, each compared with a checkpoint of transformers 5.24."""
 
 import json
+import re
 import shutil
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,35 @@ class TestQwen3(FamilyContract):
         "model.layers.0.self_attn.k_norm.weight",
         "model.layers.1.mlp.down_proj.weight",
     )
+
+
+class TestQwen3Moe(FamilyContract):
+    """Made with transformers 5.24 like the others; all sizes are in its config.json."""
+
+    family = "qwen3_moe"
+    checkpoint = "qwen3_moe_tiny"
+    gradients = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight")
+    sizes: ClassVar = {"num_experts": 4, "num_experts_per_tok": 2}
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("mlp_only_layers", [1]), ("decoder_sparse_step", 2)]
+    )
+    def test_layers_without_experts_are_unsupported(self, directory, tmp_path, field, value):
+        raw = json.loads((directory / "config.json").read_text()) | {field: value}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        message = re.escape(f"{field}={json.dumps(value)} is unsupported; it must be ")
+        with pytest.raises(UserError, match=message):
+            read_hf_config(tmp_path)
+
+    def test_reads_the_field_of_transformers_4(self, directory, tmp_path, spec):
+        raw = json.loads((directory / "config.json").read_text())
+        raw["num_experts"] = raw.pop("num_local_experts")
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert read_hf_config(tmp_path, dtype="float32", remat="none") == spec
+        del raw["num_experts"]
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(UserError, match="num_experts is missing; it must be an integer"):
+            read_hf_config(tmp_path)
 
 
 class TestLlama(FamilyContract):

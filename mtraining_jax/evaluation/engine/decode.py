@@ -150,7 +150,7 @@ def _step_on_shard(
         )
         filled.append((keys, values))
         out_BHD = _attend_to_cache(q[:, 0], keys, values, seen)
-        x_B1E = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
+        x_B1E, _ = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
     hidden_BE = model.norm(x_B1E)[:, 0]
     weight_VE, (hidden_BE,) = serialize_collectives(
         model.lm_head_weight().astype(dtype), (hidden_BE,)

@@ -12,5 +12,6 @@ FAMILIES = Registry(
         "qwen3": f"{_HERE}.qwen3:Qwen3",
         "llama": f"{_HERE}.llama:Llama",
         "phi3": f"{_HERE}.phi3:Phi3",
+        "qwen3_moe": f"{_HERE}.qwen3_moe:Qwen3Moe",
     },
 )

@@ -21,6 +21,12 @@ SIZES = {
 }
 
 
+# Fields of a mixture of experts, with the values of a model without one.
+EXPERTS = {
+    "num_experts": 0, "num_experts_per_tok": 0, "norm_topk_prob": True, "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+
+
 class Family:
     """A pre-norm decoder: attention with RoPE, then a SwiGLU MLP; subclasses define differences.
 
@@ -30,7 +36,9 @@ class Family:
         defaults: defaults of transformers for fields missing in config.json.
         fixed: fields of config.json that must have these values, or be absent.
         same_as: fields of config.json that default to the value of another field.
-        fused: tensors of a checkpoint layer that stack several parameters.
+        fused: tensors of a checkpoint layer that stack several parameters; a name with * is one
+            tensor per expert.
+        has_experts: whether a mixture of experts replaces the MLP.
     """
 
     model_type: ClassVar[str]
@@ -46,6 +54,7 @@ class Family:
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0}
     same_as: ClassVar[Mapping[str, str]] = {}
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    has_experts: ClassVar[bool] = False
 
     def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
         """The parameters of one layer without adapters, by their name in it; matrices [out, in]."""
@@ -95,12 +104,12 @@ class Family:
         others = {name: raw.get(other) for name, other in self.same_as.items()}
         given = {name: value for name, value in raw.items() if value is not None}
         raw = {**self.defaults, **others, **given}
-        values: dict[str, Any] = {"family": self.model_type}
-        values |= {ours: _integer(raw, theirs) for ours, theirs in SIZES.items()}
+        values: dict[str, Any] = {"family": self.model_type, **EXPERTS}
+        values |= {ours: integer(raw, theirs) for ours, theirs in SIZES.items()}
         values |= {name: raw[name] for name in self.defaults}
         values["head_dim"] = values["hidden_size"] // values["num_heads"]
         if "head_dim" in raw:
-            values["head_dim"] = _integer(raw, "head_dim")
+            values["head_dim"] = integer(raw, "head_dim")
         rope = self.rope_parameters(raw)
         theta = rope.get("rope_theta")
         values["rope_theta"] = float(raw["rope_theta"] if theta is None else theta)
@@ -159,7 +168,8 @@ def _scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:
     return ROPE_KINDS[kind].from_hf(rope, context)
 
 
-def _integer(raw: Mapping[str, Any], name: str) -> int:
+def integer(raw: Mapping[str, Any], name: str) -> int:
+    """An integer of config.json; ValueError if it is missing or something else."""
     value = raw.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         found = f"{name} is missing" if value is None else f"{name}={value!r}"

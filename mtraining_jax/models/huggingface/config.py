@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.models.families import FAMILIES
-from mtraining_jax.models.families.family import SIZES, family_of
+from mtraining_jax.models.families.family import EXPERTS, SIZES, family_of
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError
@@ -15,13 +15,14 @@ CONFIG_FILE = "config.json"
 
 # Fields of `ModelSpec` that config.json fixes because they determine the parameters, and fields in
 # which a model may intentionally differ from its checkpoint.
-FIXED = ("family", *SIZES, "head_dim", "tie_word_embeddings")
+FIXED = ("family", *SIZES, "head_dim", "tie_word_embeddings", *list(EXPERTS)[:3])
 FREE = (
     "rope_theta",
     "rope_scaling",
     "max_position_embeddings",
     "rms_norm_eps",
     "initializer_range",
+    "router_aux_loss_coef",
 )
 
 

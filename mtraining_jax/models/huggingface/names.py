@@ -8,12 +8,18 @@ from mtraining_jax.models.spec import ModelSpec
 
 
 class Part(NamedTuple):
-    """The part of a tensor that belongs to one parameter, or to one layer of a stacked one."""
+    """The part of a tensor that belongs to one parameter, or to one layer or expert of it."""
 
     parameter: str  # dotted name, e.g. "layers.mlp.up_proj.weight"
     layer: int | None
     first_row: int
     first_column: int = 0
+    expert: int | None = None
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Where it is in the parameter: the layer and the expert, if it has them."""
+        return tuple(x for x in (self.layer, self.expert) if x is not None)
 
 
 class CheckpointTensor(NamedTuple):
@@ -28,12 +34,14 @@ def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
     """All tensors of a checkpoint, in the order in which the model uses them."""
     table = spec.parameters
 
-    def tensor(name: str, parameters: tuple[str, ...], layer: int | None) -> CheckpointTensor:
+    def tensor(
+        name: str, parameters: tuple[str, ...], layer: int | None, expert: int | None = None
+    ) -> CheckpointTensor:
         parts, rows, columns = [], 0, ()
         for parameter in parameters:
-            parts.append(Part(parameter, layer, rows))
-            shape = table[parameter].shape
-            height, *columns = shape if layer is None else shape[1:]
+            part = Part(parameter, layer, rows, expert=expert)
+            parts.append(part)
+            height, *columns = table[parameter].shape[len(part.index) :]
             rows += height
         return CheckpointTensor(name, (rows, *columns), parts)
 
@@ -42,7 +50,9 @@ def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
     for layer in range(spec.num_layers):
         for name, parameters in layer_tensors.items():
             stacked = tuple(LAYERS + parameter for parameter in parameters)
-            found.append(tensor(f"model.layers.{layer}.{name}", stacked, layer))
+            name = f"model.layers.{layer}.{name}"
+            for expert in range(spec.num_experts) if "*" in name else (None,):
+                found.append(tensor(name.replace("*", str(expert)), stacked, layer, expert))
     found.append(tensor("model.norm.weight", ("norm.weight",), None))
     if "lm_head.weight" in table:
         found.append(tensor("lm_head.weight", ("lm_head.weight",), None))

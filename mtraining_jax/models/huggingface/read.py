@@ -179,12 +179,12 @@ def _load_parameter(sources: Sequence[_Source], wanted: jax.ShapeDtypeStruct) ->
     @functools.cache  # devices with the same slice share one read
     def block(ranges: tuple[tuple[int, int, int], ...]) -> np.ndarray:
         slices = [slice(start, stop) for start, stop, _ in ranges]
-        if sources[0][1].layer is None:
-            return _read_part(sources[0], *slices).astype(dtype)
-        layers, *rest = slices
+        number_of = {part.index: number for number, (_, part) in enumerate(sources)}
+        leading = len(sources[0][1].index)
         values = np.empty([stop - start for start, stop, _ in ranges], dtype)
-        for row, layer in enumerate(range(layers.start, layers.stop)):
-            values[row] = _read_part(sources[layer], *rest)
+        for place in np.ndindex(values.shape[:leading]):
+            index = tuple(x.start + i for x, i in zip(slices, place, strict=False))
+            values[place] = _read_part(sources[number_of[index]], *slices[leading:])
         return values
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -186,7 +186,7 @@ def _size(tensor: CheckpointTensor, dtype: jnp.dtype) -> int:
 def _gather(
     parameters: Mapping[str, Array], part: Part, dtype: str, lora: LoraSpec | None
 ) -> Array:
-    """Returns a parameter, or a layer of it, on every process; a collective operation.
+    """Returns a parameter, or a layer or expert of it, on every process; a collective operation.
 
     It is merged with its adapter, if it has one.
     """
@@ -198,20 +198,20 @@ def _gather(
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
     scale = 0.0 if lora is None else lora.scale
     how = {"dtype": dtype, "sharding": replicated, "scale": scale}
-    return _merged(found, part.layer, **how).addressable_data(0)
+    return _merged(found, part.index, **how).addressable_data(0)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "sharding", "scale"))
 def _merged(
     found: tuple[Array, ...],
-    layer: int | None,
+    index: tuple[int, ...],
     *,
     dtype: str,
     sharding: Sharding | None,
     scale: float,
 ) -> Array:
-    if layer is not None:
-        found = tuple(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in found)
+    for place in index:
+        found = tuple(jax.lax.dynamic_index_in_dim(x, place, keepdims=False) for x in found)
     x, *factors = found
     if factors:
         x = x.astype(jnp.float32) + scale * dot32("ri,or->oi", *factors)

@@ -40,8 +40,9 @@ def is_adapter(name: str) -> bool:
 
 def projections(table: ParamTable) -> dict[str, str]:
     """The dotted names of a layer's projections, by their last part."""
-    names = (name for name, x in table.items() if "vector" not in x.axes and not is_adapter(name))
-    modules = [name.removesuffix(_WEIGHT) for name in names]
+    others = {"vector", "experts"}  # neither a router nor experts have adapters
+    named = {name for name, x in table.items() if others.isdisjoint(x.axes)}
+    modules = [x.removesuffix(_WEIGHT) for x in table if x in named and not is_adapter(x)]
     return {module.rpartition(".")[2]: module for module in modules}
 
 

@@ -1,0 +1,187 @@
+"""A mixture of experts: a router, and gated MLPs over tokens sorted by expert.
+
+Each device computes all experts for its own tokens. Their weights are gathered like others (FSDP),
+so only weights travel, and the sequence stays sharded.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mtraining_jax.models.experts.grouped import grouped_dot, grouped_outer, grouped_transposed
+from mtraining_jax.models.products import dot32
+from mtraining_jax.models.swiglu import MLP_PRODUCTS, activation_gradients, token_parts
+
+
+class Routed(NamedTuple):
+    """What the router decides for tokens: `ids` int32 and `weights` fp32 [..., K] of experts."""
+
+    probabilities: Array  # fp32 [..., G], of all experts
+    ids: Array
+    weights: Array
+
+
+class Balance(NamedTuple):
+    """How tokens are distributed over experts: sums over tokens, fp32 [..., G]."""
+
+    probabilities: Array  # differentiable
+    counts: Array  # of selected tokens
+
+
+def route(x: Array, router_GE: Array, per_token: int, normalize: bool) -> Routed:
+    """Selects the most probable experts of tokens [..., E]."""
+    probabilities = jax.nn.softmax(dot32("...e,ge->...g", x, router_GE))
+    weights, ids = lax.top_k(probabilities, per_token)
+    if normalize:
+        weights /= jnp.sum(weights, axis=-1, keepdims=True)
+    return Routed(probabilities, ids, weights)
+
+
+def balance(routed: Routed) -> Balance:
+    """Sums over local tokens, [B, 1, G]."""
+    selected = routed.ids[..., None] == jnp.arange(routed.probabilities.shape[-1])
+    counts = jnp.sum(selected, axis=(1, 2), dtype=jnp.float32)[:, None]
+    return Balance(jnp.sum(routed.probabilities, axis=1, keepdims=True), counts)
+
+
+def balance_loss(sums: Balance) -> tuple[Array, Array]:
+    """The auxiliary loss (arXiv 2101.03961) as in transformers, and the load of experts.
+
+    Args:
+        sums: those of all layers and sequences, [L, B, G].
+
+    Returns:
+        The loss, mean over sequences: experts times the sum over experts of the fraction of tokens
+        that select it times its mean probability, both means over all layers. It is `per_token` if
+        experts are used evenly. And the load [L]: tokens of the busiest expert over the mean.
+    """
+    experts, tokens = sums.counts.shape[-1], jnp.sum(sums.probabilities, axis=(0, 2))
+    fractions, means = (jnp.sum(x, axis=0) / lax.stop_gradient(tokens)[:, None] for x in sums)
+    loss = experts * jnp.mean(jnp.sum(fractions * means, axis=-1))
+    load = jnp.max(sums.counts, axis=-1) / jnp.mean(sums.counts, axis=-1)
+    return loss, lax.stop_gradient(jnp.mean(load, axis=-1))
+
+
+class _Dispatch(NamedTuple):
+    """Places of (token, expert) pairs [C, K] in rows [R] sorted by expert."""
+
+    rows_CK: Array  # row of each pair
+    pairs_R: Array  # pair of each row
+    sizes_G: Array
+
+    @classmethod
+    def of(cls, ids_CK: Array, experts: int) -> "_Dispatch":
+        pairs_R = jnp.argsort(ids_CK.reshape(-1), stable=True)
+        rows = (
+            jnp.zeros_like(pairs_R)
+            .at[pairs_R]
+            .set(jnp.arange(pairs_R.size, dtype=pairs_R.dtype), unique_indices=True)
+        )
+        sizes_G = jnp.sum(ids_CK[..., None] == jnp.arange(experts), (0, 1), dtype=jnp.int32)
+        return cls(rows.reshape(ids_CK.shape), pairs_R, sizes_G)
+
+    def spread(self, x_CE: Array) -> Array:
+        """Rows [R, E] of their tokens."""
+        return x_CE[self.pairs_R // self.rows_CK.shape[1]]
+
+    def summed(self, x_RE: Array, weights_CK: Array | None = None) -> Array:
+        """Weighted sums over the rows of each token, fp32 [C, E]."""
+        x_CKE = x_RE[self.rows_CK].astype(jnp.float32)
+        return jnp.sum(x_CKE if weights_CK is None else x_CKE * weights_CK[..., None], axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def chunked_experts(
+    x_TE: Array,
+    ids_TK: Array,
+    weights_TK: Array,
+    gate_GFE: Array,
+    up_GFE: Array,
+    down_GEF: Array,
+    chunk_size: int,
+    kept_chunks: int = 0,
+    trained: bool = True,
+) -> Array:
+    """sum_k weights_k down_k(silu(gate_k(x)) * up_k(x)) over the experts of each token.
+
+    At most `chunk_size` tokens at a time, like `swiglu.chunked_swiglu`. Without `trained` experts
+    are frozen and have no gradient.
+    """
+    experts = gate_GFE, up_GFE, down_GEF
+    return _forward(x_TE, ids_TK, weights_TK, *experts, chunk_size, kept_chunks, trained)[0]
+
+
+def _forward(x_TE, ids_TK, weights_TK, gate, up, down, chunk_size, kept_chunks, trained):
+    def chunk(x_CE, ids_CK, weights_CK) -> tuple[Array, tuple[Array, Array]]:
+        dispatch = _Dispatch.of(ids_CK, len(gate))
+        products = _products(dispatch.spread(x_CE), gate, up, dispatch.sizes_G)
+        hidden_RF = jax.nn.silu(products[0]) * products[1]
+        out_RE = grouped_dot(hidden_RF, down, dispatch.sizes_G)
+        return dispatch.summed(out_RE, weights_CK).astype(x_CE.dtype), products
+
+    kept, rest = token_parts((x_TE, ids_TK, weights_TK), chunk_size, kept_chunks)
+    outs, products = [], None
+    if kept[0].shape[0]:
+        out, products = chunk(*kept)
+        outs.append(out)
+        products = checkpoint_name(products, MLP_PRODUCTS)
+    if rest[0].shape[0]:
+        out = lax.scan(lambda _, inputs: (None, chunk(*inputs)[0]), None, rest)[1]
+        outs.append(out.reshape(-1, x_TE.shape[1]))
+    return jnp.concatenate(outs), (x_TE, ids_TK, weights_TK, gate, up, down, products)
+
+
+def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
+    x_TE, ids_TK, weights_TK, gate, up, down, kept_products = residuals
+    dtype = x_TE.dtype
+
+    def chunk(sums, inputs, products=None):
+        x_CE, ids_CK, weights_CK, d_out_CE = inputs
+        dispatch = _Dispatch.of(ids_CK, len(gate))
+        sizes = dispatch.sizes_G
+        x_RE, d_out_RE = dispatch.spread(x_CE), dispatch.spread(d_out_CE)
+        weights_R1 = weights_CK.reshape(-1)[dispatch.pairs_R][:, None]
+        if products is None:
+            products = _products(x_RE, gate, up, sizes)
+        # Of hidden_RF before the weights, whose gradients are its products with hidden_RF.
+        d_RF = grouped_transposed(d_out_RE, down, sizes)
+        hidden_RF, d_gate_RF, d_up_RF = activation_gradients(products, d_RF, weights_R1)
+        d_weights_R = jnp.sum(hidden_RF * d_RF.astype(jnp.float32), axis=-1)
+        hidden_RF = (hidden_RF * weights_R1).astype(dtype)
+        d_x_RE = grouped_transposed(d_gate_RF, gate, sizes).astype(jnp.float32)
+        d_x_RE += grouped_transposed(d_up_RF, up, sizes)
+        if trained:
+            gradients = (
+                grouped_outer(d_gate_RF, x_RE, sizes),
+                grouped_outer(d_up_RF, x_RE, sizes),
+                grouped_outer(d_out_RE, hidden_RF, sizes),
+            )
+            sums = jax.tree.map(jnp.add, sums, gradients)
+        d_x_CE = dispatch.summed(d_x_RE.astype(dtype)).astype(dtype)
+        return sums, (d_x_CE, d_weights_R[dispatch.rows_CK])
+
+    experts = (gate, up, down) if trained else ()
+    sums = tuple(jnp.zeros(w.shape, jnp.float32) for w in experts)
+    of_tokens = x_TE, ids_TK, weights_TK, d_out_TE
+    kept, rest = token_parts(of_tokens, chunk_size, kept_chunks)
+    found = []
+    if kept[0].shape[0]:
+        sums, gradients = chunk(sums, kept, kept_products)
+        found.append(gradients)
+    if rest[0].shape[0]:
+        sums, gradients = lax.scan(chunk, sums, rest)
+        found.append(jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), gradients))
+    d_x, d_weights = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    of_experts: Any = [x.astype(dtype) for x in sums] if trained else [None] * 3
+    return d_x, None, d_weights, *of_experts
+
+
+chunked_experts.defvjp(_forward, _backward)
+
+
+def _products(x_RE: Array, gate: Array, up: Array, sizes: Array) -> tuple[Array, Array]:
+    return grouped_dot(x_RE, gate, sizes), grouped_dot(x_RE, up, sizes)

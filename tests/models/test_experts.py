@@ -1,0 +1,169 @@
+"""A mixture of experts, compared with all experts computed for all tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax.models.experts.mixture import (
+    Balance,
+    balance,
+    balance_loss,
+    chunked_experts,
+    route,
+)
+from mtraining_jax.models.lora.adapters import LoraSpec
+from mtraining_jax.models.swiglu import MLP_PRODUCTS
+from tests.models.common import (
+    assert_states_close,
+    drawn,
+    equations,
+    next_token_loss,
+    some_tokens,
+    tiny_spec,
+)
+
+TOKENS, WIDTH, INNER, EXPERTS, SELECTED = 24, 8, 12, 5, 2
+MOE = {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
+
+
+def example(dtype=jnp.float32):
+    """Tokens, a router and experts; nothing selects the last expert."""
+    rng = np.random.default_rng(0)
+    shapes = (TOKENS, WIDTH), (EXPERTS, WIDTH), *[(EXPERTS, INNER, WIDTH)] * 2
+    x, router, *rest = (rng.normal(size=shape) for shape in (*shapes, (EXPERTS, WIDTH, INNER)))
+    x[:, 0], router[-1] = 10, -10 * np.eye(WIDTH)[0]
+    return [jnp.asarray(value, dtype) for value in (x, router, *rest)]
+
+
+def experts(x, router, gate, up, down, *how, normalize=True):
+    routed = route(x, router, SELECTED, normalize)
+    return chunked_experts(x, routed.ids, routed.weights, gate, up, down, *how)
+
+
+def everything(x, router, gate, up, down, normalize=True):
+    """All experts of all tokens, weighted by 0 where they are not selected."""
+    with jax.default_matmul_precision("highest"):
+        probabilities = jax.nn.softmax(x @ router.T)
+        least = jnp.sort(probabilities)[:, -SELECTED, None]
+        weights = jnp.where(probabilities >= least, probabilities, 0)
+        weights /= jnp.sum(weights, axis=1, keepdims=True) if normalize else 1
+        hidden = jax.nn.silu(jnp.einsum("te,gfe->tgf", x, gate))
+        hidden *= jnp.einsum("te,gfe->tgf", x, up)
+        return jnp.einsum("tg,tgf,gef->te", weights, hidden, down)
+
+
+def with_gradients(function, arguments):
+    def total(*arguments):
+        out = function(*arguments)
+        return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    both = jax.jit(lambda *x: (function(*x), jax.grad(total, range(len(arguments)))(*x)))
+    return jax.tree.leaves(both(*arguments))
+
+
+@pytest.mark.parametrize("how", [(24, 1), (24, 0), (8, 0), (8, 1), (5, 2)])
+def test_experts_and_their_gradients(how):
+    expected = with_gradients(everything, example())
+    actual = with_gradients(lambda *x: experts(*x, *how), example())
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert not np.any(actual[3][-1])  # the gradient of an expert that no token selects
+
+
+def test_weights_that_do_not_sum_to_one():
+    expected = with_gradients(lambda *x: everything(*x, normalize=False), example())
+    actual = with_gradients(lambda *x: experts(*x, 8, normalize=False), example())
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16():
+    arguments = example(jnp.bfloat16)
+    exact = with_gradients(everything, [x.astype(jnp.float32) for x in arguments])
+    actual = with_gradients(lambda *x: experts(*x, 8), arguments)
+    for ours, theirs in zip(actual, exact, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        error = jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)
+        assert error < 2e-2
+
+
+def test_frozen_experts_have_no_gradient():
+    x, router, *matrices = example()
+
+    def total(x, trained):
+        return jnp.sum(experts(x, router, *matrices, 8, 0, trained))
+
+    both = [jax.grad(total)(x, trained) for trained in (True, False)]
+    np.testing.assert_array_equal(*both)
+    count = {}
+    for trained in (True, False):
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x, trained=trained: total(x, trained)))(x).jaxpr
+        names = [e.primitive.name for e in equations(jaxpr)]
+        count[trained] = names.count("ragged_dot_general")
+    assert count[True] - count[False] == 3
+
+
+def test_balance_loss_is_that_of_transformers():
+    """For one sequence; `load_balancing_loss_func` of transformers 5.24, in NumPy."""
+    rng, layers, sequences = np.random.default_rng(1), 3, 2
+    x = jnp.asarray(rng.normal(size=(layers, sequences, TOKENS, WIDTH)), jnp.float32)
+    router = jnp.asarray(rng.normal(size=(layers, EXPERTS, WIDTH)), jnp.float32)
+    sums = [balance(route(*inputs, SELECTED, True)) for inputs in zip(x, router, strict=True)]
+    sums = Balance(*(jnp.stack(s)[:, :, 0] for s in zip(*sums, strict=True)))
+    found = []
+    for sequence in range(sequences):
+        logits = np.einsum("lte,lge->ltg", x[:, sequence], router).reshape(-1, EXPERTS)
+        weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        selected = np.argsort(-weights)[:, :SELECTED]
+        tokens_per_expert = np.eye(EXPERTS)[selected].mean(0)  # [SELECTED, EXPERTS]
+        found.append((tokens_per_expert * weights.mean(0)).sum() * EXPERTS)
+    loss, load = balance_loss(sums)
+    np.testing.assert_allclose(loss, np.mean(found), rtol=1e-5)
+    assert load.shape == (layers,) and np.all(load >= 1)
+
+
+@pytest.mark.parametrize("remat", ["mlp", "attention", "full"])
+def test_rematerialization_changes_nothing(remat):
+    spec = tiny_spec(**MOE, mlp_chunk_size=8)
+    kept = {"mlp_kept_chunks": 1} if remat == "mlp" else {}
+    tokens, found = some_tokens(spec), []
+    for each in (spec, dataclasses.replace(spec, remat=remat, **kept)):
+        graphdef, state = drawn(each)
+
+        @jax.jit
+        def run(state, graphdef=graphdef):
+            return jax.grad(lambda state: next_token_loss(graphdef, state, tokens)[0])(state)
+
+        found.append(run(state))
+    assert_states_close(found[1], found[0], tolerance=1e-5)
+
+
+def test_kept_products_are_named():
+    jaxpr = jax.make_jaxpr(lambda *x: experts(*x, 8, 1))(*example())
+    assert MLP_PRODUCTS in str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "num_experts_per_tok = 0 must be 1 to num_experts = 0"),
+        ({"num_experts": 2, "num_experts_per_tok": 3}, "= 3 must be 1 to num_experts = 2"),
+        ({"num_experts": -1}, "num_experts = -1 must not be negative"),
+        (
+            {"family": "qwen3", "num_experts": 8},
+            'num_experts = 8 needs a family with experts, not "qwen3"; remove it',
+        ),
+    ],
+)
+def test_numbers_of_experts_are_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_spec(**{"family": "qwen3_moe"} | fields)
+
+
+def test_experts_have_no_adapters():
+    tiny_spec(**MOE, lora=LoraSpec(2, 4.0, ("q_proj", "o_proj")))
+    with pytest.raises(ValueError, match='"gate_proj" is not a projection of the model; choose fr'):
+        tiny_spec(**MOE, lora=LoraSpec(2, 4.0, ("gate_proj",)))

@@ -1,0 +1,67 @@
+"""Training a mixture of experts: the same on one device and on eight."""
+
+import os
+
+import numpy as np
+import pytest
+
+from mtraining_jax.training.loop import run
+from tests.training.common import tiny_config
+from tests.training.conftest import use_shared_programs
+from tests.training.test_step import Parts
+
+MODEL = {
+    "family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24,
+    "router_aux_loss_coef": 0.1, "mlp_chunk_size": 24,
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("drawn_alone")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("experts")
+
+
+def config_of(folder, **sections):
+    """Dense attention on one device, unless `sections` say otherwise."""
+    sections["model"] = MODEL | sections.get("model", {})
+    defaults = {"sparsity": {"kind": "dense"}, "parallel": {"nodes": 1, "devices_per_node": 1}}
+    return tiny_config(folder, data={"batch_size": 4}, **defaults | sections)
+
+
+def trained(config, steps):
+    parts = Parts(config)
+    metrics, _ = parts.train(steps)
+    parts.batches.close()
+    return parts, metrics
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return trained(config_of(folder), 3)
+
+
+def test_eight_devices_equal_one(folder, one):
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    config = config_of(
+        folder,
+        run={"steps": 3, "compile_cache_dir": cache, "output_dir": str(folder / "runs")},
+        parallel={"replicas": 2, "nodes": 2, "devices_per_node": 2, "fsdp": True},
+        optimizer={"accumulation_steps": 2},
+    )
+    records = run(config)
+    use_shared_programs()
+    for record, metrics in zip(records, one[1], strict=True):
+        for name in ("loss", "grad_norm", "auxiliary_loss"):
+            np.testing.assert_allclose(record[name], metrics[name], rtol=2e-5, err_msg=name)
+        load = metrics["layers"]["expert_load"]
+        np.testing.assert_allclose(record["expert_load_per_layer"], load, rtol=1e-5)
+
+
+def test_the_auxiliary_loss_changes_gradients_but_not_the_loss(folder, one):
+    parts, metrics = trained(config_of(folder, model={"router_aux_loss_coef": 0.0}), 1)
+    np.testing.assert_array_equal(metrics[0]["loss"], one[1][0]["loss"])
+    assert metrics[0]["auxiliary_loss"] > 2  # experts per token, if they were used evenly
+    router = "layers.mlp.gate.weight"
+    moments = (x.first_moments[router] for x in (parts, one[0]))
+    assert not np.allclose(*moments, rtol=1e-2)
