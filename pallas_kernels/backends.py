@@ -3,8 +3,11 @@
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.checks import Shaped
 from pallas_kernels.coded import CodedScores
@@ -20,6 +23,9 @@ _log = logging.getLogger(__name__)
 # How much slower XLA selects an index than the kernels, where both were timed.
 _ESTIMATE_COST = "several times slower"
 _BLOCK_SCORES_COST = "an order of magnitude slower"
+
+# Of the kernel for rows sorted by group: sizes of groups and widths of matrices are multiples.
+GROUPED_ROWS, GROUPED_WIDTH = 128, 256
 
 _AUTOMATIC = ("mosaic_gpu", "triton", "xla")  # the fastest first
 _registered: dict[str, Backend] = {"triton": Triton(), "xla": Xla()}
@@ -96,6 +102,22 @@ def block_score_kernels(
 def coded_score_kernels(name: str | None, q: Shaped, block_size: int) -> CodedScores | None:
     """Returns the kernels that score coded keys, or None; arguments and errors as in `resolve`."""
     return resolve(name, q, block_size).coded_scores
+
+
+def grouped_product(dtype: jnp.dtype, widths: tuple[int, int]) -> Callable[..., Array] | None:
+    """Returns the kernel for rows sorted by group, with matrices of `widths`, or None for XLA.
+
+    The kernel takes the arguments of `mosaic_gpu.kernels.grouped.grouped_product`.
+    """
+    reason = device.no_hopper_gpu()
+    if reason is None and dtype != jnp.bfloat16:
+        reason = f"the kernel is for bfloat16, not for {dtype}"
+    if reason is None and any(width % GROUPED_WIDTH for width in widths):
+        reason = f"widths {widths[0]} and {widths[1]} are not multiples of {GROUPED_WIDTH}"
+    if reason is None:
+        return importlib.import_module("pallas_kernels.mosaic_gpu.kernels.grouped").grouped_product
+    _log_once(f"experts run on XLA, on GPUs each of them for all tokens: {reason}", _level())
+    return None
 
 
 def _leave_to_xla(name: str | None, reason: str, cost: str) -> None:

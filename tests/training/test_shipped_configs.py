@@ -22,6 +22,7 @@ SIZES = {
     "qwen7b": 7_615_616_512,
     "qwen3_8b": 8_190_735_360,
     "llama3_8b": 8_030_261_248,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 CONFIGS = [name for name in available_configs() if not name.startswith("tiny")]
 # With small sizes, the others are the same program as one of these, except qwen7b_512k: it has an

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.models.experts.grouped import grouped_dot, grouped_outer, grouped_transposed
+from mtraining_jax.models.experts.grouped import Groups
 from mtraining_jax.models.products import dot32
 from mtraining_jax.models.swiglu import MLP_PRODUCTS, activation_gradients, token_parts
 
@@ -67,26 +67,36 @@ def balance_loss(sums: Balance) -> tuple[Array, Array]:
 
 
 class _Dispatch(NamedTuple):
-    """Places of (token, expert) pairs [C, K] in rows [R] sorted by expert."""
+    """Places of (token, expert) pairs [C, K] in rows [R] sorted by expert.
+
+    The rows of each expert are padded with zeros to a multiple of `row_tile`.
+    """
 
     rows_CK: Array  # row of each pair
-    pairs_R: Array  # pair of each row
+    pairs_R: Array  # pair of each row; C * K in padding
     sizes_G: Array
 
     @classmethod
-    def of(cls, ids_CK: Array, experts: int) -> "_Dispatch":
-        pairs_R = jnp.argsort(ids_CK.reshape(-1), stable=True)
-        rows = (
-            jnp.zeros_like(pairs_R)
-            .at[pairs_R]
-            .set(jnp.arange(pairs_R.size, dtype=pairs_R.dtype), unique_indices=True)
-        )
-        sizes_G = jnp.sum(ids_CK[..., None] == jnp.arange(experts), (0, 1), dtype=jnp.int32)
-        return cls(rows.reshape(ids_CK.shape), pairs_R, sizes_G)
+    def of(cls, ids_CK: Array, experts: int, row_tile: int) -> "_Dispatch":
+        pairs, ids = ids_CK.size, ids_CK.reshape(-1)
+        counts_G = jnp.sum(ids[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+        sizes_G = -(-counts_G // row_tile) * row_tile
+        padding_G = jnp.cumsum(sizes_G - counts_G) - (sizes_G - counts_G)  # before each expert
+        order = jnp.argsort(ids, stable=True)
+        rows = jnp.arange(pairs, dtype=jnp.int32) + padding_G[ids[order]]
+        capacity = -(-pairs // row_tile) * row_tile + (experts * row_tile if row_tile > 1 else 0)
+        pairs_R = jnp.full(capacity, pairs, jnp.int32).at[rows].set(order, unique_indices=True)
+        rows_CK = jnp.zeros(pairs, jnp.int32).at[order].set(rows, unique_indices=True)
+        return cls(rows_CK.reshape(ids_CK.shape), pairs_R, sizes_G)
 
     def spread(self, x_CE: Array) -> Array:
-        """Rows [R, E] of their tokens."""
-        return x_CE[self.pairs_R // self.rows_CK.shape[1]]
+        """Rows [R, E] of their tokens; 0 in padding."""
+        tokens = self.pairs_R // self.rows_CK.shape[1]
+        return x_CE.at[tokens].get(mode="fill", fill_value=0)
+
+    def of_rows(self, x_CK: Array) -> Array:
+        """Values [R] of pairs; 0 in padding."""
+        return x_CK.reshape(-1).at[self.pairs_R].get(mode="fill", fill_value=0)
 
     def summed(self, x_RE: Array, weights_CK: Array | None = None) -> Array:
         """Weighted sums over the rows of each token, fp32 [C, E]."""
@@ -116,11 +126,14 @@ def chunked_experts(
 
 
 def _forward(x_TE, ids_TK, weights_TK, gate, up, down, chunk_size, kept_chunks, trained):
+    groups = Groups(x_TE.dtype, down.shape[1:])
+
     def chunk(x_CE, ids_CK, weights_CK) -> tuple[Array, tuple[Array, Array]]:
-        dispatch = _Dispatch.of(ids_CK, len(gate))
-        products = _products(dispatch.spread(x_CE), gate, up, dispatch.sizes_G)
+        dispatch = _Dispatch.of(ids_CK, len(gate), groups.row_tile)
+        x_RE, sizes = dispatch.spread(x_CE), dispatch.sizes_G
+        products = groups.dot(x_RE, gate, sizes), groups.dot(x_RE, up, sizes)
         hidden_RF = jax.nn.silu(products[0]) * products[1]
-        out_RE = grouped_dot(hidden_RF, down, dispatch.sizes_G)
+        out_RE = groups.dot(hidden_RF, down, sizes)
         return dispatch.summed(out_RE, weights_CK).astype(x_CE.dtype), products
 
     kept, rest = token_parts((x_TE, ids_TK, weights_TK), chunk_size, kept_chunks)
@@ -137,28 +150,28 @@ def _forward(x_TE, ids_TK, weights_TK, gate, up, down, chunk_size, kept_chunks, 
 
 def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
     x_TE, ids_TK, weights_TK, gate, up, down, kept_products = residuals
-    dtype = x_TE.dtype
+    dtype, groups = x_TE.dtype, Groups(x_TE.dtype, down.shape[1:])
 
     def chunk(sums, inputs, products=None):
         x_CE, ids_CK, weights_CK, d_out_CE = inputs
-        dispatch = _Dispatch.of(ids_CK, len(gate))
+        dispatch = _Dispatch.of(ids_CK, len(gate), groups.row_tile)
         sizes = dispatch.sizes_G
         x_RE, d_out_RE = dispatch.spread(x_CE), dispatch.spread(d_out_CE)
-        weights_R1 = weights_CK.reshape(-1)[dispatch.pairs_R][:, None]
+        weights_R1 = dispatch.of_rows(weights_CK)[:, None]
         if products is None:
-            products = _products(x_RE, gate, up, sizes)
+            products = groups.dot(x_RE, gate, sizes), groups.dot(x_RE, up, sizes)
         # Of hidden_RF before the weights, whose gradients are its products with hidden_RF.
-        d_RF = grouped_transposed(d_out_RE, down, sizes)
+        d_RF = groups.transposed(d_out_RE, down, sizes)
         hidden_RF, d_gate_RF, d_up_RF = activation_gradients(products, d_RF, weights_R1)
         d_weights_R = jnp.sum(hidden_RF * d_RF.astype(jnp.float32), axis=-1)
         hidden_RF = (hidden_RF * weights_R1).astype(dtype)
-        d_x_RE = grouped_transposed(d_gate_RF, gate, sizes).astype(jnp.float32)
-        d_x_RE += grouped_transposed(d_up_RF, up, sizes)
+        d_x_RE = groups.transposed(d_gate_RF, gate, sizes).astype(jnp.float32)
+        d_x_RE += groups.transposed(d_up_RF, up, sizes)
         if trained:
             gradients = (
-                grouped_outer(d_gate_RF, x_RE, sizes),
-                grouped_outer(d_up_RF, x_RE, sizes),
-                grouped_outer(d_out_RE, hidden_RF, sizes),
+                groups.outer(d_gate_RF, x_RE, sizes),
+                groups.outer(d_up_RF, x_RE, sizes),
+                groups.outer(d_out_RE, hidden_RF, sizes),
             )
             sums = jax.tree.map(jnp.add, sums, gradients)
         d_x_CE = dispatch.summed(d_x_RE.astype(dtype)).astype(dtype)
@@ -181,7 +194,3 @@ def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
 
 
 chunked_experts.defvjp(_forward, _backward)
-
-
-def _products(x_RE: Array, gate: Array, up: Array, sizes: Array) -> tuple[Array, Array]:
-    return grouped_dot(x_RE, gate, sizes), grouped_dot(x_RE, up, sizes)
