@@ -7,11 +7,13 @@ from typing import Any
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.families.family import EXPERTS, SIZES, family_of
 from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
 
 CONFIG_FILE = "config.json"
+SPARSE_ENTRY = "sparse_attention"  # its entry for `sparse_attention.py`
 
 # Fields of `ModelSpec` that config.json fixes because they determine the parameters, and fields in
 # which a model may intentionally differ from its checkpoint.
@@ -83,6 +85,15 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """Returns the contents of config.json, for transformers 4 and 5."""
     theirs = family_of(spec.family).write_config(spec)
     return dict(sorted((theirs | {"torch_dtype": dtype, "dtype": dtype}).items()))
+
+
+def sparse_entry(kind: str, pattern: PatternOptions) -> dict[str, Any] | None:
+    """Returns the entry of config.json for a pattern; None if `sparse_attention.py` lacks it."""
+    options = vars(pattern.for_prompts())
+    unsupported = options.get("columns") or options.get("preset") == "joint"
+    if unsupported or kind not in ("sampled_rows", "xattention", "vertical_slash"):
+        return None
+    return {"kind": kind, **options}
 
 
 def check_same_model(config: Any, directory: str | Path, override: Sequence[str] = ()) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from mtraining_jax.models.huggingface.checksums import digest
-from mtraining_jax.models.huggingface.config import CONFIG_FILE, hf_config, read_json
+from mtraining_jax.models.huggingface.config import CONFIG_FILE, SPARSE_ENTRY, hf_config, read_json
 from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, checkpoint_tensors
 from mtraining_jax.models.huggingface.peft import (
     BASE_DIGEST,
@@ -35,6 +35,7 @@ from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ComputeDtype, ModelSpec
 from mtraining_jax.utils.errors import UserError
 
+_SPARSE_FILE = Path(__file__).with_name("sparse_attention.py")
 # If these are missing, transformers assumes ids that the vocabulary may not have.
 _UNKNOWN_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -50,6 +51,7 @@ def save_hf(
     replace: bool = False,
     like: str | Path | None = None,
     eos: int | None = None,
+    sparsity: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes config.json and safetensors for transformers.
 
@@ -67,6 +69,8 @@ def save_hf(
         replace: replace an older folder, which is deleted when the new one is complete.
         like: folder with a config.json that provides fields that are not in `ModelSpec`.
         eos: id of the end token, if `like` has none.
+        sparsity: result of `sparse_entry`; if given, transformers can use the pattern with a file
+            that is added.
 
     Raises:
         UserError: the folder is in use or not writable, or an argument is invalid; nothing is left.
@@ -79,6 +83,10 @@ def save_hf(
 
     first = {} if like is None else read_json(Path(like) / CONFIG_FILE)
     config_json = _UNKNOWN_TOKENS | first | hf_config(spec, dtype)
+    config_json.pop(SPARSE_ENTRY, None)  # of the run that wrote `like`
+    if sparsity is not None:
+        config_json[SPARSE_ENTRY] = dict(sparsity)
+        copied = {**(copied or {}), _SPARSE_FILE.name: _SPARSE_FILE}
     if config_json["eos_token_id"] is None and eos is not None and eos < spec.vocab_size:
         config_json["eos_token_id"] = eos
     names, leaves = jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state)

@@ -5,6 +5,7 @@ from typing import Any
 
 from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
+from mtraining_jax.models.huggingface.config import sparse_entry
 from mtraining_jax.models.huggingface.write import save_hf, save_peft
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import read_state, run_folder
@@ -33,6 +34,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> li
         replace=True,
         like=start,
         eos=_eos(config),
+        sparsity=sparse_entry(config.sparsity.kind, config.sparsity.pattern),
     )
     if not state.base:
         return [merged]

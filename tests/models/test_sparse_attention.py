@@ -1,0 +1,288 @@
+"""Exported models attend in transformers as here; most tests need torch and transformers."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtraining_jax import Engine, GenerateOptions
+from mtraining_jax.models.huggingface import write
+from mtraining_jax.models.huggingface.config import SPARSE_ENTRY, sparse_entry
+from mtraining_jax.models.huggingface.write import save_hf
+from mtraining_jax.patterns.base import select_pairs
+from mtraining_jax.patterns.options.base import DenseOptions, ModelSizes
+from mtraining_jax.patterns.options.probes import VerticalSlashOptions
+from mtraining_jax.patterns.options.rows import SampledRowsOptions, XAttentionOptions
+from mtraining_jax.selection.context import SelectionContext
+from tests.models.common import drawn, tiny_spec
+
+FILE = Path(write.__file__).with_name("sparse_attention.py")
+KINDS = {
+    "sampled_rows": SampledRowsOptions,
+    "xattention": XAttentionOptions,
+    "vertical_slash": VerticalSlashOptions,
+}
+NAME = "mtraining_sparse"
+LENGTH = 1000  # the last of eight blocks ends with padding
+VERTICALS = {
+    "top_p": 0.5, "max_slashes": 4, "max_verticals": 70, "min_slashes": 1, "min_verticals": 8,
+    "sink_tokens": 4,
+}  # fmt: skip
+ROWS = {"tau": 0.5, "local_blocks": 1}
+ALL_ROWS = ROWS | {
+    "sink_blocks": 2, "min_block_mass": 0.05, "random_block_prob": 0.1,
+    "dense_prefix_tokens": 200, "dense_suffix_tokens": 150,
+}  # fmt: skip
+CASES = [
+    ("sampled_rows", ROWS),
+    ("sampled_rows", ALL_ROWS),
+    ("xattention", ROWS | {"dense_suffix_tokens": 1}),
+    ("vertical_slash", VERTICALS),
+    ("vertical_slash", VERTICALS | {"preset": "paper"}),
+]
+SPEC = tiny_spec(max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def torch():
+    pytest.importorskip("transformers")
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def attention(torch):
+    return imported()
+
+
+def imported():
+    """Imports the file, as a user does from the folder."""
+    spec = importlib.util.spec_from_file_location("sparse_attention", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def entry_of(kind, options):
+    return sparse_entry(kind, KINDS[kind](**options))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "hf"
+    how = {"dtype": "float32", "sparsity": entry_of("sampled_rows", ROWS)}
+    return save_hf(path, SPEC, drawn(SPEC)[1], **how)
+
+
+def test_the_folder_names_the_pattern_and_has_the_code(folder, tmp_path):
+    files = {"config.json", "model.safetensors", "sparse_attention.py"}
+    assert {path.name for path in folder.iterdir()} == files
+    assert (folder / FILE.name).read_text() == FILE.read_text()
+    written = json.loads((folder / "config.json").read_text())[SPARSE_ENTRY]
+    pattern = SampledRowsOptions(**ROWS, dense_suffix_tokens=128)
+    assert written == {"kind": "sampled_rows", **vars(pattern)}
+
+    # The next training may be with another pattern.
+    again = save_hf(tmp_path / "dense", SPEC, drawn(SPEC)[1], like=folder)
+    assert SPARSE_ENTRY not in json.loads((again / "config.json").read_text())
+    assert not (again / FILE.name).exists()
+
+
+def test_entries_are_only_of_what_the_file_supports():
+    assert sparse_entry("dense", DenseOptions()) is None
+    assert sparse_entry("my:Pattern", SampledRowsOptions()) is None
+    assert sparse_entry("sampled_rows", SampledRowsOptions(columns=128)) is None
+    assert sparse_entry("vertical_slash", VerticalSlashOptions(preset="joint")) is None
+    suffix = sparse_entry("xattention", XAttentionOptions(dense_suffix_tokens=0))
+    assert suffix is not None and suffix["dense_suffix_tokens"] == 0
+
+    # The file, which cannot be imported without torch, lists the options of each kind.
+    tree = ast.parse(FILE.read_text())
+    tables = [x for x in tree.body if isinstance(x, ast.Assign) and "_OPTIONS" in ast.unparse(x)]
+    code = [x for x in tree.body if isinstance(x, ast.Assign) and x.lineno < tables[0].lineno]
+    found = {}
+    exec(compile(ast.Module([*code, tables[0]], []), str(FILE), "exec"), found)
+    assert found["_OPTIONS"] == {kind: {*entry_of(kind, {})} for kind in KINDS}
+    imports = {x for node in ast.walk(tree) if isinstance(node, ast.Import) for x in node.names}
+    assert {x.name.partition(".")[0] for x in imports} == {"torch", "triton"}
+
+
+def some_queries_and_keys(heads=(4, 2), length=LENGTH, dim=16):
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(2, length, n, dim)).astype(np.float32) for n in heads)
+    return 3 * q, k
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_the_selection_is_the_same(attention, torch, kind, options):
+    q, k = some_queries_and_keys()
+    num_blocks, padded = 8, 1024
+    pattern = KINDS[kind](**options).pattern(ModelSizes(1, 4, padded))
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)
+    context = SelectionContext(blocks, num_blocks, valid_len=jnp.int32(LENGTH))
+    select = jax.jit(lambda q, k: select_pairs(pattern, q, k, context).index)
+    padding = ((0, 0), (0, padded - LENGTH), (0, 0), (0, 0))
+    index = select(*(jnp.pad(x, padding) for x in (q, k)))
+    entry = attention._options(entry_of(kind, options))
+    entry.dense_suffix_tokens = options.get("dense_suffix_tokens", 0)
+    turned = (torch.tensor(x).transpose(1, 2) for x in (q, k))
+    kept, columns = attention._select(*turned, 16**-0.5, entry)
+    rows = torch.arange(LENGTH)
+    seen = kept[:, :, rows // 128][..., rows // 128]
+    if columns is not None:
+        seen |= columns[:, :, None]
+    seen &= rows[:, None] >= rows
+    every = jnp.arange(LENGTH, dtype=jnp.int32)
+    computed = np.asarray(index.computes(every, blocks))
+    computed = np.broadcast_to(computed, (*computed.shape[:4], 128)).reshape(2, 4, LENGTH, padded)
+    expected = np.tril(computed[..., :LENGTH])
+    # Room for two blocks with equal mass up to rounding.
+    assert (seen.numpy() != expected).mean() <= 0.005
+    assert expected.mean() < 0.45  # of 0.5
+
+
+@pytest.fixture
+def load(attention, torch, tmp_path, folder):
+    """Loads the model with a pattern in transformers, and as an engine."""
+    transformers = pytest.importorskip("transformers")
+
+    def both(kind, options, **changes):
+        entry = entry_of(kind, options) | changes
+        path = save_hf(
+            tmp_path / "hf", SPEC, drawn(SPEC)[1], dtype="float32", replace=True, sparsity=entry
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME)
+        fields = {"kind": kind, **options, "devices_per_node": 1}
+        overrides = [
+            (f"{'parallel' if x == 'devices_per_node' else 'sparsity'}.{x}", str(value))
+            for x, value in fields.items()
+        ]
+        engine = Engine.load(path, attention="sparse", dtype="float32", overrides=overrides)
+        return model.eval(), engine
+
+    return both
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_losses_and_generated_tokens_are_the_same(load, torch, kind, options):
+    suffix = {} if kind == "vertical_slash" else {"dense_suffix_tokens": 140}
+    model, engine = load(kind, options | suffix)
+    ids = np.random.default_rng(1).integers(0, SPEC.vocab_size, LENGTH + 1)
+    with torch.no_grad():
+        logits = model(torch.tensor(ids[None, :-1])).logits[0]
+        dense = model.set_attn_implementation("sdpa")
+        dense = model(torch.tensor(ids[None, :-1])).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+    np.testing.assert_allclose(losses.numpy(), engine.token_losses(ids), atol=2e-4, rtol=1e-4)
+    assert (logits - dense).abs().max() > 0.1  # the pattern matters
+
+    # Prefill is sparse and each new token sees all earlier ones.
+    model.set_attn_implementation(NAME)
+    found = engine.generate(ids[:-1], GenerateOptions(max_new_tokens=6))
+    prompt = torch.tensor(ids[None, :-1])
+    how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    out = model.generate(prompt, return_dict_in_generate=True, **how)
+    new = out.sequences[0, LENGTH:]
+    assert tuple(new.tolist()) == found.tokens
+    forced = engine.forced(ids[:-1], new.numpy())
+    theirs = [torch.log_softmax(x[0], -1)[token] for x, token in zip(out.logits, new, strict=True)]
+    np.testing.assert_allclose(torch.stack(theirs).numpy(), forced.log_probs, atol=2e-4)
+    static = model.generate(prompt, cache_implementation="static", disable_compile=True, **how)
+    assert static[0, LENGTH:].tolist() == new.tolist()
+
+
+def test_unsupported_cases_are_errors(load, torch):
+    model, _ = load("sampled_rows", ROWS)
+    ids = torch.zeros(2, 300, dtype=torch.long)
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    with pytest.raises(ValueError, match="^mtraining_sparse: gradients are not computed; use tor"):
+        model(ids)
+    with torch.no_grad():
+        for case in (
+            {"attention_mask": padding},
+            {"cache": model(ids, use_cache=True).past_key_values},
+        ):
+            with pytest.raises(ValueError, match="must be a whole prompt without padding, packed"):
+                model(ids, **case)
+        entry = model.config.sparse_attention
+        for name, value, message in (
+            ("kind", "moba", "is .*'moba'.*kind must be one of sampled_rows, xattention"),
+            ("columns", 128, "has columns = 128, which is not supported"),
+            ("newer", 1, "has options of another version, such as newer; use the sparse_attention"),
+        ):
+            model.config.sparse_attention = entry | {name: value}
+            with pytest.raises(ValueError, match=f'the entry "sparse_attention" of .*{message}'):
+                model(ids)
+        del model.config.sparse_attention
+        with pytest.raises(ValueError, match="of config.json is missing; kind must be one of"):
+            model(ids)
+
+
+def selected_at_random(torch, length):
+    """Queries, keys, values, blocks and columns; some rows have none."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 32) for heads in (4, 2, 2))
+    blocks = (torch.rand(2, 4, -(-length // 128), -(-length // 128)) < 0.4).tril()
+    columns = torch.rand(2, 4, length) < 0.05
+    columns[0, 1], columns[1, 3] = False, True
+    return q, k, v, blocks, columns
+
+
+@pytest.mark.parametrize("length", [600, 640])
+def test_flex_attention_computes_the_same(attention, torch, monkeypatch, length):
+    q, k, v, blocks, columns = selected_at_random(torch, length)
+    expected = attention._attend(q, k, v, blocks, None, 0.2, 128)
+    found = attention._attend_on_gpu(q, k, v, blocks, None, 0.2, 128)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+    def by_lists(q, k, v, mask, scale):
+        """PyTorch on a CPU compiles no log-sum-exp: attends to the pairs of a block mask."""
+        at = torch.meshgrid(*map(torch.arange, (*q.shape[:3], k.shape[2])), indexing="ij")
+        seen, tile = torch.zeros(at[0].shape, dtype=torch.bool), 128
+        for full in (False, True):
+            counts = mask.full_kv_num_blocks if full else mask.kv_num_blocks
+            listed = mask.full_kv_indices if full else mask.kv_indices
+            if counts is not None:
+                in_list = torch.arange(listed.shape[3]) < counts[..., None]
+                tiles = torch.zeros(in_list.shape).scatter_add_(3, listed.long(), in_list.float())
+                tiles = tiles > 0
+                tiles = tiles.repeat_interleave(tile, 2).repeat_interleave(tile, 3)
+                tiles = tiles[:, :, : q.shape[2], : k.shape[2]]
+                seen |= tiles if full else tiles & mask.mask_mod(*at)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        logits = (q @ k.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+        return torch.softmax(logits, -1).nan_to_num(0) @ v, logits.logsumexp(-1)
+
+    monkeypatch.setattr(attention, "_flex_with_lse", by_lists)
+    expected = attention._attend(q, k, v, blocks, columns, 0.2, 128)
+    found = attention._attend_on_gpu(q, k, v, blocks, columns, 0.2, 128)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+_KERNEL = """
+import torch
+import sparse_attention
+torch.manual_seed(0)
+for width in 24, 64:
+    rows, keys = torch.randn(2, 4, 200, width), torch.randn(2, 2, 640, width)
+    arguments = rows, keys, torch.randint(-1, 640, (200,)).sort()[0], 128, 0.3
+    expected = sparse_attention._block_lse(*arguments)
+    found = sparse_attention._block_lse_on_gpu(*arguments)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+"""
+
+
+def test_the_triton_kernel_computes_the_same(torch):
+    """In Triton's interpreter, which must be chosen before the first import."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(FILE.parent)}
+    command = sys.executable, "-c", _KERNEL
+    subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
