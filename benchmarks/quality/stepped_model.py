@@ -24,6 +24,7 @@ from mtraining_jax.models.rope import YarnScaling
 from mtraining_jax.models.rope.rotary import rope_tables
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import DecoderLayer, Transformer, graph_definition
+from mtraining_jax.utils.errors import UserError
 
 _LOSS_CHUNK = 4096  # tokens per chunk of logits
 
@@ -43,6 +44,8 @@ def read_model(folder: Path, seq_len: int, dtype: str) -> Transformer:
         UserError: if the checkpoint cannot be read.
     """
     spec = read_hf_config(folder, dtype=dtype, remat="none")
+    if spec.family in ("mistral", "gemma3_text"):
+        raise UserError(f"{folder} is a {spec.family} model, whose layers are of several kinds")
     changed = ()
     context = spec.max_position_embeddings
     if seq_len > context:

@@ -32,6 +32,8 @@ class AttentionInputs:
         grad_tap: zeros, fp32 [Hq, 2]; their cotangent is the result of `gradient_figures` for
             `audit_rows`. None skips these metrics.
         mass_fraction, documents, valid_len: as in `SelectionContext`.
+        window: keys that each query sees instead of those of the pattern; static. Such a layer is
+            not audited.
         audit_rows: queries to measure the metrics of `attention.audit` on, at the cost of exact
             attention of these rows.
     """
@@ -42,6 +44,7 @@ class AttentionInputs:
     documents: DocumentBlocks | None = None
     valid_len: Array | None = None
     audit_rows: AuditRows | None = None
+    window: int | None = jax.tree.static(default=None)
 
     def per_layer(self) -> Self:
         """Keeps only what has a layer axis, for a scan over layers."""

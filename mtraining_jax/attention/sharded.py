@@ -21,6 +21,7 @@ from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.parallel.ring.windows import window_attention
 from mtraining_jax.patterns.base import Pattern, select_pairs
+from mtraining_jax.patterns.dense import SlidingWindow
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.by_length import pairs_by_length
 from mtraining_jax.selection.context import Selection, SelectionContext
@@ -226,6 +227,10 @@ def make_attention(
     ) -> tuple[Array, Stats]:
         if inputs is None or inputs.pattern is None:
             inputs = dataclasses.replace(inputs or AttentionInputs(), pattern=pattern)
+        if inputs.window is not None:
+            window = SlidingWindow(inputs.window, pattern.block_size)
+            none = {"mass_fraction": None, "grad_tap": None, "audit_rows": None, "window": None}
+            inputs = dataclasses.replace(inputs, pattern=window, **none)
         output = attend(spec, q, k, v, inputs)
         return output.out, output.statistics
 

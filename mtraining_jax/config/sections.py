@@ -109,6 +109,15 @@ class ModelConfig:
     """Base of the rotary position embedding (RoPE)."""
     rope_scaling: Annotated[InstanceOf[RopeScaling], ROPE_KIND] | None = None
     """RoPE scaling for longer contexts; none disables it."""
+    sliding_window: PositiveInt | None = None
+    """Number of keys that a query sees in layers with a sliding window, which have no sparse
+    pattern; for families with one. none: every layer has the pattern."""
+    full_attention_interval: PositiveInt | None = None
+    """With sliding_window: every N-th layer has the pattern instead; none: no layer has."""
+    window_rope_theta: PositiveFloat | None = None
+    """Base of RoPE in layers with a sliding window, without scaling; none is that of the others."""
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Logits are divided by the square root of this number; none is head_dim."""
     rms_norm_eps: PositiveFloat = 1e-6
     """Epsilon of RMSNorm, added to the mean square."""
     tie_word_embeddings: bool = False

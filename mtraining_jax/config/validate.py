@@ -12,7 +12,7 @@ from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.huggingface.config import FREE
 from mtraining_jax.models.huggingface.peft import fused_parts, read_peft_config
 from mtraining_jax.models.lora.adapters import target_problems
-from mtraining_jax.models.spec import spec_problems
+from mtraining_jax.models.spec import layer_windows, spec_problems
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened, toml_value
 from mtraining_jax.utils.file_limits import is_url
@@ -144,6 +144,11 @@ def _sparsity(config: Config) -> Iterator[str]:
             yield _needs_selection(named, name, "0")
     if sparsity.tune == "none":
         return
+    if config.model.sliding_window is not None:
+        yield (
+            f"{named.sparsity.tune} cannot be combined with {named.model.sliding_window}: it tunes "
+            'densities of all layers; set sparsity.tune = "none"'
+        )
     fraction = pattern.mass_fraction()
     if fraction is None:
         kind = str(named.sparsity.kind)
@@ -234,6 +239,8 @@ def _audit(config: Config) -> Iterator[str]:
         if mask is None or int(mask[1]) >= layers or int(mask[2]) >= heads:
             last = f"{layers - 1}.{heads - 1}"
             yield f'audit.masks has "{text}", which must be LAYER.HEAD, from 0.0 to {last}'
+        elif layer_windows(config.model)[int(mask[1])] is not None:
+            yield f'audit.masks has "{text}", but layer {mask[1]} has a sliding window'
     if audit.masks and not audit.interval:
         yield "audit.masks needs audits, and audit.interval = 0 disables them"
     tokens = audit.gradient_tokens or 0

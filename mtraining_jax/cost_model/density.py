@@ -42,6 +42,12 @@ def density_of_vertical_slash(tokens: int) -> float:
     return _between(_VERTICAL_SLASH, tokens)
 
 
+def density_of_window(window: int, tokens: int) -> float:
+    """Returns the density of a sliding window."""
+    seen = min(window, tokens)
+    return (seen * tokens - seen * (seen - 1) / 2) / (tokens * (tokens + 1) / 2)
+
+
 def _between(measured: tuple[tuple[int, float], ...], tokens: int) -> float:
     """Interpolates log density linearly in log length."""
     lengths, densities = np.log(measured).T

@@ -1,4 +1,4 @@
-"""Rematerialization policies: what a layer saves for the backward pass.
+"""Scans over layers, and rematerialization policies: what a layer saves for the backward pass.
 
 - "none": saves everything.
 - "mlp": saves the layer input, queries, keys, values, attention output, log-sum-exp, sparse index,
@@ -11,10 +11,12 @@
 - "full": saves the layer input; recomputes everything else.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_policies
 
 from mtraining_jax.models.swiglu import MLP_PRODUCTS
@@ -38,6 +40,63 @@ def remat(layer: Callable[..., Any], kind: str) -> Callable[..., Any]:
     }
     # Inside a scan the compiler cannot merge the recomputation with the forward pass.
     return jax.checkpoint(layer, policy=policies[kind], prevent_cse=False)
+
+
+def scan_kinds(
+    layers: Mapping[Any, Callable[..., Any]], kinds: tuple[Any, ...], x: Any, inputs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Scans layers of several kinds, each with its slice of `inputs` [L, ...].
+
+    Repeats of the same kinds are one program. Returns the last x and the statistics [L, ...] by
+    name; NaN, or 0 for integers, for layers without them.
+    """
+
+    def runs(x: Any, inputs: Any, kinds: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+        found, start = [], 0
+        for kind, members in itertools.groupby(kinds):
+            stop = start + len(list(members))
+            own = jax.tree.map(lambda x, part=slice(start, stop): x[part], inputs)
+            x, statistics = jax.lax.scan(layers[kind], x, own)
+            found.append((stop - start, statistics))
+            start = stop
+        return x, _joined(found)
+
+    count = len(kinds)
+    period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[:-n])
+    if period in (1, count):
+        return runs(x, inputs, kinds)
+    whole = count // period * period
+
+    def repeats(x: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
+        return runs(x, inputs, kinds[:period])
+
+    first = jax.tree.map(lambda x: x[:whole].reshape(-1, period, *x.shape[1:]), inputs)
+    x, statistics = jax.lax.scan(repeats, x, first)
+    found = [(whole, jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), statistics))]
+    if whole < count:
+        x, statistics = runs(x, jax.tree.map(lambda x: x[whole:], inputs), kinds[whole:])
+        found.append((count - whole, statistics))
+    return x, _joined(found)
+
+
+def _joined(parts: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Joins the statistics of numbers of layers."""
+    if len(parts) == 1:
+        return parts[0][1]
+    examples = {name: x for _, statistics in parts for name, x in statistics.items()}
+
+    def without(count: int, example: jax.Array) -> jax.Array:
+        fill = jnp.nan if jnp.issubdtype(example.dtype, jnp.floating) else 0
+        return jnp.full((count, *example.shape[1:]), fill, example.dtype)
+
+    def column(name: str) -> Any:
+        columns = (
+            of[name] if name in of else jax.tree.map(lambda x, n=n: without(n, x), examples[name])
+            for n, of in parts
+        )
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *columns)
+
+    return {name: column(name) for name in examples}
 
 
 def _offloading(offloaded: Sequence[str], saved: Sequence[str]) -> Any:

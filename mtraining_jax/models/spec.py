@@ -10,6 +10,14 @@ from mtraining_jax.models.lora.adapters import LoraSpec, is_adapter, target_prob
 from mtraining_jax.models.parameters import LAYERS, ParamTable, with_frozen
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 
+# Fields of attention that only some families have.
+ATTENTION = (
+    "sliding_window",
+    "full_attention_interval",
+    "window_rope_theta",
+    "query_pre_attn_scalar",
+)
+
 ComputeDtype = Literal["bfloat16", "float32"]
 RematPolicy = Literal["none", "mlp", "attention", "attention_offload", "full_offload", "full"]
 
@@ -20,6 +28,11 @@ class ModelSpec:
 
     Attributes:
         family: a name of `models.families`, or package.module:Name.
+        sliding_window: keys that a query sees in layers with a window; None if all layers are full.
+        full_attention_interval: with a window, every n-th layer is full; None if none is.
+        window_rope_theta: base of RoPE in layers with a window, which are then not scaled; None for
+            the RoPE of full layers.
+        query_pre_attn_scalar: logits are divided by its square root; None for head_dim.
         dtype: compute dtype of the layers; trained parameters are always fp32.
         remat: what the backward pass recomputes; see `remat.py`.
         mlp_chunk_size: tokens per device with MLP activations in memory at a time; not with "none".
@@ -44,6 +57,10 @@ class ModelSpec:
     family: str = "qwen2"
     rope_theta: float = 1_000_000.0
     rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None  # W
+    full_attention_interval: int | None = None
+    window_rope_theta: float | None = None
+    query_pre_attn_scalar: float | None = None
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -113,10 +130,37 @@ class ModelSpec:
         table = table if self.lora is None else with_adapters(table, self.lora)
         return with_frozen(table, self.dtype, lambda name: self._trains(LAYERS + name))
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, in tokens; None for a full layer."""
+        return layer_windows(self)
+
+    def in_window(self, window: int | None) -> Self:
+        """The same sizes with the RoPE of layers with this window."""
+        if window is None or self.window_rope_theta is None:
+            return self
+        return dataclasses.replace(self, rope_theta=self.window_rope_theta, rope_scaling=None)
+
     def _trains(self, name: str) -> bool:
         if self.lora is not None:
             return is_adapter(name)
         return not self.trainable or any(part in name for part in self.trainable)
+
+
+def layer_windows(values: Any) -> tuple[int | None, ...]:
+    """The window of each layer of a `ModelSpec` or of a configuration; None for a full layer."""
+    interval = values.full_attention_interval or values.num_layers + 1
+    layers = range(1, values.num_layers + 1)
+    return tuple(values.sliding_window if layer % interval else None for layer in layers)
+
+
+def windows_text(values: Any) -> str | None:
+    """Describes the windows of a model's layers, if it has some."""
+    number, layers = values.num_layers - layer_windows(values).count(None), values.num_layers
+    if not number:
+        return None
+    of = "all" if number == layers else f"{number} of {layers}"
+    return f"windows of {values.sliding_window:,} tokens in {of} layers"
 
 
 def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
@@ -128,7 +172,8 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
         )
     if values.head_dim % 2:
         yield f"{prefix}head_dim = {values.head_dim} must be even, because RoPE rotates pairs"
-    has_experts = FAMILIES.get(values.family).has_experts
+    family = FAMILIES.get(values.family)
+    has_experts = family.has_experts
     if has_experts and not 0 < values.num_experts_per_tok <= values.num_experts:
         yield (
             f"{prefix}num_experts_per_tok = {values.num_experts_per_tok} must be 1 to "
@@ -138,6 +183,16 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
         if not has_experts and getattr(values, name):
             value = f"{prefix}{name} = {getattr(values, name)}"
             yield f'{value} needs a {prefix}family with experts, not "{values.family}"; remove it'
+    for name in ATTENTION:
+        value = getattr(values, name)
+        given = f"{prefix}{name} = {value}"
+        if value is not None and name not in family.attention:
+            having = ", ".join(x for x in FAMILIES.names if name in FAMILIES.get(x).attention)
+            yield f"{given} needs a {prefix}family that has it: {having}"
+        elif value is not None and value <= 0:
+            yield f"{given} must be positive"
+        elif value is not None and values.sliding_window is None and name in ATTENTION[1:3]:
+            yield f"{given} needs {prefix}sliding_window"
     if values.mlp_kept_chunks and values.remat != "mlp":
         yield (
             f'{prefix}mlp_kept_chunks = {values.mlp_kept_chunks} needs {prefix}remat = "mlp", but '

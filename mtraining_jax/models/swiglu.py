@@ -4,6 +4,7 @@ Its activations for a whole shard are too large: 2.7 GiB per array for 131072 to
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,14 @@ MLP_PRODUCTS = "mlp_products"
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+# By the name in config.json.
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def chunked_swiglu(
     x_TE: Array,
     gate: Projection,
@@ -34,22 +42,26 @@ def chunked_swiglu(
     chunk_size: int,
     kept_chunks: int = 0,
     lora: LoraSpec | None = None,
+    activation: str = "silu",
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
+
+    `activation` is one of `ACTIVATIONS`.
 
     The backward pass recomputes the gate and up products, except those of the first `kept_chunks`
     chunks, named `MLP_PRODUCTS`. Gradients of weights accumulate in fp32. With `lora` only adapters
     have gradients, and `seeds_T` are those of their `Dropout`.
     """
-    return _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora)[0]
+    how = chunk_size, kept_chunks, lora, activation
+    return _forward(x_TE, gate, up, down, seeds_T, *how)[0]
 
 
-def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora):
+def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora, activation):
     def swiglu(x_CE: Array, seeds_C: Array | None) -> tuple[Array, tuple[Array, Array]]:
         project = _projector(lora, seeds_C)
         lows = project.low(x_CE, gate, _GATE), project.low(x_CE, up, _UP)
         products = _products(x_CE, lows, gate, up)
-        hidden_CF = jax.nn.silu(products[0]) * products[1]
+        hidden_CF = ACTIVATIONS[activation](products[0]) * products[1]
         return project(hidden_CF, down, _DOWN), products
 
     kept, rest = token_parts((x_TE, seeds_T), chunk_size, kept_chunks)
@@ -64,7 +76,7 @@ def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora):
     return jnp.concatenate(outs), (x_TE, gate, up, down, seeds_T, products)
 
 
-def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
+def _backward(chunk_size, kept_chunks, lora, activation, residuals, d_out_TE):
     x_TE, gate, up, down, seeds_T, kept_products = residuals
     dtype = x_TE.dtype
 
@@ -76,7 +88,8 @@ def _backward(chunk_size, kept_chunks, lora, residuals, d_out_TE):
         if products is None:
             products = _products(x_CE, lows, gate, up)
         d_hidden_CF = project.transposed(d_out_CE, d_low, down, _DOWN)
-        hidden_CF, d_gate_CF, d_up_CF = activation_gradients(products, d_hidden_CF)
+        gradients_of = functools.partial(activation_gradients, activation=activation)
+        hidden_CF, d_gate_CF, d_up_CF = gradients_of(products, d_hidden_CF)
         hidden_CF = hidden_CF.astype(dtype)
         d_x_gate, d_low_gate = project.split(dot32("cf,fe->ce", d_gate_CF, gate.wide), gate)
         d_x_up, d_low_up = project.split(dot32("cf,fe->ce", d_up_CF, up.wide), up)
@@ -107,11 +120,15 @@ chunked_swiglu.defvjp(_forward, _backward)
 
 
 def activation_gradients(
-    products: tuple[Array, Array], d_hidden: Array, weights: Array | None = None
+    products: tuple[Array, Array],
+    d_hidden: Array,
+    weights: Array | None = None,
+    activation: str = "silu",
 ) -> tuple[Array, Array, Array]:
     """Returns silu(gate) * up in fp32, and the gradients of both products, in their dtype.
 
-    `d_hidden`, times optional `weights`, is the gradient of silu(gate) * up.
+    `d_hidden`, times optional `weights`, is the gradient of silu(gate) * up. `activation` replaces
+    silu.
     """
     dtype = d_hidden.dtype
     # The barrier makes XLA compute the three arrays in one pass over these, after any kind of
@@ -119,11 +136,18 @@ def activation_gradients(
     inputs = lax.optimization_barrier((*products, d_hidden))
     gate, up, d_hidden = (x.astype(jnp.float32) for x in inputs)
     d_hidden = d_hidden if weights is None else d_hidden * weights
-    sigmoid = jax.nn.sigmoid(gate)
-    silu = gate * sigmoid
-    d_up = (d_hidden * silu).astype(dtype)
-    slope = sigmoid + silu * (1 - sigmoid)
-    return silu * up, (d_hidden * up * slope).astype(dtype), d_up
+    active, slope = _with_slope(activation, gate)
+    d_up = (d_hidden * active).astype(dtype)
+    return active * up, (d_hidden * up * slope).astype(dtype), d_up
+
+
+def _with_slope(activation: str, x: Array) -> tuple[Array, Array]:
+    """The activation and its derivative."""
+    if activation != "silu":
+        return jax.jvp(ACTIVATIONS[activation], (x,), (jnp.ones_like(x),))
+    sigmoid = jax.nn.sigmoid(x)
+    silu = x * sigmoid
+    return silu, sigmoid + silu * (1 - sigmoid)
 
 
 def _projector(lora: LoraSpec | None, seeds_C: Array | None) -> Projector:

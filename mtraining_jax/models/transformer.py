@@ -4,6 +4,7 @@ The family's table has all parameters by name; parts that it does not list are o
 those of Hugging Face checkpoints, but layers are stacked and run in one `lax.scan`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -18,12 +19,13 @@ from jax.sharding import Mesh
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
 from mtraining_jax.models.experts.mixture import Balance, balance, chunked_experts, route
+from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec, is_adapter
 from mtraining_jax.models.lora.projection import Dropout, Projection, Projector
 from mtraining_jax.models.parameters import Parameter, ParamTable
 from mtraining_jax.models.products import dot32
-from mtraining_jax.models.remat import POST_ATTENTION, QKV, RESIDUAL, remat
+from mtraining_jax.models.remat import POST_ATTENTION, QKV, RESIDUAL, remat, scan_kinds
 from mtraining_jax.models.rope.rotary import apply_rope, rope_tables
 from mtraining_jax.models.sharding import (
     layer_specs,
@@ -32,7 +34,7 @@ from mtraining_jax.models.sharding import (
     state_shardings,
 )
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.models.swiglu import chunked_swiglu
+from mtraining_jax.models.swiglu import ACTIVATIONS, chunked_swiglu
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, AttentionInputs of the layer])
 # -> (out_BSHD, fp32 scalars or trees by name)
@@ -93,14 +95,21 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32, returned in the dtype of x."""
 
-    def __init__(self, table: ParamTable, name: str, eps: float, rngs: nnx.Rngs) -> None:
+    def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
         self.weight = _init_param(table[f"{name}.weight"], rngs)
-        self.eps = eps
+        self.eps, self.offset = spec.rms_norm_eps, FAMILIES.get(spec.family).norm_offset
+
+    @classmethod
+    def if_listed(
+        cls, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs
+    ) -> "RMSNorm | None":
+        return cls(spec, table, name, rngs) if f"{name}.weight" in table else None
 
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale * self.weight[...]).astype(x.dtype)
+        weight = self.weight[...] + self.offset if self.offset else self.weight[...]
+        return (x32 * scale * weight).astype(x.dtype)
 
 
 class SelfAttention(nnx.Module):
@@ -108,16 +117,14 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
         self.head_dim = spec.head_dim
+        # Attention divides logits by the square root of head_dim.
+        self.query_factor = (spec.head_dim / (spec.query_pre_attn_scalar or spec.head_dim)) ** 0.5
         self.q_proj = Linear(table, f"{name}.q_proj", rngs, spec.lora)
         self.k_proj = Linear(table, f"{name}.k_proj", rngs, spec.lora)
         self.v_proj = Linear(table, f"{name}.v_proj", rngs, spec.lora)
         self.o_proj = Linear(table, f"{name}.o_proj", rngs, spec.lora)
-
-        def norm(name: str) -> RMSNorm | None:
-            exists = f"{name}.weight" in table
-            return RMSNorm(table, name, spec.rms_norm_eps, rngs) if exists else None
-
-        self.q_norm, self.k_norm = norm(f"{name}.q_norm"), norm(f"{name}.k_norm")
+        self.q_norm = RMSNorm.if_listed(spec, table, f"{name}.q_norm", rngs)
+        self.k_norm = RMSNorm.if_listed(spec, table, f"{name}.k_norm", rngs)
 
     def project(
         self, x_BSE: Array, cos: Array, sin: Array, seeds_BS: Array | None
@@ -125,11 +132,13 @@ class SelfAttention(nnx.Module):
         """[B, S, E] -> rotated queries [B, S, Hq, D] and keys, and values [B, S, Hk, D]."""
         split = (*x_BSE.shape[:2], -1, self.head_dim)
 
-        def rotated(projection: Linear, norm: RMSNorm | None) -> Array:
+        def rotated(projection: Linear, norm: RMSNorm | None, factor: float = 1.0) -> Array:
             heads = projection(x_BSE, seeds_BS).reshape(split)
-            return apply_rope(heads if norm is None else norm(heads), cos, sin)
+            heads = heads if norm is None else norm(heads)
+            return apply_rope(heads, *((cos, sin) if factor == 1 else (cos * factor, sin * factor)))
 
-        q_BSHD, k_BSHkD = rotated(self.q_proj, self.q_norm), rotated(self.k_proj, self.k_norm)
+        q_BSHD = rotated(self.q_proj, self.q_norm, self.query_factor)
+        k_BSHkD = rotated(self.k_proj, self.k_norm)
         return q_BSHD, k_BSHkD, self.v_proj(x_BSE, seeds_BS).reshape(split)
 
     def merge_heads(self, out_BSHD: Array, seeds_BS: Array | None) -> Array:
@@ -147,16 +156,17 @@ class MLP(nnx.Module):
         # Without rematerialization everything is saved, which needs no chunks but more memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
         self.kept_chunks, self.lora = spec.mlp_kept_chunks, spec.lora
+        self.activation = FAMILIES.get(spec.family).activation
 
     def __call__(self, x_BSE: Array, seeds_BS: Array | None) -> Array:
         if self.chunk_size is None:
             gate, up = self.gate_proj(x_BSE, seeds_BS), self.up_proj(x_BSE, seeds_BS)
-            return self.down_proj(jax.nn.silu(gate) * up, seeds_BS)
+            return self.down_proj(ACTIVATIONS[self.activation](gate) * up, seeds_BS)
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         projections = (part.projection(x_BSE.dtype) for part in parts)
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         seeds_T = None if seeds_BS is None else seeds_BS.reshape(-1)
-        how = self.chunk_size, self.kept_chunks, self.lora
+        how = self.chunk_size, self.kept_chunks, self.lora, self.activation
         return cast(Array, chunked_swiglu(x_TE, *projections, seeds_T, *how)).reshape(x_BSE.shape)
 
 
@@ -187,10 +197,13 @@ class DecoderLayer(nnx.Module):
     """A pre-norm decoder layer, in halves around attention, which reads tokens of all devices."""
 
     def __init__(self, spec: ModelSpec, table: ParamTable, rngs: nnx.Rngs) -> None:
-        eps = spec.rms_norm_eps
-        self.input_layernorm = RMSNorm(table, "input_layernorm", eps, rngs)
+        self.input_layernorm = RMSNorm(spec, table, "input_layernorm", rngs)
         self.self_attn = SelfAttention(spec, table, "self_attn", rngs)
-        self.post_attention_layernorm = RMSNorm(table, "post_attention_layernorm", eps, rngs)
+        self.post_attention_layernorm = RMSNorm(spec, table, "post_attention_layernorm", rngs)
+        # With norms around the MLP, the one after attention is of its output.
+        around = (f"{place}_feedforward_layernorm" for place in ("pre", "post"))
+        norms = (RMSNorm.if_listed(spec, table, name, rngs) for name in around)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms
         self.mlp = (Experts if spec.num_experts else MLP)(spec, table, "mlp", rngs)
 
     def before_attention(
@@ -202,14 +215,18 @@ class DecoderLayer(nnx.Module):
         self, x_BSE: Array, out_BSHD: Array, seeds_BS: Array | None = None
     ) -> tuple[Array, Balance | None]:
         """The output, and how experts are used, summed over the tokens of this device."""
-        x_BSE = x_BSE + self.self_attn.merge_heads(out_BSHD, seeds_BS)
-        x_BSE = checkpoint_name(x_BSE, POST_ATTENTION)
+        before_mlp, after_mlp = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        out_BSE, used = self.self_attn.merge_heads(out_BSHD, seeds_BS), None
+        if before_mlp is not None:
+            out_BSE = self.post_attention_layernorm(out_BSE)
+        x_BSE = checkpoint_name(x_BSE + out_BSE, POST_ATTENTION)
         with jax.named_scope("mlp"):
-            normed_BSE, mlp = self.post_attention_layernorm(x_BSE), self.mlp
-            if isinstance(mlp, MLP):
-                return x_BSE + mlp(normed_BSE, seeds_BS), None
-            out_BSE, used = mlp(normed_BSE)
-            return x_BSE + out_BSE, used
+            normed_BSE = (before_mlp or self.post_attention_layernorm)(x_BSE)
+            if isinstance(self.mlp, MLP):
+                out_BSE = self.mlp(normed_BSE, seeds_BS)
+            else:
+                out_BSE, used = self.mlp(normed_BSE)
+            return x_BSE + (out_BSE if after_mlp is None else after_mlp(out_BSE)), used
 
 
 class Transformer(nnx.Module):
@@ -227,7 +244,7 @@ class Transformer(nnx.Module):
             return DecoderLayer(spec, layer, layer_rngs)
 
         self.layers = stacked(rngs)
-        self.norm = RMSNorm(table, "norm", spec.rms_norm_eps, rngs)
+        self.norm = RMSNorm(spec, table, "norm", rngs)
         self.lm_head = None if spec.tie_word_embeddings else Linear(table, "lm_head", rngs)
 
     def __call__(
@@ -269,12 +286,16 @@ class Transformer(nnx.Module):
         """
         dtype, table = jnp.dtype(self.spec.dtype), self.spec.parameters
         positions = jnp.broadcast_to(positions, tokens.shape)
-        cos, sin = rope_tables(positions, self.spec, length)
+        rotations = {
+            window: rope_tables(positions, self.spec.in_window(window), length)
+            for window in dict.fromkeys(self.spec.windows)
+        }
         with jax.named_scope("embedding"):
             table_VE = self.embed_tokens.weight[...]
             specs = mesh and parameter_spec(table["embed_tokens.weight"], mesh, fsdp)
             lookup = functools.partial(embed, dtype=dtype)
             x_BSE = fsdp_apply(lookup, table_VE, tokens, specs=specs, mesh=mesh)
+            x_BSE = self.scale_embedding(x_BSE)
         graphdef, layers = nnx.split(self.layers)
         specs = mesh and layer_specs(layers, table, mesh, fsdp)
         names = parameter_names(layers)
@@ -290,15 +311,20 @@ class Transformer(nnx.Module):
 
             return fsdp_apply(run, parameters, *x, specs=specs, mesh=mesh, dtype=dtype)
 
-        def body(x_BSE: Array, inputs: tuple[Any, Any, Any]) -> tuple[Array, dict[str, Any]]:
+        def body(
+            window: int | None, x_BSE: Array, inputs: tuple[Any, Any, Any]
+        ) -> tuple[Array, dict[str, Any]]:
             parameters, layer_inputs, number = inputs
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
             seeds = () if dropout_seeds is None else Dropout.of_layer(dropout_seeds, number)
             with jax.named_scope("attention_inputs"):
                 before = DecoderLayer.before_attention
-                qkv = run_half_layer(before, parameters, x_BSE, cos, sin, *seeds)
+                qkv = run_half_layer(before, parameters, x_BSE, *rotations[window], *seeds)
             qkv = checkpoint_name(qkv, QKV)
             extra = () if attention_inputs is None else (attention_inputs.for_layer(layer_inputs),)
+            if window is not None:
+                given = extra[0] if extra else AttentionInputs()
+                extra = (dataclasses.replace(given, window=window),)
             with jax.named_scope("attention"):
                 out_BSHD, stats = attention(*qkv, *extra)
             after = DecoderLayer.after_attention
@@ -308,11 +334,20 @@ class Transformer(nnx.Module):
                 stats |= {"experts": jax.tree.map(lambda sums: jnp.sum(sums, axis=1), used)}
             return x_BSE, stats if capture_kv is None else stats | {"kv": capture_kv(*qkv[1:])}
 
-        body = remat(body, self.spec.remat)
+        bodies = {
+            window: remat(functools.partial(body, window), self.spec.remat) for window in rotations
+        }
         per_layer = None if attention_inputs is None else attention_inputs.per_layer()
         numbers = None if dropout_seeds is None else jnp.arange(self.spec.num_layers)
-        x_BSE, stats = jax.lax.scan(body, x_BSE, (layers, per_layer, numbers))
+        inputs = layers, per_layer, numbers
+        x_BSE, stats = scan_kinds(bodies, self.spec.windows, x_BSE, inputs)
         return self.norm(x_BSE), stats
+
+    def scale_embedding(self, x: Array) -> Array:
+        """Embeddings [..., E] as the first layer reads them, in their dtype."""
+        if not FAMILIES.get(self.spec.family).scales_embedding:
+            return x
+        return x * jnp.asarray(self.spec.hidden_size**0.5, x.dtype)
 
     def lm_head_weight(self) -> Array:
         """The output matrix, [V, E]: the embedding if tied."""

@@ -14,6 +14,7 @@ from mtraining_jax.cost_model.kernel_times import (
     matmul_rate,
 )
 from mtraining_jax.models.lora.adapters import FACTORS
+from mtraining_jax.models.spec import layer_windows
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.planning.memory import (
@@ -81,11 +82,12 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     }
     if settings.sparse:
         passes = 2 if model.remat == "full" else 1
-        indices = passes * model.num_layers * model.num_heads * config.tokens_per_step
+        layers = layer_windows(model).count(None)
+        indices = passes * layers * model.num_heads * config.tokens_per_step
         if pattern_costs.selects_an_index(settings):
             # Assumes that scores are computed at the rate of a dense forward pass. Scores with a
             # softmax (one product each) take as long as their exponentials if that is longer.
-            pairs = passes * flops.attention_dense / (14 * width)
+            pairs = passes * layers / model.num_layers * flops.attention_dense / (14 * width)
             dense = kernel_seconds(width, 1.0, 4 * width * pairs, 0.0)
             softmax = pattern_costs.softmax_share(settings)
             products = softmax / 2 * dense

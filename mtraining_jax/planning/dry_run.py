@@ -68,7 +68,7 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     free, program = available(config, gpu), programs[largest]
     most = free - memory.total + estimate_memory(program).total  # as formulas count
     if program is not config:
-        pairs = dataclasses.replace(pairs, density=1.0)
+        pairs = dataclasses.replace(pairs, density=pairs.dense)
     if memory.total > free:
         above = f"{(memory.total - free) / _GIB:.1f} GiB"
         print(f"\nthe run exceeds the memory of a device by {above};")
@@ -215,7 +215,7 @@ def _time_lines(
     yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
     if _mixed(config):
         program = _dense(config)
-        all_pairs = count_flops(program, dataclasses.replace(pairs, density=1.0))
+        all_pairs = count_flops(program, dataclasses.replace(pairs, density=pairs.dense))
         dense = sum(seconds(program, gpu, memory, all_pairs).values())
         share = config.dense_steps.count() / config.run.steps
         mean = share * dense + (1 - share) * total

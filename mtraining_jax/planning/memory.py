@@ -13,7 +13,7 @@ from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.cost_model.flops import adapter_products, head_products
 from mtraining_jax.models.chunks import first_chunks
 from mtraining_jax.models.sharding import lm_head_name
-from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.spec import ModelSpec, layer_windows
 from mtraining_jax.parallel.mesh import AXES
 from mtraining_jax.training.memory_check import shard_bytes
 from mtraining_jax.training.state import StateBuilder
@@ -90,7 +90,9 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     """Estimates the memory of one device in a step without compiling; `state` if it is known."""
     state = state_bytes(config) if state is None else state
     num_layers, gradients = config.model.num_layers, state.gradients
-    index_layers = 1 if config.model.remat in ("full", "full_offload") else num_layers
+    index_layers = layer_windows(config.model).count(None)
+    if config.model.remat in ("full", "full_offload"):
+        index_layers = min(index_layers, 1)
     kept, index = num_layers * _kept(config), index_layers * index_bytes(config)
     index += _work_lists(config)
     # The loss comes before the layers' gradients. The update comes after activations; it keeps old

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from mtraining_jax.config import Config
 from mtraining_jax.models.families.family import family_of
+from mtraining_jax.models.spec import layer_windows, windows_text
 from mtraining_jax.reporting.page.page import NAME
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
@@ -30,6 +31,10 @@ def banner(
     device = mesh.devices.flat[0]
     shape = " x ".join(map(str, config.mesh_shape))
     parts = config.optimizer.accumulation_steps
+    pattern, windows = sparsity.pattern.describe(), windows_text(model)
+    if windows is not None:
+        mixed = None in layer_windows(model)
+        pattern = f"{pattern}, {windows}" if mixed else windows
     rows = {
         "model": f"{family_of(model.family).title} with {_count(total)} parameters{trainable}"
         f"{start}: {model.num_layers} layers, width {model.hidden_size},"
@@ -43,7 +48,7 @@ def banner(
         f" {counted(mesh.size, device.device_kind + ' device')}"
         f" in {counted(jax.process_count(), 'process')}"
         + (", parameters sharded" if parallel.fsdp else ""),
-        "attention": f"{sparsity.pattern.describe()}, blocks of {sparsity.block_size} tokens,"
+        "attention": f"{pattern}, blocks of {sparsity.block_size} tokens,"
         f" {parallel.layout}, {parallel.ring} ring",
         "tuned": None if sparsity.tune == "none" else _tuning(config),
         "dense": config.dense_steps.describe() if config.dense_steps.count() else None,

@@ -133,7 +133,8 @@ def rate(tflops: float) -> str:
 
 
 def _by_layer(name: str, values: list[float]) -> Record:
-    return {name: _mean(values), f"{name}_per_layer": values}
+    measured = [x for x in values if not math.isnan(x)]  # not in layers with a window
+    return {name: _mean(measured or values), f"{name}_per_layer": values}
 
 
 def _mean(values: list[float]) -> float:

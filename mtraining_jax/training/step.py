@@ -17,6 +17,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.models.experts.mixture import balance_loss
 from mtraining_jax.models.lora.projection import seeds_from
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
+from mtraining_jax.models.spec import layer_windows
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, MASS_FRACTION, TOKENS
@@ -123,8 +124,9 @@ def make_train_step(
 
 
 def audits_steps(config: Config) -> bool:
-    """Whether steps of a run are audited; dense attention is not."""
-    return bool(config.audit.interval) and config.sparsity.pattern.sparse
+    """Whether steps of a run are audited; dense attention and windows are not."""
+    selects = config.sparsity.pattern.sparse and None in layer_windows(config.model)
+    return bool(config.audit.interval) and selects
 
 
 def draw_rows(config: Config, state: TrainState) -> AuditRows:
@@ -189,6 +191,8 @@ def make_gradients(
         taps = jnp.zeros(tap_shape, jnp.float32) if audited else None
         (_, (loss, layers)), (gradients, of_taps) = value_and_grad(trained, taps, *args)
         if of_taps is not None:
+            unknown = jnp.isnan(layers["audit"]["recall"])  # as in layers with a window
+            of_taps = jnp.where(unknown[..., None], jnp.nan, of_taps)
             figures = zip(GRADIENT_FIGURES, jnp.moveaxis(of_taps, -1, 0), strict=True)
             layers = layers | {"audit": layers["audit"] | dict(figures)}
         return loss, gradients, layers

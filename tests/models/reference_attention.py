@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.transformer import Attention
 
 
@@ -18,7 +19,9 @@ def dense_attention(positions: Array) -> Attention:
         q's dtype, scores scaled by D**-0.5, and the stats {"density": 1}.
     """
 
-    def attention(q_BSHD: Array, k_BSHkD: Array, v_BSHkD: Array) -> tuple[Array, dict[str, Array]]:
+    def attention(
+        q_BSHD: Array, k_BSHkD: Array, v_BSHkD: Array, inputs: AttentionInputs | None = None
+    ) -> tuple[Array, dict[str, Array]]:
         batch, length, heads, dim = q_BSHD.shape
         kv_heads = k_BSHkD.shape[2]
         q32 = q_BSHD.astype(jnp.float32).reshape(batch, length, kv_heads, heads // kv_heads, dim)
@@ -26,7 +29,10 @@ def dense_attention(positions: Array) -> Attention:
         exact = jax.lax.Precision.HIGHEST
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", q32, k32, precision=exact) * dim**-0.5
         rows = positions if positions.ndim == 2 else positions[None]
-        seen = rows[:, None, None, :, None] >= rows[:, None, None, None, :]
+        distance = rows[:, None, None, :, None] - rows[:, None, None, None, :]
+        seen = distance >= 0
+        if inputs is not None and inputs.window is not None:
+            seen &= distance < inputs.window
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v32, precision=exact)
         out_BSHD = out.reshape(q_BSHD.shape).astype(q_BSHD.dtype)

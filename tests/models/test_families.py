@@ -119,6 +119,22 @@ class TestPhi3(FamilyContract):
         assert np.abs(packed(state, None) - found)[:, :60].max() > 1e-2
 
 
+class TestMistral(FamilyContract):
+    family = "mistral"
+    checkpoint = "mistral_tiny"
+    gradients = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight")
+
+
+class TestGemma3(FamilyContract):
+    family = "gemma3_text"
+    checkpoint = "gemma3_tiny"
+    gradients = (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.layers.2.mlp.down_proj.weight",
+    )
+
+
 def test_every_family_has_its_contract():
     tested = {cls.family for cls in FamilyContract.__subclasses__()}
     assert tested == set(FAMILIES.names)
@@ -220,9 +236,10 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
         ("llama3_tiny", {"mlp_bias": True}, "mlp_bias=true is unsupported; it must be false"),
         ("qwen3_tiny", {"attention_bias": True}, "attention_bias=true is unsupported"),
         (
-            "phi3_tiny_longrope", {"sliding_window": 128},
-            "sliding_window=128 is unsupported; it must be null or at least max_position",
+            "gemma3_tiny", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]},
+            r"layer_types=.* is unsupported; it must have sliding_attention in all layers but",
         ),
+        ("gemma3_tiny", {"final_logit_softcapping": 30.0}, "it must be null"),
         (
             "phi3_tiny_longrope", {"partial_rotary_factor": 0.75, "rope_parameters": None},
             "partial_rotary_factor=0.75 is unsupported; it must be 1.0",
@@ -230,7 +247,7 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
         (
             "llama3_tiny", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
             r"unsupported model, MambaForCausalLM \(model_type mamba\); supported model types are"
-            " llama, phi3, qwen2, qwen3",
+            " gemma3_text, llama, mistral, phi3, qwen2, qwen3",
         ),
         (
             "llama3_tiny", {"model_type": None, "architectures": None},

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -129,27 +130,32 @@ def _step_on_shard(
     one_token = dataclasses.replace(spec, remat="none", mlp_kept_chunks=0)
     model: Transformer = nnx.merge(graph_definition(one_token), state)
     position = cache.prompt_len + cache.count
-    cos, sin = rope_tables(position.reshape(1, 1), spec, length)
-    slot, seen = _slot_and_seen(layout, cache)
+    windows = dict.fromkeys(spec.windows)
+    rotations = {
+        window: rope_tables(position.reshape(1, 1), spec.in_window(window), length)
+        for window in windows
+    }
+    slot, seen = _slot_and_seen(layout, cache, windows)
     embedding_spec = parameter_spec(spec.parameters["embed_tokens.weight"], mesh, fsdp)
     table_VE = gather_weight(model.embed_tokens.weight[...], embedding_spec)
     x_B1E = jnp.take(table_VE, token_B, axis=0).astype(dtype)[:, None]
+    x_B1E = model.scale_embedding(x_B1E)
     graphdef, layers = nnx.split(model.layers)
     specs = layer_specs(layers, spec.parameters, mesh, fsdp)
     filled: list[tuple[Array, Array]] = []
     # Unrolled: in a loop, the compiler copies each layer's weights and keys before it reads them.
-    for number in range(spec.num_layers):
+    for number, window in enumerate(spec.windows):
         parameters = jax.tree.map(lambda x, number=number: x[number], layers)
         parameters = compute_weights(parameters, dtype)
         parameters, (x_B1E,) = serialize_collectives(parameters, (x_B1E,))
         layer = nnx.merge(graphdef, jax.tree.map(gather_weight, parameters, specs))
-        q, *new = layer.before_attention(x_B1E, cos, sin)
+        q, *new = layer.before_attention(x_B1E, *rotations[window])
         keys, values = (
             lax.dynamic_update_slice(held, x.swapaxes(1, 2), (0, 0, slot, 0))
             for held, x in zip((cache.keys[number], cache.values[number]), new, strict=True)
         )
         filled.append((keys, values))
-        out_BHD = _attend_to_cache(q[:, 0], keys, values, seen)
+        out_BHD = _attend_to_cache(q[:, 0], keys, values, seen[window])
         x_B1E, _ = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
     hidden_BE = model.norm(x_B1E)[:, 0]
     weight_VE, (hidden_BE,) = serialize_collectives(
@@ -160,8 +166,13 @@ def _step_on_shard(
     return Cache(keys, values, cache.prompt_len, cache.count + 1), logits
 
 
-def _slot_and_seen(layout: Layout, cache: Cache) -> tuple[Array, Array]:
-    """Returns where a rank writes the new token, int32, and which keys it attends to, bool [S]."""
+def _slot_and_seen(
+    layout: Layout, cache: Cache, windows: Iterable[int | None]
+) -> tuple[Array, dict[int | None, Array]]:
+    """Returns where a rank writes the new token, int32, and which keys it attends to, bool [S].
+
+    The keys depend on the window of a layer.
+    """
     rank = lax.axis_index(SEQUENCE_AXES)
     size = layout.block_size
     prompt = layout.block_ids(rank)[:, None] * size + jnp.arange(size, dtype=jnp.int32)
@@ -169,7 +180,9 @@ def _slot_and_seen(layout: Layout, cache: Cache) -> tuple[Array, Array]:
     slots = jnp.arange(cache.keys[0].shape[2] - prompt.size, dtype=jnp.int32)
     new = (slots <= cache.count) & (rank == 0)
     seen = jnp.concatenate([prompt < cache.prompt_len, new])
-    return prompt.size + cache.count, seen
+    distance = cache.count + cache.prompt_len - jnp.concatenate([prompt, cache.prompt_len + slots])
+    of_windows = {x: seen if x is None else seen & (distance < x) for x in windows}
+    return prompt.size + cache.count, of_windows
 
 
 def _attend_to_cache(q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array) -> Array:

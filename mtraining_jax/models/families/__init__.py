@@ -11,6 +11,8 @@ FAMILIES = Registry(
         "qwen2": f"{_HERE}.qwen2:Qwen2",
         "qwen3": f"{_HERE}.qwen3:Qwen3",
         "llama": f"{_HERE}.llama:Llama",
+        "mistral": f"{_HERE}.mistral:Mistral",
+        "gemma3_text": f"{_HERE}.gemma3:Gemma3",
         "phi3": f"{_HERE}.phi3:Phi3",
         "qwen3_moe": f"{_HERE}.qwen3_moe:Qwen3Moe",
     },

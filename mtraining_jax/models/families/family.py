@@ -3,13 +3,14 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.parameters import LAYERS, Parameter, ParamTable, matrix, vector
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
-from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.spec import ATTENTION, ModelSpec
 
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 # Names of sizes here, and in config.json.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -36,6 +37,10 @@ class Family:
         defaults: defaults of transformers for fields missing in config.json.
         fixed: fields of config.json that must have these values, or be absent.
         same_as: fields of config.json that default to the value of another field.
+        attention: fields of `spec.ATTENTION` that its models have.
+        activation: activation of the MLP.
+        norm_offset: number that norms add to their weight.
+        scales_embedding: whether embeddings are multiplied by the square root of their width.
         fused: tensors of a checkpoint layer that stack several parameters; a name with * is one
             tensor per expert.
         has_experts: whether a mixture of experts replaces the MLP.
@@ -53,6 +58,10 @@ class Family:
     }
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0}
     same_as: ClassVar[Mapping[str, str]] = {}
+    attention: ClassVar[tuple[str, ...]] = ()
+    activation: ClassVar[Activation] = "silu"
+    norm_offset: ClassVar[float] = 0.0
+    scales_embedding: ClassVar[bool] = False
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     has_experts: ClassVar[bool] = False
 
@@ -61,12 +70,12 @@ class Family:
         hidden, inner, std = spec.hidden_size, spec.intermediate_size, spec.initializer_range
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return {
-            "input_layernorm.weight": vector(hidden, 1.0),
+            "input_layernorm.weight": vector(hidden, 1.0 - self.norm_offset),
             "self_attn.q_proj.weight": matrix(queries, hidden, ("heads", "embed"), std),
             "self_attn.k_proj.weight": matrix(keys, hidden, ("kv_heads", "embed"), std),
             "self_attn.v_proj.weight": matrix(keys, hidden, ("kv_heads", "embed"), std),
             "self_attn.o_proj.weight": matrix(hidden, queries, ("embed", "heads"), std),
-            "post_attention_layernorm.weight": vector(hidden, 1.0),
+            "post_attention_layernorm.weight": vector(hidden, 1.0 - self.norm_offset),
             "mlp.gate_proj.weight": matrix(inner, hidden, ("mlp", "embed"), std),
             "mlp.up_proj.weight": matrix(inner, hidden, ("mlp", "embed"), std),
             "mlp.down_proj.weight": matrix(hidden, inner, ("embed", "mlp"), std),
@@ -80,7 +89,7 @@ class Family:
         for name, x in spec.layer.items():
             shape, axes = (spec.num_layers, *x.shape), ("layers", *x.axes)
             table[f"{LAYERS}{name}"] = dataclasses.replace(x, shape=shape, axes=axes)
-        table["norm.weight"] = vector(spec.hidden_size, 1.0)
+        table["norm.weight"] = vector(spec.hidden_size, 1.0 - self.norm_offset)
         if not spec.tie_word_embeddings:
             table["lm_head.weight"] = embedding
         return table
@@ -105,8 +114,14 @@ class Family:
         given = {name: value for name, value in raw.items() if value is not None}
         raw = {**self.defaults, **others, **given}
         values: dict[str, Any] = {"family": self.model_type, **EXPERTS}
+        values |= dict.fromkeys(ATTENTION)
         values |= {ours: integer(raw, theirs) for ours, theirs in SIZES.items()}
         values |= {name: raw[name] for name in self.defaults}
+        if "sliding_window" in self.attention and raw.get("sliding_window") is not None:
+            window = integer(raw, "sliding_window")
+            # Of layers that differ in nothing else, a window as long as the context is none.
+            if window < raw["max_position_embeddings"] or len(self.attention) > 1:
+                values["sliding_window"] = window
         values["head_dim"] = values["hidden_size"] // values["num_heads"]
         if "head_dim" in raw:
             values["head_dim"] = integer(raw, "head_dim")
@@ -144,6 +159,7 @@ class Family:
             **self.fixed,
             **{theirs: getattr(spec, ours) for ours, theirs in SIZES.items()},
             **{name: getattr(spec, name) for name in self.defaults},
+            **({"sliding_window": spec.sliding_window} if self.attention else {}),
             "rope_scaling": scaled,
             "rope_parameters": {
                 "rope_type": "default",

@@ -17,6 +17,7 @@ class Phi3(Family):
     defaults = {**Family.defaults, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     fixed = {**Family.fixed, "attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     same_as = {"num_key_value_heads": "num_attention_heads"}
+    attention = ("sliding_window",)
     fused = {
         "self_attn.qkv_proj.weight": (
             "self_attn.q_proj.weight",
@@ -25,17 +26,6 @@ class Phi3(Family):
         ),
         "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     }
-
-    def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().read_config(raw)
-        # A sliding window must not be shorter than the context.
-        window, context = raw.get("sliding_window"), values["max_position_embeddings"]
-        if window is not None and window < context:
-            raise ValueError(
-                f"sliding_window={window} is unsupported; it must be null or at least"
-                f" max_position_embeddings={context}"
-            )
-        return values
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         rope = dict(super().rope_parameters(raw))

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.families.family import EXPERTS, SIZES, family_of
-from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.spec import ATTENTION, ModelSpec
 from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError
@@ -15,9 +15,9 @@ from mtraining_jax.utils.fields import shortened
 CONFIG_FILE = "config.json"
 SPARSE_ENTRY = "sparse_attention"  # its entry for `sparse_attention.py`
 
-# Fields of `ModelSpec` that config.json fixes because they determine the parameters, and fields in
+# Fields of `ModelSpec` that config.json fixes because they determine the model, and fields in
 # which a model may intentionally differ from its checkpoint.
-FIXED = ("family", *SIZES, "head_dim", "tie_word_embeddings", *list(EXPERTS)[:3])
+FIXED = (*("family", *SIZES, "head_dim", "tie_word_embeddings"), *list(EXPERTS)[:3], *ATTENTION)
 FREE = (
     "rope_theta",
     "rope_scaling",

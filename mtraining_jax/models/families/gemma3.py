@@ -1,0 +1,75 @@
+"""Gemma 3 (text): most layers with a sliding window and a RoPE of their own; four norms a layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtraining_jax.models.families.family import Family
+from mtraining_jax.models.parameters import Parameter, vector
+from mtraining_jax.models.spec import ATTENTION, ModelSpec
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+class Gemma3(Family):
+    """Windows, norms also after attention and the MLP, GeGLU, and scaled embeddings."""
+
+    model_type = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+    title = "Gemma 3"
+    defaults = {
+        **Family.defaults,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "query_pre_attn_scalar": 256,
+    }
+    fixed = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_dropout": 0.0,
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    }
+    attention = ATTENTION
+    activation = "gelu_pytorch_tanh"
+    norm_offset = 1.0
+    scales_embedding = True
+
+    def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
+        norms = {f"self_attn.{x}_norm.weight": vector(spec.head_dim, 0.0) for x in "qk"}
+        for place in ("pre", "post"):
+            norms[f"{place}_feedforward_layernorm.weight"] = vector(spec.hidden_size, 0.0)
+        return super().layer(spec) | norms
+
+    def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().read_config({"sliding_window": 4096, "head_dim": 256, **raw})
+        types, layers = raw.get("layer_types"), range(1, values["num_layers"] + 1)
+        pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+        if types is not None:
+            pattern = types.index(_FULL) + 1 if _FULL in types else len(types) + 1
+            if types != [_SLIDING if n % pattern else _FULL for n in layers]:
+                raise ValueError(
+                    f"layer_types={types} is unsupported; it must have {_SLIDING} in all layers "
+                    f"but every n-th, which has {_FULL}"
+                )
+        local = (raw.get("rope_parameters") or {}).get(_SLIDING) or {}
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_type={local['rope_type']} of {_SLIDING} must be default")
+        theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
+        interval = pattern if pattern <= len(layers) else None
+        return values | {"full_attention_interval": interval, "window_rope_theta": float(theta)}
+
+    def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        rope = super().rope_parameters(raw)
+        return rope[_FULL] if _FULL in rope else rope
+
+    def write_config(self, spec: ModelSpec) -> dict[str, Any]:
+        raw, theta = super().write_config(spec), spec.window_rope_theta
+        local = {"rope_type": "default", "rope_theta": theta}
+        return raw | {
+            "layer_types": [_FULL if window is None else _SLIDING for window in spec.windows],
+            "sliding_window_pattern": spec.full_attention_interval or spec.num_layers + 1,
+            "rope_local_base_freq": theta,
+            "rope_parameters": {_FULL: raw["rope_parameters"], _SLIDING: local},
+        }
