@@ -36,6 +36,7 @@ def sparse_attention(
     backend: str | None = None,
     valid_len: ArrayLike | None = None,
     documents: Documents | None = None,
+    sinks: Array | None = None,
     return_lse: bool = False,
     return_index: bool = False,
     batch_axis: Axes = None,
@@ -85,7 +86,10 @@ def sparse_attention(
             use dense attention. Blocks without a document get output 0, lse -inf and zero
             gradients. Requires a pattern with `supports_documents` (every causal pattern of this
             package), or a `BlockMaskIndex` or `DenseIndex` with documents.
-        return_lse: also return the log-sum-exp of the logits, differentiable.
+        sinks: floats [Hq], logits of attention sinks (gpt-oss): each query head attends to one more
+            key, with this logit and without a value. Differentiable; they do not change which pairs
+            are selected.
+        return_lse: also return the log-sum-exp of the logits, without sinks, differentiable.
         return_index: also return the index, for `inspect` or as `pattern` of another call.
         batch_axis: mesh axes of the batch, () for none. Defaults to the axes in q's sharding type,
             else "data" if the mesh has it.
@@ -125,7 +129,9 @@ def sparse_attention(
     if order is not None:
         q, k, v = (take(x, order[0]) for x in (q, k, v))
     spec = AttentionSpec(placement, shard_layout, ring, scale, causal, backend)
-    inputs = AttentionInputs(pattern=pattern, documents=blocks, valid_len=valid_len)
+    inputs = AttentionInputs(
+        pattern=pattern, documents=blocks, valid_len=valid_len, sinks=checks.check_sinks(sinks, q)
+    )
     out, lse, index, _ = _attend(spec, q, k, v, inputs)
     if order is not None:
         out, lse = take(out, order[1]), take(lse, order[1], axis=2)

@@ -76,6 +76,18 @@ def check_scale(scale: float | None, q: Array) -> float:
     return number
 
 
+def check_sinks(sinks: Array | None, q: Array) -> Array | None:
+    """Returns the logits of attention sinks as fp32, or None."""
+    if sinks is None:
+        return None
+    heads, shape = q.shape[-2], list(jnp.shape(sinks))
+    if shape != [heads]:
+        raise ValueError(f"sinks has shape {shape}; expected [{heads}], one per head of q")
+    if not jnp.issubdtype(jnp.result_type(sinks), jnp.floating):
+        raise ValueError(f"sinks has dtype {jnp.result_type(sinks)}; it must be floating-point")
+    return jnp.asarray(sinks, jnp.float32)
+
+
 def check_is_pattern(pattern: object) -> Pattern | Index:
     """Returns `pattern` if it is a pattern or an index, whatever the inputs."""
     if not isinstance(pattern, (Pattern, Index)):

@@ -35,7 +35,8 @@ class AttentionInputs:
         window: keys that each query sees instead of those of the pattern; static. Such a layer is
             not audited.
         audit_rows: queries to measure the metrics of `attention.audit` on, at the cost of exact
-            attention of these rows.
+            attention of these rows; without sinks.
+        sinks: as in `sparse_attention`, fp32 [Hq].
     """
 
     pattern: Pattern | Index | None = None
@@ -44,6 +45,7 @@ class AttentionInputs:
     documents: DocumentBlocks | None = None
     valid_len: Array | None = None
     audit_rows: AuditRows | None = None
+    sinks: Array | None = None
     window: int | None = jax.tree.static(default=None)
 
     def per_layer(self) -> Self:

@@ -49,7 +49,9 @@ def attend(
     row_sharded = _row_sharded(inputs)
     of_index = rows if row_sharded else P(placement.batch, placement.heads)
     of_pattern = of_index if isinstance(pattern, Index) else P(placement.heads)
-    of_inputs = AttentionInputs(*cast(Any, (of_pattern, batch, P(), batch, P(), P())))
+    of_inputs = AttentionInputs(
+        *cast(Any, (of_pattern, batch, P(), batch, P(), P(), P(placement.heads)))
+    )
     out_specs = AttentionOutput(*cast(Any, (heads, rows, of_index, P())))
     order = None
     if row_sharded and spec.layout is not None and placement.ranks > 1:
@@ -86,7 +88,16 @@ def _attend_on_shard(
     if inputs.audit_rows is not None:
         out, figures = audit(spec, (q, k, v), out, index, inputs)
         statistics |= figures
+    if inputs.sinks is not None:
+        out = _with_sinks(out, lse, inputs.sinks)
     return AttentionOutput(out, lse, index, statistics)
+
+
+def _with_sinks(out_BSHD: Array, lse_BHS: Array, sinks_H: Array) -> Array:
+    """Adds the weight of sinks to the sum that softmax divides by; differentiable in all."""
+    # exp(lse) / (exp(lse) + exp(sink))
+    kept_BHS = jax.nn.sigmoid(lse_BHS - sinks_H[:, None])
+    return (out_BSHD * jnp.swapaxes(kept_BHS, 1, 2)[..., None]).astype(out_BSHD.dtype)
 
 
 def _attend_to_index(
