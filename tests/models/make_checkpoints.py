@@ -3,7 +3,8 @@
 `python tests/models/make_checkpoints.py FOLDER [NAME ...]` writes one folder per checkpoint:
 config.json and model.safetensors as transformers saves them, and golden.npz with its outputs in
 fp32 on a CPU. The weights of qwen2_tiny_yarn are those of qwen2_tiny and are stored once. It needs
-torch and transformers, and nothing of this repository.
+torch and transformers, and nothing of this repository. mistral_tiny and gemma3_tiny were made in
+the same way, of width 64, with windows of 64 tokens and texts of 192.
 """
 
 import sys

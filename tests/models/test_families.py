@@ -14,7 +14,7 @@ from flax import nnx
 from mtraining_jax import Dense, Documents, sparse_attention
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.huggingface.config import hf_config, read_hf_config
-from mtraining_jax.models.rope import Llama3Scaling, LongRopeScaling
+from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS, forward, some_tokens
@@ -217,6 +217,34 @@ def test_phi_3_in_the_older_spelling(tmp_path, kind):
     )
     expected = LongRopeScaling(32.0, 4096, None, (1.0,) * 4, (2.0,) * 4)
     assert read_hf_config(folder).rope_scaling == expected
+
+
+def test_gemma_3_in_the_older_spelling(tmp_path):
+    # The text model of Gemma 3 4B.
+    folder = write(
+        tmp_path,
+        "gemma3_tiny",
+        rope_parameters=None,
+        rope_theta=1e6,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"},
+        rope_local_base_freq=10000.0,
+        layer_types=None,
+        _sliding_window_pattern=None,
+        sliding_window_pattern=6,
+        num_hidden_layers=34,
+        sliding_window=1024,
+    )
+    spec = read_hf_config(folder)
+    assert (spec.rope_theta, spec.rope_scaling) == (1e6, LinearScaling(8.0))
+    assert (spec.sliding_window, spec.window_rope_theta) == (1024, 1e4)
+    assert [i for i, window in enumerate(spec.windows) if window is None] == [5, 11, 17, 23, 29]
+
+
+@pytest.mark.parametrize(("window", "expected"), [(128, 128), (512, None), (None, None)])
+def test_a_window_shorter_than_the_context_is_kept(tmp_path, window, expected):
+    for name in ("phi3_tiny_longrope", "mistral_tiny"):
+        spec = read_hf_config(write(tmp_path, name, sliding_window=window))
+        assert spec.windows == (expected,) * 2
 
 
 @pytest.mark.parametrize(("context", "fields"), [(512, 3), (1024, 5)])

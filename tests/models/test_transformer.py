@@ -8,6 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.models.remat import scan_kinds
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, graph_definition, init_model
@@ -194,6 +195,25 @@ def test_each_layer_gets_its_own_inputs(remat):
     assert stats["gain"].dtype == jnp.float32 and stats["sum"].dtype == jnp.int32
 
 
+@pytest.mark.parametrize("kinds", ["aab", "aabaabaa", "abababa", "bbb"])
+def test_layers_of_several_kinds_run_in_order(kinds):
+    weights = jnp.arange(1.0, len(kinds) + 1)
+    layers = {
+        "a": lambda x, w: (x * w, {"of_all": x}),
+        "b": lambda x, w: (x + w, {"of_all": x, "of_b": {"w": w, "n": jnp.int32(1)}}),
+    }
+    found, stats = jax.jit(lambda w: scan_kinds(layers, tuple(kinds), 1.0, w))(weights)
+    x, before, of_b = 1.0, [], []
+    for kind, weight in zip(kinds, weights.tolist(), strict=True):
+        before.append(x)
+        x = x * weight if kind == "a" else x + weight
+        of_b.append(weight if kind == "b" else np.nan)
+    assert found == x
+    np.testing.assert_array_equal(stats["of_all"], before)
+    np.testing.assert_array_equal(stats["of_b"]["w"], of_b)
+    np.testing.assert_array_equal(stats["of_b"]["n"], np.isfinite(of_b))
+
+
 def test_no_gradient_flows_through_stats():
     spec = tiny_spec()
     graphdef, state = drawn(spec)
@@ -305,6 +325,12 @@ def test_any_object_with_the_fields_is_a_config():
         ({"mlp_kept_chunks": -1}, "mlp_kept_chunks = -1 must not be negative"),
         ({"mlp_kept_chunks": 1}, 'mlp_kept_chunks = 1 needs remat = "mlp", but it is "none"'),
         ({"family": "gpt9"}, 'unknown model family "gpt9"; choose one of qwen2, qwen3, llama'),
+        ({"sliding_window": 8}, "sliding_window = 8 needs a family that has it: .*mistral"),
+        (
+            {"family": "gemma3_text", "window_rope_theta": 1e4},
+            "window_rope_theta = 10000.0 needs sliding_window",
+        ),
+        ({"family": "mistral", "sliding_window": 0}, "sliding_window = 0 must be positive"),
         ({"remat": "some"}, 'remat = "some" must be one of none, mlp, attention, attention_off'),
     ],
 )

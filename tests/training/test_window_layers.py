@@ -5,6 +5,8 @@ import os
 import numpy as np
 import pytest
 
+from mtraining_jax.planning.cost import count_flops
+from mtraining_jax.planning.documents import planned_pairs
 from mtraining_jax.training.loop import run
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import tiny_config
@@ -63,6 +65,15 @@ def test_layers_with_a_window_are_not_audited(tmp_path):
     assert (
         record["density_per_layer"][0] == pytest.approx(DENSITY) != record["density_per_layer"][1]
     )
+
+
+def test_a_dry_run_counts_windows(tmp_path):
+    config = config_of(tmp_path, "gemma3_text", sparsity={"kind": "dense"})
+    pairs = planned_pairs(config)
+    assert pairs.density == pairs.dense == pytest.approx((DENSITY + 1) / 2)
+    assert pairs.why == "dense; windows of 21 tokens in 1 of 2 layers"
+    flops = count_flops(config)
+    assert flops.attention_model == pytest.approx(6 / 7 * flops.attention_dense * pairs.density)
 
 
 @pytest.mark.parametrize(
