@@ -105,6 +105,13 @@ def layer_products(config: Config) -> dict[str, int]:
     return family_of(spec.family).layer_products(spec)
 
 
+def idle_parameters(config: Config) -> int:
+    """Number of parameters of the experts that do not compute a token; 0 without experts."""
+    model = config.model
+    idle = model.num_experts - model.num_experts_per_tok
+    return idle * model.num_layers * 3 * model.hidden_size * model.intermediate_size
+
+
 def head_products(config: Config) -> int:
     """Number of entries of the output matrix, tied or not."""
     return config.model.vocab_size * config.model.hidden_size

@@ -8,7 +8,7 @@ import jax
 
 from mtraining_jax.config import Config, validate
 from mtraining_jax.config.load import with_steps
-from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, mean_audit_flops
+from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, idle_parameters, mean_audit_flops
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
@@ -133,7 +133,10 @@ def report(
         yield f"  documents   {share} are within documents ({pairs.source})"
     if _mixed(config):
         yield f"  dense       {config.dense_steps.describe()}"
-    yield f"  parameters  {total:,}" + ("" if trained == total else f", {trained:,} trained")
+    idle = idle_parameters(config)
+    per_token = f", {total - idle:,} of them per token" if idle else ""
+    trained_only = "" if trained == total else f", {trained:,} trained"
+    yield f"  parameters  {total:,}{per_token}{trained_only}"
     yield ""
     yield from _memory_lines(config, gpu, memory, how, compiled)
     yield ""

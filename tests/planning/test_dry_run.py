@@ -12,7 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import available_configs, load_config
-from mtraining_jax.cost_model.flops import audit_flops, mean_audit_flops
+from mtraining_jax.cost_model.flops import (
+    audit_flops,
+    idle_parameters,
+    matrix_flops,
+    mean_audit_flops,
+)
 from mtraining_jax.cost_model.kernel_times import CODED_SPEEDUP, SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.models import embedding
 from mtraining_jax.models.loss import linear_cross_entropy
@@ -55,7 +60,7 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
         "  fits: ",
     ):
         assert text in printed
-    assert ("not a measurement" in printed) == (config.parallel.cpu_devices is None)
+    assert ("not a measurement" in printed) == (rates_missing(config, H200) is None)
 
 
 def test_audits_cost_less_than_1_percent_of_a_step_at_131072_tokens(capsys):
@@ -269,6 +274,20 @@ def test_predicted_selection_time_is_near_the_measured_one():
     # benchmarks/results/selection-h200-2026-11-25.md
     assert sum(found.values()) == pytest.approx(6.345, rel=0.05), found
     assert found["index selection"] == pytest.approx(36 * 4.7e-3, rel=0.05)  # since then faster
+
+
+def test_of_experts_memory_counts_all_and_flops_those_of_a_token(capsys):
+    config = load_config("qwen3_30b_a3b_256k")
+    total, _ = planned_state(config).count_parameters()
+    active, model = total - idle_parameters(config), config.model
+    assert 3.3e9 < active < 3.4e9 < 30e9 < total
+    norms = (2 * model.hidden_size + 2 * model.head_dim) * model.num_layers + model.hidden_size
+    embedding = model.vocab_size * model.hidden_size
+    assert matrix_flops(config) == 6 * (active - embedding - norms)
+    sharded = 4 * (total - norms) / 8 + 4 * norms
+    assert estimate_memory(config).parameters == pytest.approx(sharded, rel=1e-6)
+    assert main(["--config", "qwen3_30b_a3b_256k", "--dry-run=estimate"]) == 0
+    assert f"  parameters  {total:,}, {active:,} of them per token\n" in capsys.readouterr().out
 
 
 def test_one_gpu_has_no_collectives():
