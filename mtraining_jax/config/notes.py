@@ -7,6 +7,7 @@ from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import DENSE_STEPS
 from mtraining_jax.data.tokenizer import BYTES
+from mtraining_jax.models.huggingface.config import sparse_entry
 
 
 def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
@@ -44,11 +45,12 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
     if config.checkpoint.export_hf and sparse:
         tenth = "N" if config.run.epochs is not None else max(1, config.run.steps // 10)
         # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
+        has_file = sparse_entry(config.sparsity.kind, pattern) is not None
+        unless = " unless it imports the exported sparse_attention.py" if has_file else ""
         found.append(
-            "Hugging Face transformers runs the exported model with dense attention, where a model "
-            "trained with sparse attention has a slightly higher loss; "
-            f"--sparsity.dense_cooldown_steps={tenth} (a tenth of the "
-            "steps) recovers most of it"
+            f"Hugging Face transformers runs the exported model with dense attention{unless}; a "
+            "model trained with sparse attention then has a slightly higher loss, of which "
+            f"--sparsity.dense_cooldown_steps={tenth} (a tenth of the steps) recovers most"
         )
     return found
 

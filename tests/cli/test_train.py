@@ -146,6 +146,7 @@ def test_note_on_exporting_a_sparse_model(runs, capsys):
     assert main(["--config=tiny", "--checkpoint.export_hf=true"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: Hugging Face transformers runs the exported model with dense att")
+    assert "dense attention unless it imports the exported sparse_attention.py; a model" in line
     assert "--sparsity.dense_cooldown_steps=12 " in line
     for fix in ("dense_cooldown_steps=12", "dense_interval=10", "kind=dense"):
         arguments = ["--checkpoint.export_hf=true", f"--sparsity.{fix}"]
