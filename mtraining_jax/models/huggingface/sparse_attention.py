@@ -11,8 +11,7 @@ A forward pass over a whole prompt attends to the pairs selected by the pattern 
 Selected blocks are those of mtraining-jax, but for blocks with equal mass up to rounding. On a GPU,
 FlexAttention and a Triton kernel compute; on a CPU, PyTorch operations on some rows at a time.
 
-Letters in shapes: B batch, S tokens, Hq and Hk query and key/value heads, D head width, g tokens
-per block, NB blocks, n rows of blocks.
+Letters in shapes: B batch, S tokens, Hq and Hk query and key/value heads, D head width, NB blocks.
 """
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportIndexIssue=false
 
@@ -35,20 +34,14 @@ except ImportError:  # installed with PyTorch for GPUs
 
 NAME = "mtraining_sparse"
 
-_COMMON = {"kind", "block_size", "min_sparse_tokens", "local_blocks"}
-_OF_ROWS = _COMMON | {
-    "tau", "sink_blocks", "min_block_mass", "dense_prefix_tokens", "dense_suffix_tokens",
-    "random_block_prob",
-}  # fmt: skip
+_COMMON = "kind block_size min_sparse_tokens local_blocks min_block_mass "
+_ROWS = _COMMON + "tau sink_blocks dense_prefix_tokens dense_suffix_tokens random_block_prob "
 _OPTIONS = {
-    "sampled_rows": _OF_ROWS | {"probe_queries_per_block", "columns"},
-    "xattention": _OF_ROWS | {"stride"},
-    "vertical_slash": _COMMON
-    | {
-        "top_p", "max_verticals", "max_slashes", "preset", "num_probe_queries", "sink_tokens",
-        "min_verticals", "min_slashes", "min_block_mass", "max_density", "local_fraction",
-    },
-}  # fmt: skip
+    "sampled_rows": _ROWS + "probe_queries_per_block columns",
+    "xattention": _ROWS + "stride",
+    "vertical_slash": _COMMON + "top_p preset max_verticals max_slashes min_verticals min_slashes "
+    "num_probe_queries sink_tokens max_density local_fraction",
+}
 _Options = SimpleNamespace
 _Selected = tuple[Tensor, Tensor | None]  # blocks and columns
 _Scored = tuple[Tensor, Tensor, Tensor, float]  # rows, keys, positions, scale
@@ -105,7 +98,7 @@ def _options(entry: Any) -> _Options:
     if not isinstance(entry, dict) or entry.get("kind") not in _OPTIONS:
         found = "is missing" if entry is None else f"is {entry!r}"
         raise ValueError(f"{where} {found}; kind must be one of {', '.join(_OPTIONS)}")
-    if wrong := sorted(_OPTIONS[entry["kind"]] ^ entry.keys()):
+    if wrong := sorted({*_OPTIONS[entry["kind"]].split()} ^ entry.keys()):
         raise ValueError(
             f"{where} has options of another version, such as {wrong[0]}; use the "
             "sparse_attention.py that was exported with the model"
