@@ -160,7 +160,7 @@ def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
         weights_R1 = dispatch.of_rows(weights_CK)[:, None]
         if products is None:
             products = groups.dot(x_RE, gate, sizes), groups.dot(x_RE, up, sizes)
-        # Of hidden_RF before the weights, whose gradients are its products with hidden_RF.
+        # The gradient of hidden_RF times its weights, without these.
         d_RF = groups.transposed(d_out_RE, down, sizes)
         hidden_RF, d_gate_RF, d_up_RF = activation_gradients(products, d_RF, weights_R1)
         d_weights_R = jnp.sum(hidden_RF * d_RF.astype(jnp.float32), axis=-1)
