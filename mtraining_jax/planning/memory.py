@@ -27,7 +27,8 @@ from pallas_kernels.index.bits import BYTES_AT_ONCE
 _WIDE_ARRAYS = 10
 _MLP_ARRAYS = 6
 _HEAD_ARRAYS = 4
-_EXPERT_ARRAYS = 3  # [rows, hidden_size] of a chunk, one row per expert of a token; by count
+# [rows, hidden_size] of a chunk, one row per expert of a token; compiled for an H200, 2026-11-26.
+_EXPERT_ARRAYS = 1
 # [tokens, num_heads * head_dim] per copy of the queries that a pattern makes (MoBA): with bf16, 5.8
 # to 6.3 in XLA's buffer assignment of the attention gradient for a CPU
 # (docs/design/step-time-and-memory.md).
@@ -222,7 +223,8 @@ def _layer(config: Config) -> int:
     products = {name: x.size for name, x in spec.layer.items() if "vector" not in x.axes}
     trained = adapter_products(config) or products
     matrices = sum(products.values()) * size + sum(trained.values()) * 4
-    matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))
+    if not model.num_experts:  # XLA keeps no others of experts (compiled as above)
+        matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))
     num_blocks = config.data.seq_len // config.sparsity.block_size
     copies = pattern_costs.query_copies(config.sparsity.pattern, num_blocks)
     copied = _COPY_ARRAYS * copies * tokens * queries * size
