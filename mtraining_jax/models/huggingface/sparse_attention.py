@@ -78,8 +78,9 @@ def sparse_attention(
         ValueError: the pattern or the case is not supported.
     """
     length = query.shape[2]
-    if length == 1:
-        how = {"scaling": scaling, **others}
+    # Layers with a sliding window have no pattern.
+    if length == 1 or others.get("sliding_window") is not None:
+        how = {"scaling": scaling, "dropout": dropout, **others}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
     options = _options(getattr(module.config, "sparse_attention", None))
     _check(query, attention_mask, dropout, others, options)
@@ -122,7 +123,7 @@ def _check(query: Tensor, mask: Any, dropout: float, others: dict, options: _Opt
         problem = f"dropout = {dropout} is not supported; call model.eval()"
     elif query.is_cuda and options.block_size != _TILE:
         problem = f"block_size = {options.block_size} is not supported on a GPU, only {_TILE}"
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+    for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             problem = f"the model's {name} is not supported"
     if problem:
