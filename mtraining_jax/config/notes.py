@@ -49,8 +49,8 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
         unless = " unless it imports the exported sparse_attention.py" if has_file else ""
         found.append(
             f"Hugging Face transformers runs the exported model with dense attention{unless}; a "
-            "model trained with sparse attention then has a slightly higher loss, of which "
-            f"--sparsity.dense_cooldown_steps={tenth} (a tenth of the steps) recovers most"
+            "model trained with sparse attention then has a slightly higher loss; "
+            f"--sparsity.dense_cooldown_steps={tenth} (a tenth of the steps) recovers most of it"
         )
     return found
 
