@@ -103,10 +103,9 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
             result["building work lists"] = indices * gpu.lists_seconds / devices
     windows = model.num_layers - layer_windows(model).count(None)
     if windows and config.ranks > 1:
-        # Queries, keys, values and outputs change their layout, and so do their gradients. Most
-        # policies also recompute the first three.
-        heads = 2 * (model.num_heads + model.num_kv_heads)
-        heads *= 2 if model.remat in ("mlp", "none") else 3
+        # Queries, keys, values and outputs change their layout, and so do their gradients. With
+        # rematerialization, the first do so twice.
+        heads = 2 * (model.num_heads + model.num_kv_heads) * (2 if model.remat == "none" else 3)
         moved = heads * width * config.local_tokens * (2 if model.dtype == "bfloat16" else 4)
         moved *= windows * micro_batches * (config.ranks - 1) / config.ranks
         result["exchange for windows"] = moved / gpu.link_bytes
