@@ -126,12 +126,10 @@ def test_balance_loss_is_that_of_transformers():
     assert load.shape == (layers,) and np.all(load >= 1)
 
 
-@pytest.mark.parametrize("remat", ["mlp", "attention"])
-def test_rematerialization_changes_nothing(remat):
+def test_rematerialization_changes_nothing():
     spec = tiny_spec(**MOE, mlp_chunk_size=8)
-    kept = {"mlp_kept_chunks": 1} if remat == "mlp" else {}
     tokens, found = some_tokens(spec), []
-    for each in (spec, dataclasses.replace(spec, remat=remat, **kept)):
+    for each in (spec, dataclasses.replace(spec, remat="mlp", mlp_kept_chunks=1)):
         graphdef, state = drawn(each)
 
         @jax.jit
@@ -175,17 +173,16 @@ def test_padded_rows_of_the_kernel(monkeypatch):
     numbers = {"dot": (((1,), (2,)), [0]), "transposed": (((1,), (1,)), [0])}
 
     def product(kind, a, b, sizes):
-        assert not np.any(sizes % 128)
         contracted, groups = numbers.get(kind, (((0,), (0,)), []))
         numbering = jax.lax.RaggedDotDimensionNumbers((contracted, ((), ())), [0], groups)
         unused = jnp.arange(len(a))[:, None] >= jnp.sum(sizes)
         a = jnp.where(unused, 0, a) if kind == "outer" else a
         b = jnp.where(unused, 0, b) if kind == "outer" else b
         out = jax.lax.ragged_dot_general(a, b, sizes, numbering, precision="highest")
-        return out if kind == "outer" else jnp.where(unused, jnp.nan, out)
+        wrong = jnp.any(sizes % 128 > 0) | (unused if kind != "outer" else False)
+        return jnp.where(wrong, jnp.nan, out)
 
     monkeypatch.setattr(backends, "grouped_product", lambda *_: product)
-    with jax.disable_jit():
-        actual = with_gradients(lambda *x: experts(*x, 8), example())
+    actual = with_gradients(lambda *x: experts(*x, 8), example())
     for ours, theirs in zip(actual, with_gradients(everything, example()), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -46,7 +46,7 @@ def test_eight_devices_equal_one(folder, one):
     config = config_of(
         folder,
         run={"steps": 3, "compile_cache_dir": cache, "output_dir": str(folder / "runs")},
-        parallel={"replicas": 2, "nodes": 2, "devices_per_node": 2, "fsdp": True},
+        parallel={"replicas": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True},
         optimizer={"accumulation_steps": 2},
     )
     records = run(config)
