@@ -327,10 +327,7 @@ def _last_masses(q: Tensor, k: Tensor, scale: float, count: int) -> tuple[Tensor
 
 
 def _largest(keys: Tensor, minimum: int, maximum: int, target: int, keep_crossing: bool) -> Tensor:
-    """Keeps the largest keys [..., S] until their masses reach the target: bool [..., S].
-
-    A key is a mass, plus `_MASS_ONE` if forced.
-    """
+    """Keeps the largest keys [..., S], masses plus `_MASS_ONE` if forced, until a target mass."""
     keys, order = keys.sort(dim=-1, descending=True, stable=True)
     mass = keys % _MASS_ONE
     total, number = mass.cumsum(-1), torch.arange(keys.shape[-1], device=keys.device)
