@@ -185,7 +185,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
     """Multiplies [..., n, D] and [..., m, D] to fp32 [..., n, m], without rounding products."""
-    if x.is_cuda and x.dtype != torch.float32:
+    if x.is_cuda and x.itemsize == 2:
         lead, flat = x.shape[:-2], (x.flatten(0, -3), y.flatten(0, -3).transpose(1, 2))
         return torch.bmm(*flat, out_dtype=torch.float32).unflatten(0, lead)
     return x.float() @ y.float().transpose(-1, -2)
