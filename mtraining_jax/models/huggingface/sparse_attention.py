@@ -245,10 +245,7 @@ def _block_lse_on_gpu(
 
 
 def _heaviest(mass: Tensor, rows: Tensor, length: int, options: _Options) -> Tensor:
-    """Keeps the heaviest blocks of each row until a fraction of its mass: bool [B, Hq, n, m].
-
-    `mass` is fp32 [B, Hq, n, m] of the first m blocks, `rows` the numbers of the rows [n].
-    """
+    """Applies the rule to masses of the first m blocks, fp32 [B, Hq, n, m], in rows of numbers [n]."""
     size, numbers = options.block_size, torch.arange(mass.shape[3], device=mass.device)
     distance = rows[:, None] - numbers
     dense = rows < -(-options.dense_prefix_tokens // size)
@@ -344,8 +341,8 @@ def _attend(
 ) -> Tensor:
     """Attends to the selected blocks and columns, some rows of blocks at a time."""
     batch, heads, length, _ = q.shape
-    step, tokens = max(_STEP_BYTES // (batch * heads * length * size * 8), 1), torch.arange(length)
-    tokens, out = tokens.to(q.device), []
+    step = max(_STEP_BYTES // (batch * heads * length * size * 8), 1)
+    tokens, out = torch.arange(length, device=q.device), []
     for first in range(0, blocks.shape[2], step):
         rows = tokens[first * size : (first + step) * size]
         seen = blocks[:, :, rows // size].repeat_interleave(size, -1)[..., :length]
