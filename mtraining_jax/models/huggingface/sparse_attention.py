@@ -245,7 +245,7 @@ def _block_lse_on_gpu(
 
 
 def _heaviest(mass: Tensor, rows: Tensor, length: int, options: _Options) -> Tensor:
-    """Applies the rule to masses of the first m blocks, fp32 [B, Hq, n, m], in rows of numbers [n]."""
+    """Keeps blocks by mass, fp32 [B, Hq, n, m] of the first m blocks in rows of numbers [n]."""
     size, numbers = options.block_size, torch.arange(mass.shape[3], device=mass.device)
     distance = rows[:, None] - numbers
     dense = rows < -(-options.dense_prefix_tokens // size)
