@@ -66,8 +66,8 @@ def _attention_fwd(edge, backend, q, k, v, plan, first):
     if plan is not None:
         how = {"scale": edge.scale, "init": (out, lse), "out_dtype": q.dtype}
         out, lse = ops.forward(q, k, v, plan, **how)
-    out, lse = out.astype(q.dtype), lse
-    out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
+    out = checkpoint_name(out.astype(q.dtype), names.OUTPUT)
+    lse = checkpoint_name(lse, names.LSE)
     return (out, lse), (q, k, v, plan, first, out, lse)
 
 
@@ -121,7 +121,7 @@ class _Edge:
     def backward(
         self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, first: Array
     ) -> tuple[Array, Array, Array]:
-        """Returns dq, dk and dv of these tiles in fp32, as `ops.backward` does."""
+        """Returns the contributions of these tiles to dq, dk and dv, fp32."""
         rows = (x.swapaxes(1, 2)[..., None] for x in (lse, delta))
         tiles = _Tiles.of(self, k.shape[2], first, q, k, v, dout, *rows)
 
@@ -165,9 +165,8 @@ class _Tiles(NamedTuple):
         padding = [(0, 0), (0, 0), (max(edge.last - edge.lag, 0), 0), (0, 0), (0, 0)]
         queries = [to_blocks(x, size) for x in (q, *rows)]
         queries = [x.reshape(batch, kv_heads, -1, *x.shape[2:]) for x in queries]
-        return cls(
-            edge, first, queries, [jnp.pad(to_blocks(x, size), padding) for x in (k, v)], chunk
-        )
+        keys = [jnp.pad(to_blocks(x, size), padding) for x in (k, v)]
+        return cls(edge, first, queries, keys, chunk)
 
     def of_rows(self, row: Array) -> tuple[list[Array], list[Array], Array]:
         """Returns a chunk of query blocks, the keys that each may see, and which it does."""

@@ -45,7 +45,7 @@ def read_model(folder: Path, seq_len: int, dtype: str) -> Transformer:
     """
     spec = read_hf_config(folder, dtype=dtype, remat="none")
     if spec.family in ("mistral", "gemma3_text"):
-        raise UserError(f"{folder} is a {spec.family} model, whose layers are of several kinds")
+        raise UserError(f"{folder} is a {spec.family} model; use one without sliding windows")
     changed = ()
     context = spec.max_position_embeddings
     if seq_len > context:

@@ -30,8 +30,8 @@ class ModelSpec:
         family: a name of `models.families`, or package.module:Name.
         sliding_window: keys that a query sees in layers with a window; None if all layers are full.
         full_attention_interval: with a window, every n-th layer is full; None if none is.
-        window_rope_theta: base of RoPE in layers with a window, which are then not scaled; None for
-            the RoPE of full layers.
+        window_rope_theta: base of RoPE in layers with a window, without scaling; None for the RoPE
+            of full layers.
         query_pre_attn_scalar: logits are divided by its square root; None for head_dim.
         dtype: compute dtype of the layers; trained parameters are always fp32.
         remat: what the backward pass recomputes; see `remat.py`.

@@ -1,6 +1,7 @@
 """Attention to all keys, or to those of a sliding window, computed by the same kernels."""
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,7 +9,7 @@ from jax import Array
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.utils.limits import PositiveInt
+from mtraining_jax.utils.limits import Ge, PositiveInt
 from pallas_kernels.index import DenseIndex, WindowIndex
 
 
@@ -37,7 +38,7 @@ class SlidingWindow(Pattern):
     supports_documents = True
     selects = False
 
-    window: PositiveInt
+    window: Annotated[int, Ge(2)]
     block_size: PositiveInt = 128
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:

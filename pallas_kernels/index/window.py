@@ -55,12 +55,12 @@ class WindowIndex(Index):
 
     @property
     def near(self) -> int:
-        """Number of block diagonals, from the causal one on, that no query sees beyond."""
+        """Number of block diagonals, from the causal one on, without pairs beyond the window."""
         return self.window // self.block_size
 
     @property
     def last(self) -> int:
-        """The last block diagonal of which some query sees a part."""
+        """The last block diagonal with a pair."""
         return (self.window + self.block_size - 2) // self.block_size
 
     def near_tiles(self, lag: int) -> DiagonalTiles | None:

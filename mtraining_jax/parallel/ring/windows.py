@@ -70,9 +70,9 @@ def _exchange(how: tuple[Layout, Layout, Axes], x: Array) -> Array:
     to_send, to_keep = _places(before, after)
     rank = lax.axis_index(axes)
     blocks = x.reshape(x.shape[0], before.local_blocks, -1, *x.shape[2:])
-    sent = jnp.take(blocks, to_send[rank], axis=1)
+    sent = jnp.take(blocks, to_send[rank], axis=1, mode="clip")
     found = lax.all_to_all(sent, axes, split_axis=1, concat_axis=1, tiled=True)
-    return jnp.take(found, to_keep[rank], axis=1).reshape(x.shape)
+    return jnp.take(found, to_keep[rank], axis=1, mode="clip").reshape(x.shape)
 
 
 # The transpose of a permutation is its inverse.
@@ -83,17 +83,15 @@ _exchange.defvjp(
 
 
 def _places(before: Layout, after: Layout) -> tuple[Array, Array]:
-    """Returns which blocks each rank sends to all ranks in turn, and where those it needs arrive.
+    """Returns the blocks that each rank sends, and the places where its new blocks arrive.
 
-    int32 [ranks, ranks * m] and [ranks, n]; a rank sends m blocks to each rank, some of them maybe
-    for nothing.
+    int32 [ranks, ranks * m] and [ranks, n]. A rank sends m blocks to every rank, with padding.
     """
     ranks, local = before.num_ranks, before.local_blocks
     order = before.block_order()
     owner = np.argsort(after.block_order()) // local  # of each block
-    sends = [
-        [np.flatnonzero(owner[x] == to) for to in range(ranks)] for x in order.reshape(ranks, -1)
-    ]
+    held = owner[order].reshape(ranks, local)
+    sends = [[np.flatnonzero(x == to) for to in range(ranks)] for x in held]
     most = max(len(blocks) for of_rank in sends for blocks in of_rank)
     to_send = np.zeros((ranks, ranks, most), np.int32)
     arrives = np.zeros(before.num_blocks, np.int32)
