@@ -136,6 +136,19 @@ def test_lists_of_rows_train_like_dense_if_they_keep_everything(one_gpu, devices
     assert found[-1, 0] < found[0, 0]
 
 
+def test_windows_train_alike_with_kernels_with_xla_and_on_several_gpus():
+    how = {"model__sliding_window": 1024, "parallel__fsdp": False}
+    found = train("mistral_7b_128k", parallel__devices_per_node=1, **how)
+    others = [{"parallel__devices_per_node": 1, "parallel__backend": "xla"}]
+    others += [{"parallel__devices_per_node": n} for n in (2, 4, 8) if n <= jax.device_count()]
+    for other in others:
+        compared = train("mistral_7b_128k", **other, **how)
+        np.testing.assert_allclose(compared[:, 0], found[:, 0], rtol=2e-3)
+        np.testing.assert_allclose(compared[:, 1], found[:, 1], rtol=2e-2)
+        np.testing.assert_allclose(compared[:, 2], found[:, 2], rtol=1e-5)
+    assert found[-1, 0] < found[0, 0]
+
+
 # Two sevenths of the memory stay in use, in the middle: two and three sevenths remain around it.
 PROGRAM = """
 import types
