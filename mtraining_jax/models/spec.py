@@ -189,8 +189,8 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
         if value is not None and name not in family.attention:
             having = ", ".join(x for x in FAMILIES.names if name in FAMILIES.get(x).attention)
             yield f"{given} needs a {prefix}family that has it: {having}"
-        elif value is not None and value <= 0:
-            yield f"{given} must be positive"
+        elif value is not None and value <= (least := int(name == "sliding_window")):
+            yield f"{given} must be more than {least}"
         elif value is not None and values.sliding_window is None and name in ATTENTION[1:3]:
             yield f"{given} needs {prefix}sliding_window"
     if values.mlp_kept_chunks and values.remat != "mlp":

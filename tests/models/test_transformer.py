@@ -330,7 +330,7 @@ def test_any_object_with_the_fields_is_a_config():
             {"family": "gemma3_text", "window_rope_theta": 1e4},
             "window_rope_theta = 10000.0 needs sliding_window",
         ),
-        ({"family": "mistral", "sliding_window": 0}, "sliding_window = 0 must be positive"),
+        ({"family": "mistral", "sliding_window": 1}, "sliding_window = 1 must be more than 1"),
         ({"remat": "some"}, 'remat = "some" must be one of none, mlp, attention, attention_off'),
     ],
 )
