@@ -58,9 +58,13 @@ class QueryWalk:
             parts.append((past, it.steps, ColumnMask(self, it, warpgroup, causal=True)))
         return parts
 
-    def first_masks(self, it: QueryItem, warpgroup: Array) -> list[QueryMask]:
-        """Returns masks for the first tile of any item: as a listed block, as columns."""
-        masks: list[QueryMask] = [DiagonalMask(self, it, warpgroup)]
+    def first_masks(self, it: QueryItem, warpgroup: Array) -> list[tuple[Array | bool, QueryMask]]:
+        """Returns masks for the first tile of an item: the first one whose condition holds."""
+        masks: list[tuple[Array | bool, QueryMask]] = [(True, DiagonalMask(self, it, warpgroup))]
+        if self.listed:
+            # No list entry is read in items whose first tile is not their last.
+            masks = [(it.tiles > 1, QueryMask()), (it.tiles == 1, masks[0][1])]
         if self.has_columns:
-            masks.append(ColumnMask(self, it, warpgroup, causal=True))
+            masks[-1] = it.tiles > 0, masks[-1][1]
+            masks.append((True, ColumnMask(self, it, warpgroup, causal=True)))
         return masks

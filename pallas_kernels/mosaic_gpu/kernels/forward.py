@@ -48,6 +48,8 @@ def forward_kernel(
     """Returns out and lse, merged with those of `init`; `num_blocks` persistent thread blocks."""
     q, k, v, plan, _, scale, init, out_dtype, _ = call
     work, columns = plan.work.queries, gathered_columns(call)
+    # Faster for lists, slower for diagonals: docs/design/hopper-flash-attention.md.
+    turns = work.listed
     head_dim, dtype = q.shape[-1], q.dtype
     stages, query_slots = config.stages, config.query_slots
     num_items = work.items.shape[0]
@@ -89,9 +91,12 @@ def forward_kernel(
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
+            if turns:  # warpgroup 0 begins, and at the end awaits the turn that it does not use
+                pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(bars["turn"].at[0]))
 
-            def compute_item(n, step):
-                it = item(n)
+            def compute_item(n, carry):
+                step, it = carry  # read during the item before, which hides the latency
+                following = item(lax.min(n + 1, count - 1))
                 slot = lax.rem(n, query_slots)
                 q_tile = smem["q"].at[slot, pl.ds(warpgroup * ROWS, ROWS)]
                 rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
@@ -112,17 +117,18 @@ def forward_kernel(
                 segments = walk.segments(it, warpgroup)
                 staging = smem["p"].at[warpgroup] if interpreted else None
                 shared = smem, bars, q_tile, staging
-                tiles = _Tiles(step, it.steps, *shared, log2_scale, config.keys_late)
+                turn = warpgroup if turns else None
+                tiles = _Tiles(step, it.steps, *shared, log2_scale, config.keys_late, turn)
                 first = walk.first_masks(it, warpgroup)
                 state = lax.cond(
                     it.steps > 0,
-                    lambda state: tiles.overlapped(segments, it, first, state),
+                    lambda state: tiles.overlapped(segments, first, state),
                     lambda state: state,
                     state,
                 )
                 store(it, rows, q_tile, state)
                 plgpu.barrier_arrive(bars["q_free"].at[slot])
-                return step + it.steps
+                return step + it.steps, following
 
             def store(it, rows, q_tile, state):
                 acc, peak, total = state
@@ -135,7 +141,9 @@ def forward_kernel(
                 out = acc.astype(out_dtype)
                 store_rows(out, refs["out"].at[it.batch, rows, it.head], q_tile)
 
-            lax.fori_loop(0, count, compute_item, jnp.int32(0))
+            lax.fori_loop(0, count, compute_item, (jnp.int32(0), item(jnp.int32(0))))
+            if turns:
+                pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(bars["turn"].at[0]))
 
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
@@ -151,6 +159,8 @@ def forward_kernel(
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=query_slots),
         **stream_barriers(stages, columns is not None),
     }
+    if turns:
+        bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
     inputs = {"q": q, "k": k, "v": v, **work_operands(work, columns)}
     if init is not None:
         inputs |= {"out0": init[0].astype(jnp.float32), "lse0": init[1].astype(jnp.float32)}
@@ -174,6 +184,9 @@ class _Tiles:
     staging: Any  # shared memory for the weights in the interpreter, else None
     log2_scale: float
     keys_late: bool
+    # The number of this warpgroup if the two alternate in starting products, each of which then
+    # runs during the other's softmax; else None.
+    turn: Array | None
 
     @property
     def interpreted(self):
@@ -216,17 +229,9 @@ class _Tiles:
         plgpu.barrier_arrive(self.bars["v_free"].at[slot])
         return acc
 
-    def overlapped(self, segments, it, first_masks, state):
+    def overlapped(self, segments, first_masks, state):
         """Runs all tiles, with QK of tile s and PV of tile s - 1 during the softmax of tile s."""
-        if len(first_masks) == 1:
-            state = self.first_step(state, first_masks[0])
-        else:
-            state = lax.cond(
-                it.tiles > 0,
-                lambda state: self.first_step(state, first_masks[0]),
-                lambda state: self.first_step(state, first_masks[1]),
-                state,
-            )
+        state = self.first_step(first_masks, state)
         slot = self.slot(0)
         following = self.following(slot)
         if self.keys_late:
@@ -238,7 +243,11 @@ class _Tiles:
         acc, peak, total, weights, slot, _ = state
         return self.add_values(acc, weights, slot), peak, total
 
-    def first_step(self, state, mask):
+    def first_step(self, masks, state):
+        (applies, mask), *others = masks
+        if others:
+            first, rest = (functools.partial(self.first_step, x) for x in ([masks[0]], others))
+            return lax.cond(applies, first, rest, state)
         acc, peak, total = state
         weights, peak, total, decay = self.softmax(self.logits(0, mask), peak, total)
         return acc * rows_to_tile(decay, acc), peak, total, weights.astype(self.q_tile.dtype)
@@ -254,7 +263,10 @@ class _Tiles:
         prepared = mask.prepare(s)
         if not self.keys_late:
             plgpu.barrier_wait(self.bars["k_full"].at[slot])
-        plgpu.barrier_wait(self.bars["v_full"].at[previous])
+        if self.turn is None:
+            plgpu.barrier_wait(self.bars["v_full"].at[previous])
+        else:
+            plgpu.barrier_wait(self.bars["turn"].at[self.turn])
         mask.await_bias(self.bars, slot)
 
         def body(qk, pv):
@@ -263,7 +275,11 @@ class _Tiles:
             if bias is not None:
                 qk.start(bias)
             qk.add(self.q_tile, self.smem["k"].at[slot].T)
+            if self.turn is not None:
+                plgpu.barrier_wait(self.bars["v_full"].at[previous])
             pv.add(weights, self.smem["v"].at[previous])
+            if self.turn is not None:
+                plgpu.barrier_arrive(self.bars["turn"].at[1 - self.turn])
             logits = qk.value(younger=1)
             plgpu.barrier_arrive(self.bars["k_free"].at[slot])
             # Barriers keep the compiler from moving arithmetic across the waits.
