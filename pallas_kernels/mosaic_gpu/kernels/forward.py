@@ -184,8 +184,8 @@ class _Tiles:
     staging: Any  # shared memory for the weights in the interpreter, else None
     log2_scale: float
     keys_late: bool
-    # The number of this warpgroup if the two alternate in starting products, each of which then
-    # runs during the other's softmax; else None.
+    # The number of this warpgroup if the two alternate: products of one run during the softmax of
+    # the other. None if each starts its products as soon as it can.
     turn: Array | None
 
     @property
