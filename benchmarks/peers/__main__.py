@@ -4,7 +4,8 @@
 
 Each kernel on each problem is a worker. --workers of them import and compile at the same time, then
 measure one after another, the kernels of a problem in a row. What they measure is added to
---results at once. The same command resumes after an abort; remove lines to repeat them.
+--results at once. The same command resumes after an abort; remove lines to repeat them. Next to the
+table, --out writes a picture of the rates.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from benchmarks import workers
 from benchmarks.kernels.rows import OWN
 from benchmarks.options import at_least, make_parser
 from benchmarks.peers.others import PEERS
+from benchmarks.peers.picture import draw
 from benchmarks.peers.problems import PROBLEMS, Problem
 from benchmarks.report import number, table_head, table_line
 
@@ -119,9 +121,11 @@ def main(argv: list[str] | None = None) -> str:
         notes.append("interrupted")
     finally:
         shutil.rmtree(args.scratch, ignore_errors=True)
-    text = table(read(args.results), notes)
+    rows = read(args.results)
+    text = table(rows, notes)
     if args.out is not None:
         args.out.write_text(text, encoding="utf-8")
+        draw(rows, args.out.with_suffix(".png"))
     return text
 
 

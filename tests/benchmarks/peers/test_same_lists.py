@@ -14,6 +14,7 @@ from benchmarks.kernels.programs import index_of
 from benchmarks.kernels.rows import OWN
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import measure
+from benchmarks.peers.picture import draw
 from benchmarks.peers.problems import (
     INPUTS,
     Problem,
@@ -193,3 +194,12 @@ def test_the_table_has_rates_by_computed_blocks_and_says_what_failed():
     ) in text
     assert "| cuDNN | – | 16.00 | – | – | 533 / – | 1.0e-03, 2.0e-03 | – | –, – | – |" in text
     assert text.endswith(f"- {problem.name} cuDNN: KeyError: q\n- no FlexAttention (no torch)\n")
+
+
+def test_the_picture_has_the_problems_that_were_timed(tmp_path):
+    row = {"problem": PROBLEM.name, "kernels": OWN, "device": "H200", "flops": 1e12}
+    draw([row, {**row, "error": "no GPU"}], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    times = {"forward": 16.0, "forward_repeats": True}
+    draw([row | times, row | times | {"kernels": "cuDNN", "backward": 9.0}], tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
