@@ -36,7 +36,7 @@ def sparse_attention(
     backend: str | None = None,
     valid_len: ArrayLike | None = None,
     documents: Documents | None = None,
-    sinks: Array | None = None,
+    sinks: ArrayLike | None = None,
     return_lse: bool = False,
     return_index: bool = False,
     batch_axis: Axes = None,

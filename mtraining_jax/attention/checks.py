@@ -76,16 +76,18 @@ def check_scale(scale: float | None, q: Array) -> float:
     return number
 
 
-def check_sinks(sinks: Array | None, q: Array) -> Array | None:
-    """Returns the logits of attention sinks as fp32, or None."""
+def check_sinks(sinks: ArrayLike | None, q: Array) -> Array | None:
+    """Returns the logits of attention sinks as finite fp32, or None."""
     if sinks is None:
         return None
-    heads, shape = q.shape[-2], list(jnp.shape(sinks))
-    if shape != [heads]:
+    heads, sinks = q.shape[-2], jnp.asarray(sinks)
+    if sinks.shape != (heads,):
+        shape = list(sinks.shape)
         raise ValueError(f"sinks has shape {shape}; expected [{heads}], one per head of q")
-    if not jnp.issubdtype(jnp.result_type(sinks), jnp.floating):
-        raise ValueError(f"sinks has dtype {jnp.result_type(sinks)}; it must be floating-point")
-    return jnp.asarray(sinks, jnp.float32)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks has dtype {sinks.dtype}; it must be floating-point")
+    # Where a row has no pairs, its lse is -inf too, and the difference would be NaN.
+    return jnp.maximum(sinks.astype(jnp.float32), jnp.finfo(jnp.float32).min)
 
 
 def check_is_pattern(pattern: object) -> Pattern | Index:

@@ -50,7 +50,8 @@ class AttentionInputs:
 
     def per_layer(self) -> Self:
         """Keeps only what has a layer axis, for a scan over layers."""
-        return dataclasses.replace(self, documents=None, valid_len=None, audit_rows=None)
+        same = ("documents", "valid_len", "audit_rows", "sinks")
+        return dataclasses.replace(self, **dict.fromkeys(same))
 
     def for_layer(self, layer: Self) -> Self:
         """Returns the inputs of one layer, a slice of `per_layer`."""

@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mtraining_jax import Documents, Layout, SlidingWindow, sparse_attention, stripe, unstripe
+from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
+from tests.models.common import some_tokens, tiny_spec
 
 TOKENS, SIZE = 256, 16
 DOCUMENTS = Documents.from_lengths([(100, 60, 40)], TOKENS, SIZE)  # and two blocks of padding
@@ -92,6 +96,39 @@ def test_very_low_sinks_change_nothing_and_very_high_ones_take_everything():
     assert not np.any(plain(sinks=jnp.full(4, 1e4)))
     lse = plain(sinks=jnp.zeros(4), return_lse=True)[1]
     np.testing.assert_array_equal(lse, plain(return_lse=True)[1])
+
+
+def test_infinitely_low_sinks_change_nothing():
+    """Also in rows without pairs; a list is an array."""
+    q, k, v, *_ = inputs()
+
+    def attend(q, sinks):
+        how = {"pattern": Dense(SIZE), "documents": DOCUMENTS}
+        return sparse_attention(q, k, v, sinks=sinks, **how)
+
+    both = [
+        with_gradients(functools.partial(attend, sinks=x), q, v.repeat(2, 2))
+        for x in ([-jnp.inf] * 4, None)
+    ]
+    for ours, theirs in zip(*both, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_all_layers_of_a_model_have_the_same_sinks():
+    """More layers than heads."""
+    spec = tiny_spec(num_heads=2, num_kv_heads=1)
+    tokens, sinks = some_tokens(spec), jnp.zeros(2)
+
+    def attention(q, k, v, inputs):
+        assert inputs.sinks.shape == (2,)
+        return q, {}
+
+    def run(state, sinks):
+        model = nnx.merge(graph_definition(spec), state)
+        inputs = AttentionInputs(sinks=sinks)
+        return model(tokens, jnp.arange(16), attention, attention_inputs=inputs)[0]
+
+    assert jax.eval_shape(run, abstract_state(spec), sinks).shape == (2, 16, 32)
 
 
 @pytest.mark.parametrize(
