@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 EVERY = 8  # the golden logits are those of every eighth position
@@ -58,6 +59,14 @@ CHECKPOINTS = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         ),
         (ATTENTION + "q_proj.weight", ATTENTION + "k_norm.weight", MLP + "down_proj.weight"),
+    ),
+    "qwen3_moe_tiny": (
+        Qwen3MoeConfig(
+            **SIZES, head_dim=16, tie_word_embeddings=True, moe_intermediate_size=16,
+            num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        (ATTENTION + "q_proj.weight", "model.layers.0.mlp.gate.weight"),
     ),
     "llama3_tiny": (
         LlamaConfig(

@@ -51,8 +51,6 @@ class TestQwen3(FamilyContract):
 
 
 class TestQwen3Moe(FamilyContract):
-    """Made with transformers 5.24 like the others; all sizes are in its config.json."""
-
     family = "qwen3_moe"
     checkpoint = "qwen3_moe_tiny"
     gradients = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight")
