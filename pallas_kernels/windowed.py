@@ -109,7 +109,7 @@ class _Edge:
             peak = finite(logits.max(-1))
             weights = jnp.exp(logits - peak[..., None])
             total = weights.sum(-1)
-            out = dot(_ROWS, weights.astype(v.dtype), values)
+            out = dot(_ROWS, values, weights.astype(v.dtype))
             seen = total > 0
             total = jnp.where(seen, total, 1.0)
             lse = jnp.where(seen, peak + jnp.log(total), -jnp.inf)
@@ -132,7 +132,7 @@ class _Edge:
             p = jnp.where(mask, p, 0.0)
             ds = self.scale * p * (dot(_LOGITS, douts, values) - deltas)
             ds, p = ds.astype(k.dtype), p.astype(v.dtype)
-            dq = _of_heads(dot(_ROWS, ds, keys))
+            dq = _of_heads(dot(_ROWS, keys, ds))
             return dq, dot(_KEYS, ds, queries), dot(_KEYS, p, douts)
 
         dq, dk, dv = tiles.map(differentiate)
@@ -140,7 +140,7 @@ class _Edge:
 
 
 _LOGITS = "bhgnqd,bhnkd->bhgnqk"
-_ROWS = "bhgnqk,bhnkd->bhgnqd"
+_ROWS = "bhnkd,bhgnqk->bhgnqd"  # XLA on CPUs has no bf16 product of the reverse order
 _KEYS = "bhgnqk,bhgnqd->bhnkd"
 
 

@@ -32,6 +32,7 @@ from mtraining_jax.utils.limits import (
     Text,
     TextList,
     UnitFraction,
+    Window,
 )
 
 _STRICT = ConfigDict(
@@ -109,7 +110,7 @@ class ModelConfig:
     """Base of the rotary position embedding (RoPE)."""
     rope_scaling: Annotated[InstanceOf[RopeScaling], ROPE_KIND] | None = None
     """RoPE scaling for longer contexts; none disables it."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: Window | None = None
     """Number of keys that a query sees in layers with a sliding window, which have no sparse
     pattern; for families with one. none: every layer has the pattern."""
     full_attention_interval: PositiveInt | None = None

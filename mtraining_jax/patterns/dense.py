@@ -1,7 +1,6 @@
 """Attention to all keys, or to those of a sliding window, computed by the same kernels."""
 
 import dataclasses
-from typing import Annotated
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,7 +8,7 @@ from jax import Array
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.utils.limits import Ge, PositiveInt
+from mtraining_jax.utils.limits import PositiveInt, Window
 from pallas_kernels.index import DenseIndex, WindowIndex
 
 
@@ -38,12 +37,13 @@ class SlidingWindow(Pattern):
     supports_documents = True
     selects = False
 
-    window: Annotated[int, Ge(2)]
+    window: Window
     block_size: PositiveInt = 128
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         sizes = q.shape[0], q.shape[2], context.num_blocks, self.block_size
-        index = WindowIndex.of_sequence(*sizes, self.window)
+        window = min(self.window, context.num_blocks * self.block_size)
+        index = WindowIndex.of_sequence(*sizes, window)
         if not context.documents.packed:
             return Selection(index)
         return Selection(index.within_documents(*context.documents.spans(), context.block_ids))

@@ -21,6 +21,7 @@ MAX_BLOCKS = 2**16
 
 PositiveInt = Annotated[int, Ge(1), Le(LARGEST_INT)]
 NonNegativeInt = Annotated[int, Ge(0), Le(LARGEST_INT)]
+Window = Annotated[int, Ge(2), Le(MAX_POSITIONS)]  # with one key, softmax is constant
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]

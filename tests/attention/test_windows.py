@@ -9,6 +9,7 @@ import pytest
 
 from mtraining_jax import Documents, Layout, SlidingWindow, sparse_attention, stripe, unstripe
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.utils.limits import MAX_POSITIONS
 from pallas_kernels.reference import reference_attention
 
 TOKENS, SIZE = 2048, 128
@@ -86,3 +87,20 @@ def test_windows_agree_with_a_dense_mask(window, lengths, kind, nodes):
     for one, several, right in zip(found, over, wanted, strict=True):
         np.testing.assert_allclose(one, right, atol=1e-5)
         np.testing.assert_allclose(several, right, atol=1e-5)
+
+
+def test_windows_in_bf16():
+    rng = np.random.default_rng(1)
+    arrays = [jnp.asarray(rng.normal(size=(2, 64, h, 8)), jnp.bfloat16) for h in (4, 2, 2)]
+    attend = functools.partial(sparse_attention, pattern=SlidingWindow(20, 16))
+    run = jax.jit(lambda *x: (attend(*x), *jax.vjp(attend, *x)[1](x[0])))
+    wanted = run(*(x.astype(jnp.float32) for x in arrays))
+    for found, right in zip(run(*arrays), wanted, strict=True):
+        np.testing.assert_allclose(found.astype(jnp.float32), right, rtol=2e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("window", [1, MAX_POSITIONS + 1])
+def test_windows_have_limits(window):
+    message = f"window={window} must be an integer .at least 2 and at most 8388608"
+    with pytest.raises(ValueError, match=message):
+        SlidingWindow(window)
