@@ -8,6 +8,7 @@ from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import DENSE_STEPS
 from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.models.huggingface.config import sparse_entry
+from mtraining_jax.models.spec import layer_windows
 
 
 def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
@@ -33,7 +34,8 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
             "data.tokenizer to the tokenizer that the checkpoint was trained with"
         )
     pattern, seq_len = config.sparsity.pattern, config.data.seq_len
-    least = pattern.shortest_sparse_document() if config.data.has_documents else 0
+    full = None in layer_windows(config.model)
+    least = pattern.shortest_sparse_document() if config.data.has_documents and full else 0
     if seq_len < least:
         own = "min_sparse_tokens" in vars(pattern)
         found.append(
@@ -41,7 +43,7 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
             f"{least} tokens; for sparse attention set "
             f"sparsity.{'min_sparse_tokens' if own else pattern.budget_field} lower"
         )
-    sparse = pattern.sparse and seq_len >= least and not config.dense_steps.count()
+    sparse = full and pattern.sparse and seq_len >= least and not config.dense_steps.count()
     if config.checkpoint.export_hf and sparse:
         tenth = "N" if config.run.epochs is not None else max(1, config.run.steps // 10)
         # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
@@ -78,6 +80,9 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
         yield 'sparsity.tune = "none" disables tuning'
     if name in DENSE_STEPS and not config.sparsity.pattern.sparse:
         yield f'sparsity.kind = "{config.sparsity.kind}" computes all pairs in every step'
+    of_pattern = section == "audit" or (section == "sparsity" and field != "block_size")
+    if of_pattern and None not in layer_windows(config.model):
+        yield "all layers have a sliding window, and no sparse pattern"
     if name in ("optimizer.final_lr_ratio", "optimizer.decay_steps") and schedule == "constant":
         yield 'optimizer.schedule = "constant" does not decay the learning rate'
     if name == "data.balance" and config.data.balance != "none":

@@ -138,6 +138,7 @@ def load(
     )
     found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
     state = in_compute_dtype(_read(folder, step, config, spec, mesh), spec)
+    trained_sparse &= None in spec.windows
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
 
 

@@ -110,9 +110,16 @@ def test_it_runs_the_configuration(runs, capsys):
             'optimizer.schedule = "constant" does not decay the learning rate',
         ),
         (["--model.override=rope_theta"], "model.init_from = none has no config.json to override"),
+        (
+            [
+                "--sparsity.tau=0.5", "--model.family=mistral",
+                "--model.sliding_window=9", "--checkpoint.export_hf=true", "--data.mode=pack",
+            ],
+            "all layers have a sliding window, and no sparse pattern",
+        ),
         (["--data.balance=length"], "parallel.replicas = 1 has a single data-parallel replica"),
     ],
-)
+)  # fmt: skip
 def test_note_on_an_option_without_effect(runs, capsys, arguments, reason):
     name = arguments[0][2:].partition("=")[0]
     assert main(["--config=tiny", *arguments]) == 0

@@ -26,6 +26,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> li
     are merged, and also written into RUN_FOLDER/adapter. Returns the written folders.
     """
     copied, start = _tokenizer_files(config), config.model.init_from
+    entry = sparse_entry(config.sparsity.kind, config.sparsity.pattern)
     merged = save_hf(
         config.run.folder / "hf",
         builder.spec,
@@ -34,7 +35,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> li
         replace=True,
         like=start,
         eos=_eos(config),
-        sparsity=sparse_entry(config.sparsity.kind, config.sparsity.pattern),
+        sparsity=entry if None in builder.spec.windows else None,
     )
     if not state.base:
         return [merged]
