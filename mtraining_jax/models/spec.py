@@ -179,8 +179,8 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
             f"{prefix}num_experts_per_tok = {values.num_experts_per_tok} must be 1 to "
             f"{prefix}num_experts = {values.num_experts}"
         )
-    for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef"):
-        if not has_experts and getattr(values, name):
+    for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef"):
+        if not has_experts and getattr(values, name) != getattr(ModelSpec, name):
             value = f"{prefix}{name} = {getattr(values, name)}"
             yield f'{value} needs a {prefix}family with experts, not "{values.family}"; remove it'
     for name in ATTENTION:
