@@ -1,11 +1,12 @@
 """A mixture of experts, compared with all experts computed for all tokens."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mtraining_jax.models.experts.mixture import (
     Balance,
@@ -16,18 +17,13 @@ from mtraining_jax.models.experts.mixture import (
 )
 from mtraining_jax.models.lora.adapters import LoraSpec
 from mtraining_jax.models.swiglu import MLP_PRODUCTS
+from mtraining_jax.models.transformer import Experts
 from pallas_kernels import backends
-from tests.models.common import (
-    assert_states_close,
-    drawn,
-    equations,
-    next_token_loss,
-    some_tokens,
-    tiny_spec,
-)
+from tests.models.common import assert_states_close, equations, tiny_spec
 
 TOKENS, WIDTH, INNER, EXPERTS, SELECTED = 24, 8, 12, 5, 2
 MOE = {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
+REMAT = {"remat": "mlp", "mlp_kept_chunks": 1}
 
 
 def example(dtype=jnp.float32):
@@ -65,12 +61,21 @@ def with_gradients(function, arguments):
     return jax.tree.leaves(both(*arguments))
 
 
-@pytest.mark.parametrize("how", [(24, 1), (24, 0), (8, 0), (8, 1), (5, 2)])
-def test_experts_and_their_gradients(how):
-    expected = with_gradients(everything, example())
-    actual = with_gradients(lambda *x: experts(*x, *how), example())
-    for ours, theirs in zip(actual, expected, strict=True):
+@functools.cache
+def reference():
+    """Outputs and gradients of `everything` for the example."""
+    return with_gradients(everything, example())
+
+
+def assert_agrees(actual):
+    for ours, theirs in zip(actual, reference(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [(24, 1), (8, 0), (8, 1), (5, 2)])
+def test_experts_and_their_gradients(how):
+    actual = with_gradients(lambda *x: experts(*x, *how), example())
+    assert_agrees(actual)
     assert not np.any(actual[3][-1])  # the gradient of an expert that no token selects
 
 
@@ -97,7 +102,7 @@ def test_frozen_experts_have_no_gradient():
     def total(x, trained):
         return jnp.sum(experts(x, router, *matrices, 8, 0, trained))
 
-    both = [jax.grad(total)(x, trained) for trained in (True, False)]
+    both = jax.jit(lambda x: [jax.grad(total)(x, trained) for trained in (True, False)])(x)
     np.testing.assert_array_equal(*both)
     count = {}
     for trained in (True, False):
@@ -127,16 +132,16 @@ def test_balance_loss_is_that_of_transformers():
 
 
 def test_rematerialization_changes_nothing():
-    spec = tiny_spec(**MOE, mlp_chunk_size=8)
-    tokens, found = some_tokens(spec), []
-    for each in (spec, dataclasses.replace(spec, remat="mlp", mlp_kept_chunks=1)):
-        graphdef, state = drawn(each)
+    specs = (tiny_spec(**MOE, mlp_chunk_size=8, **how) for how in ({}, REMAT))
+    layers = [Experts(spec, spec.layer, "mlp", nnx.Rngs(0)) for spec in specs]
+    x_BSE = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 32)), jnp.float32)
 
-        @jax.jit
-        def run(state, graphdef=graphdef):
-            return jax.grad(lambda state: next_token_loss(graphdef, state, tokens)[0])(state)
+    def total(state, graphdef):
+        out, used = nnx.merge(graphdef, state)(x_BSE)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(used.probabilities))
 
-        found.append(run(state))
+    splits = [nnx.split(layer) for layer in layers]
+    found = jax.jit(lambda state: [jax.grad(total)(state, x) for x, _ in splits])(splits[0][1])
     assert_states_close(found[1], found[0], tolerance=1e-5)
 
 
@@ -155,6 +160,7 @@ def test_kept_products_are_named():
             {"family": "qwen3", "num_experts": 8},
             'num_experts = 8 needs a family with experts, not "qwen3"; remove it',
         ),
+        ({"family": "qwen3", "norm_topk_prob": False}, "norm_topk_prob = False needs a family wit"),
     ],
 )
 def test_numbers_of_experts_are_checked(fields, message):
@@ -183,6 +189,4 @@ def test_padded_rows_of_the_kernel(monkeypatch):
         return jnp.where(wrong, jnp.nan, out)
 
     monkeypatch.setattr(backends, "grouped_product", lambda *_: product)
-    actual = with_gradients(lambda *x: experts(*x, 8), example())
-    for ours, theirs in zip(actual, with_gradients(everything, example()), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_agrees(with_gradients(lambda *x: experts(*x, 8), example()))
