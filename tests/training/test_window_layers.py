@@ -1,4 +1,4 @@
-"""Training models with windows in some or all layers: the same on one device and on eight."""
+"""Training a model with windows in some layers: the same on one device and on eight."""
 
 import os
 
@@ -14,61 +14,43 @@ from tests.training.conftest import use_shared_programs
 from tests.training.test_step import Parts
 
 WINDOW = 21
-MODELS = {
-    "mistral": {"sliding_window": WINDOW, "num_layers": 1},
-    # The first layer has a window, the second one has not.
-    "gemma3_text": {
-        "sliding_window": WINDOW, "full_attention_interval": 2, "window_rope_theta": 1e4,
-        "query_pre_attn_scalar": 24,
-    },
+# The first layer has a window, the second one has not.
+MODEL = {
+    "family": "gemma3_text", "sliding_window": WINDOW, "full_attention_interval": 2,
+    "window_rope_theta": 1e4, "query_pre_attn_scalar": 24, "remat": "none",
 }  # fmt: skip
 DENSITY = (WINDOW * 128 - WINDOW * (WINDOW - 1) / 2) / (128 * 129 / 2)
 ONE = {"nodes": 1, "devices_per_node": 1}
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
-def config_of(folder, family, **sections):
-    model = MODELS[family] | {"family": family, "remat": "none"}
-    return tiny_config(folder, model=model, **{"parallel": ONE} | sections)
+def config_of(folder, **sections):
+    return tiny_config(folder, model=MODEL, **{"parallel": ONE} | sections)
 
 
-def trained(config):
-    parts = Parts(config)
-    metrics, _ = parts.train(2)
-    parts.batches.close()
-    return metrics
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_eight_devices_equal_one(tmp_path, family):
-    common = {"data": {"batch_size": 1}, "sparsity": {"kind": "dense"}}
-    eight = {"nodes": 1, "devices_per_node": 8, "fsdp": True}
-    one = trained(config_of(tmp_path, family, **common))
-    for found, expected in zip(
-        trained(config_of(tmp_path, family, parallel=eight, **common)), one, strict=True
-    ):
-        for name in ("loss", "grad_norm"):
-            np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, err_msg=name)
-        density = [DENSITY, 1] if family == "gemma3_text" else [DENSITY]
-        np.testing.assert_allclose(found["layers"]["density"], density, rtol=1e-5)
-
-
-def test_layers_with_a_window_are_not_audited(tmp_path):
-    where = {"output_dir": str(tmp_path / "runs"), "steps": 1}
+def test_audited_on_one_device_and_on_eight(tmp_path):
+    where = {"output_dir": str(tmp_path / "runs"), "steps": 2}
     where["compile_cache_dir"] = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    config = config_of(tmp_path, "gemma3_text", run=where, audit={"interval": 1})
-    (record,) = run(config)
+    common = {"data": {"batch_size": 1}}
+    records = run(config_of(tmp_path, run=where, audit={"interval": 1}, **common))
     use_shared_programs()
-    for name in ("recall", "local_gradient_cosine"):
-        windowed, full = record[f"{name}_per_layer"]
-        assert windowed is None and 0 < full == record[name] < 1
-    assert (
-        record["density_per_layer"][0] == pytest.approx(DENSITY) != record["density_per_layer"][1]
-    )
+    eight = {"nodes": 1, "devices_per_node": 8, "fsdp": True}
+    parts = Parts(config_of(tmp_path, parallel=eight, **common))
+    found, _ = parts.train(2)
+    parts.batches.close()
+    for record, metrics in zip(records, found, strict=True):
+        for name in ("recall", "local_gradient_cosine"):
+            windowed, full = record[f"{name}_per_layer"]
+            assert windowed is None and 0 < full == record[name] < 1
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(metrics[name], record[name], rtol=2e-5, err_msg=name)
+        density = record["density_per_layer"]
+        assert density[0] == pytest.approx(DENSITY) != density[1]
+        np.testing.assert_allclose(metrics["layers"]["density"], density, rtol=1e-5)
 
 
 def test_a_dry_run_counts_windows(tmp_path):
-    config = config_of(tmp_path, "gemma3_text", sparsity={"kind": "dense"})
+    config = config_of(tmp_path, sparsity={"kind": "dense"})
     pairs = planned_pairs(config)
     assert pairs.density == pairs.dense == pytest.approx((DENSITY + 1) / 2)
     assert pairs.why == "dense; windows of 21 tokens in 1 of 2 layers"
@@ -85,4 +67,4 @@ def test_a_dry_run_counts_windows(tmp_path):
 )
 def test_unsupported_combinations_are_refused(tmp_path, sections, message):
     with pytest.raises(UserError, match=message):
-        config_of(tmp_path, "gemma3_text", **sections)
+        config_of(tmp_path, **sections)
