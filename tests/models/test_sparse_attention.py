@@ -210,6 +210,7 @@ def test_unsupported_cases_are_errors(load, torch):
         for case in (
             {"attention_mask": padding},
             {"cache": model(ids, use_cache=True).past_key_values},
+            {"position_ids": torch.arange(300)[None] % 128},
         ):
             with pytest.raises(ValueError, match="must be a whole prompt without padding, packed"):
                 model(ids, **case)

@@ -111,8 +111,9 @@ def _options(entry: Any) -> _Options:
 
 
 def _check(query: Tensor, mask: Any, dropout: float, others: dict, options: _Options) -> None:
-    problem = ""
-    if mask is not None:
+    problem, positions = "", others.get("position_ids")
+    # With a cache, transformers makes no mask for packed documents.
+    if mask is not None or (positions is not None and bool((positions.diff() != 1).any())):
         problem = (
             "a forward pass of several tokens must be a whole prompt without padding, packed "
             "documents or cached tokens; pass prompts of one length, each in a single pass"
