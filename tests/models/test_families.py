@@ -1,5 +1,6 @@
 """The families, each compared with a checkpoint of transformers 5.24."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from mtraining_jax.models.huggingface.config import hf_config, read_hf_config
 from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.utils.errors import UserError
-from tests.models.common import CHECKPOINTS, forward, some_tokens
+from tests.models.common import CHECKPOINTS, forward, some_tokens, tiny_spec
 from tests.models.family_contract import FamilyContract
 
 
@@ -236,6 +237,22 @@ def test_gemma_3_in_the_older_spelling(tmp_path):
     assert (spec.rope_theta, spec.rope_scaling) == (1e6, LinearScaling(8.0))
     assert (spec.sliding_window, spec.window_rope_theta) == (1024, 1e4)
     assert [i for i, window in enumerate(spec.windows) if window is None] == [5, 11, 17, 23, 29]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": 8},
+        {"sliding_window": 8, "full_attention_interval": 2, "rope_scaling": LinearScaling(4.0)},
+    ],
+)
+def test_gemma_3_is_written_as_it_was_trained(tmp_path, fields):
+    spec = tiny_spec(family="gemma3_text", **fields)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(spec, "float32")))
+    # The default of transformers is another scale.
+    expected = dataclasses.replace(spec, query_pre_attn_scalar=spec.head_dim)
+    assert read_hf_config(tmp_path, dtype=spec.dtype, remat=spec.remat) == expected
 
 
 @pytest.mark.parametrize(("window", "expected"), [(128, 128), (512, None), (None, None)])

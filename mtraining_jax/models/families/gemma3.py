@@ -53,12 +53,17 @@ class Gemma3(Family):
                     f"layer_types={types} is unsupported; it must have {_SLIDING} in all layers "
                     f"but every n-th, which has {_FULL}"
                 )
-        local = (raw.get("rope_parameters") or {}).get(_SLIDING) or {}
+        if values["sliding_window"] is None:
+            return values
+        values["full_attention_interval"] = pattern if pattern <= len(layers) else None
+        rope = raw.get("rope_parameters") or {}
+        local = rope.get(_SLIDING) or {}
+        if local and local == rope.get(_FULL):
+            return values
         if local.get("rope_type", "default") != "default":
             raise ValueError(f"rope_type={local['rope_type']} of {_SLIDING} must be default")
         theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
-        interval = pattern if pattern <= len(layers) else None
-        return values | {"full_attention_interval": interval, "window_rope_theta": float(theta)}
+        return values | {"window_rope_theta": float(theta)}
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         rope = super().rope_parameters(raw)
@@ -66,10 +71,12 @@ class Gemma3(Family):
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         raw, theta = super().write_config(spec), spec.window_rope_theta
-        local = {"rope_type": "default", "rope_theta": theta}
+        full = raw["rope_parameters"]
+        local = full if theta is None else {"rope_type": "default", "rope_theta": theta}
         return raw | {
+            "query_pre_attn_scalar": spec.query_pre_attn_scalar or spec.head_dim,
             "layer_types": [_FULL if window is None else _SLIDING for window in spec.windows],
             "sliding_window_pattern": spec.full_attention_interval or spec.num_layers + 1,
-            "rope_local_base_freq": theta,
-            "rope_parameters": {_FULL: raw["rope_parameters"], _SLIDING: local},
+            "rope_local_base_freq": local["rope_theta"],
+            "rope_parameters": {_FULL: full, _SLIDING: local},
         }
