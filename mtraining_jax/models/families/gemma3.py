@@ -53,7 +53,7 @@ class Gemma3(Family):
                     f"layer_types={types} is unsupported; it must have {_SLIDING} in all layers "
                     f"but every n-th, which has {_FULL}"
                 )
-        if values["sliding_window"] is None:
+        if values["sliding_window"] is None and pattern == 1:
             return values
         values["full_attention_interval"] = pattern if pattern <= len(layers) else None
         rope = raw.get("rope_parameters") or {}
