@@ -52,27 +52,25 @@ def everything(x, router, gate, up, down, normalize=True):
         return jnp.einsum("tg,tgf,gef->te", weights, hidden, down)
 
 
-def with_gradients(function, arguments):
+@functools.cache
+def compiled(function):
     def total(*arguments):
         out = function(*arguments)
         return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
 
-    both = jax.jit(lambda *x: (function(*x), jax.grad(total, range(len(arguments)))(*x)))
-    return jax.tree.leaves(both(*arguments))
+    return jax.jit(lambda *x: (function(*x), jax.grad(total, range(len(x)))(*x)))
 
 
-@functools.cache
-def reference():
-    """Outputs and gradients of `everything` for the example."""
-    return with_gradients(everything, example())
+def with_gradients(function, arguments):
+    return jax.tree.leaves(compiled(function)(*arguments))
 
 
 def assert_agrees(actual):
-    for ours, theirs in zip(actual, reference(), strict=True):
+    for ours, theirs in zip(actual, with_gradients(everything, example()), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", [(24, 1), (8, 0), (8, 1), (5, 2)])
+@pytest.mark.parametrize("how", [(24, 1), (8, 0), (5, 2)])
 def test_experts_and_their_gradients(how):
     actual = with_gradients(lambda *x: experts(*x, *how), example())
     assert_agrees(actual)
