@@ -283,7 +283,7 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
             r"layer_types=.* is unsupported; it must have sliding_attention in all layers but",
         ),
         ("gemma3_tiny", {"final_logit_softcapping": 30.0}, "it must be null"),
-        ("gemma3_tiny", {"sliding_window": None}, "full_attention_interval = 3 needs sliding_window"),
+        ("gemma3_tiny", {"sliding_window": None}, "full_attention_interval = 3 needs sliding_w"),
         (
             "phi3_tiny_longrope", {"partial_rotary_factor": 0.75, "rope_parameters": None},
             "partial_rotary_factor=0.75 is unsupported; it must be 1.0",
