@@ -59,10 +59,10 @@ class QueryWalk:
         return parts
 
     def first_masks(self, it: QueryItem, warpgroup: Array) -> list[tuple[Array | bool, QueryMask]]:
-        """Returns masks for the first tile of an item: the first one whose condition holds."""
+        """Returns conditions and masks for the first tile of an item: the first that holds applies."""
         masks: list[tuple[Array | bool, QueryMask]] = [(True, DiagonalMask(self, it, warpgroup))]
         if self.listed:
-            # No list entry is read in items whose first tile is not their last.
+            # No list entry is read for a first tile that is not the last one too: it has no mask.
             masks = [(it.tiles > 1, QueryMask()), (it.tiles == 1, masks[0][1])]
         if self.has_columns:
             masks[-1] = it.tiles > 0, masks[-1][1]
