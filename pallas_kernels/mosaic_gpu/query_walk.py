@@ -59,7 +59,7 @@ class QueryWalk:
         return parts
 
     def first_masks(self, it: QueryItem, warpgroup: Array) -> list[tuple[Array | bool, QueryMask]]:
-        """Returns conditions and masks for the first tile of an item: the first that holds applies."""
+        """Returns conditions and masks for the first tile of an item: the first that holds."""
         masks: list[tuple[Array | bool, QueryMask]] = [(True, DiagonalMask(self, it, warpgroup))]
         if self.listed:
             # No list entry is read for a first tile that is not the last one too: it has no mask.
