@@ -3,8 +3,7 @@
 `python tests/models/make_checkpoints.py FOLDER [NAME ...]` writes one folder per checkpoint:
 config.json and model.safetensors as transformers saves them, and golden.npz with its outputs in
 fp32 on a CPU. The weights of qwen2_tiny_yarn are those of qwen2_tiny and are stored once. It needs
-torch and transformers, and nothing of this repository. mistral_tiny and gemma3_tiny were made in
-the same way, of width 64, with windows of 64 tokens and texts of 192.
+torch and transformers, and nothing of this repository.
 """
 
 import sys
@@ -14,7 +13,9 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
@@ -78,6 +79,28 @@ CHECKPOINTS = {
         ),
         (ATTENTION + "q_proj.weight", MLP + "down_proj.weight"),
     ),
+    "mistral_tiny": (
+        MistralConfig(
+            **SIZES, head_dim=16, tie_word_embeddings=False, sliding_window=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        (ATTENTION + "q_proj.weight", MLP + "down_proj.weight"),
+    ),
+    "gemma3_tiny": (
+        Gemma3TextConfig(
+            **SIZES | {"num_hidden_layers": 3}, head_dim=32, tie_word_embeddings=True,
+            sliding_window=64, query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+        (
+            ATTENTION + "q_proj.weight", ATTENTION + "k_norm.weight",
+            "model.layers.2.mlp.down_proj.weight",
+        ),
+    ),
     "phi3_tiny_longrope": (
         Phi3Config(
             **SIZES, tie_word_embeddings=False, original_max_position_embeddings=64,
@@ -102,7 +125,8 @@ def make(name: str, folder: Path) -> None:
         for parameter_name, parameter in parameters.items():
             # Large enough that every part of the network matters to the output.
             if parameter_name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+                mean = 0 if config.model_type == "gemma3_text" else 1  # Gemma adds 1
+                parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
             else:
                 scale = 0.4 if parameter_name.endswith("bias") else 0.15
                 parameter.copy_(scale * torch.randn_like(parameter))
