@@ -64,16 +64,8 @@ def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora, activ
         hidden_CF = ACTIVATIONS[activation](products[0]) * products[1]
         return project(hidden_CF, down, _DOWN), products
 
-    kept, rest = token_parts((x_TE, seeds_T), chunk_size, kept_chunks)
-    outs, products = [], None
-    if kept[0].shape[0]:
-        out, products = swiglu(*kept)
-        outs.append(out)
-        products = checkpoint_name(products, MLP_PRODUCTS)
-    if rest[0].shape[0]:
-        out = lax.scan(lambda _, inputs: (None, swiglu(*inputs)[0]), None, rest)[1]
-        outs.append(out.reshape(-1, x_TE.shape[1]))
-    return jnp.concatenate(outs), (x_TE, gate, up, down, seeds_T, products)
+    out_TE, products = in_chunks(swiglu, (x_TE, seeds_T), chunk_size, kept_chunks)
+    return out_TE, (x_TE, gate, up, down, seeds_T, products)
 
 
 def _backward(chunk_size, kept_chunks, lora, activation, residuals, d_out_TE):
@@ -157,6 +149,26 @@ def _projector(lora: LoraSpec | None, seeds_C: Array | None) -> Projector:
 def _products(x_CE: Array, lows: tuple[Any, Any], gate: Projection, up: Projection) -> Any:
     inputs = (widened(x_CE, low) for low in lows)
     return tuple(dot("ce,fe->cf", x, of.wide) for x, of in zip(inputs, (gate, up), strict=True))
+
+
+def in_chunks(
+    mlp: Callable[..., tuple[Array, Any]], arrays: Any, chunk_size: int, kept_chunks: int
+) -> tuple[Array, Any]:
+    """Runs an MLP on chunks of arrays [T, ...]; returns its output, and products of kept chunks.
+
+    `mlp` returns the output [C, E] and the products, which are named `MLP_PRODUCTS`; None without
+    kept chunks.
+    """
+    kept, rest = token_parts(arrays, chunk_size, kept_chunks)
+    outs, products = [], None
+    if kept[0].shape[0]:
+        out, products = mlp(*kept)
+        outs.append(out)
+        products = checkpoint_name(products, MLP_PRODUCTS)
+    if rest[0].shape[0]:
+        out = lax.scan(lambda _, inputs: (None, mlp(*inputs)[0]), None, rest)[1]
+        outs.append(out.reshape(-1, out.shape[-1]))
+    return jnp.concatenate(outs), products
 
 
 def token_parts(arrays: Any, chunk_size: int, kept_chunks: int) -> tuple[Any, Any]:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.models.experts.grouped import Groups
 from mtraining_jax.models.products import dot32
-from mtraining_jax.models.swiglu import MLP_PRODUCTS, activation_gradients, token_parts
+from mtraining_jax.models.swiglu import activation_gradients, in_chunks, token_parts
 
 
 class Routed(NamedTuple):
@@ -136,16 +135,9 @@ def _forward(x_TE, ids_TK, weights_TK, gate, up, down, chunk_size, kept_chunks, 
         out_RE = groups.dot(hidden_RF, down, sizes)
         return dispatch.summed(out_RE, weights_CK).astype(x_CE.dtype), products
 
-    kept, rest = token_parts((x_TE, ids_TK, weights_TK), chunk_size, kept_chunks)
-    outs, products = [], None
-    if kept[0].shape[0]:
-        out, products = chunk(*kept)
-        outs.append(out)
-        products = checkpoint_name(products, MLP_PRODUCTS)
-    if rest[0].shape[0]:
-        out = lax.scan(lambda _, inputs: (None, chunk(*inputs)[0]), None, rest)[1]
-        outs.append(out.reshape(-1, x_TE.shape[1]))
-    return jnp.concatenate(outs), (x_TE, ids_TK, weights_TK, gate, up, down, products)
+    of_tokens = x_TE, ids_TK, weights_TK
+    out_TE, products = in_chunks(chunk, of_tokens, chunk_size, kept_chunks)
+    return out_TE, (*of_tokens, gate, up, down, products)
 
 
 def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
