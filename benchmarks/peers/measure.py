@@ -35,7 +35,7 @@ _SECONDS = 3.0  # of one measurement
 
 
 def milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> float:
-    """As `benchmarks.timing.median_ms`, without JAX, which processes of torch do not import."""
+    """Returns the median time of a run in ms; without JAX, which processes of torch lack."""
 
     def seconds(runs: int) -> float:
         start = time.perf_counter()

@@ -16,8 +16,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws TFLOP/s forward and backward by problem, hollow where bits did not repeat.
 
     Args:
-        rows: results as `benchmarks.peers.__main__.read` returns them; nothing is drawn without
-            times, and only those of the first GPU.
+        rows: one result per problem, kernels and GPU. Only those of the first GPU are drawn, and
+            nothing if none has times.
         path: of the PNG.
     """
     rows = [row for row in rows if "forward" in row]
