@@ -7,6 +7,8 @@ from tests.models.test_sparse_attention import entry_of, imported, selected_at_r
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 CUDA = "cuda"
+# torch.compile imports parts of torch that warn of their own deprecation.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
