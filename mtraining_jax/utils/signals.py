@@ -78,6 +78,7 @@ class StopSignals:
             signal.signal(number, self._in_main_thread)
         self._own_c_handler = _c_handler(signal.SIGTERM)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno())
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._handle_unraisable
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -85,6 +86,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         if not self._before:
             return
+        sys.unraisablehook = self._unraisable
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -97,6 +99,12 @@ class StopSignals:
         if self._immediate and not self._together:
             raise Stopped(_before_first_step(number))
         self.requested = True
+
+    def _handle_unraisable(self, ignored: Any) -> None:
+        """Exits if Python would ignore `Stopped`, raised in a callback of garbage collection."""
+        if isinstance(ignored.exc_value, Stopped):
+            exit_immediately(EXIT_STOPPED, str(ignored.exc_value))
+        self._unraisable(ignored)
 
     def _listen(self) -> None:
         """Runs in the listener thread; Python writes the number of each signal to the socket."""

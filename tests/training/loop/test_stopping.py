@@ -67,27 +67,31 @@ class Raise:
         return self._signals.requested
 
 
-# The main thread does not return, as in a compilation or a collective.
+# The main thread does not return, as in a compilation or a collective; or Python ignores what the
+# handler raises, as in a callback of garbage collection.
 HANGS = """
-import sys, threading
+import gc, sys, threading
 from mtraining_jax.utils import signals
 signals._PATIENCE = 0.2
+def wait(*_):
+    print("hangs", flush=True)
+    threading.Event().wait(60)
 with signals.StopSignals() as own:
     if sys.argv[1] == "later":
         own.stop_after_a_step()
-    printed = False
+    if sys.argv[1] == "collecting":
+        gc.callbacks.append(wait)
     while True:
-        try:
-            if not printed:  # inside `try`, because the signal may come at once
-                print("hangs", flush=True)
-            printed = True
-            threading.Event().wait(60)
+        try:  # the signal may come at once
+            gc.collect() if sys.argv[1] == "collecting" else wait()
         except signals.Stopped:
             pass
 """
 
 
-@pytest.mark.parametrize(("when", "status"), [("now", EXIT_STOPPED), ("later", 130)])
+@pytest.mark.parametrize(
+    ("when", "status"), [("now", EXIT_STOPPED), ("collecting", EXIT_STOPPED), ("later", 130)]
+)
 def test_a_stuck_process_is_ended(when, status):
     process = subprocess.Popen(
         [sys.executable, "-c", HANGS, when],
