@@ -1,6 +1,7 @@
 """The training loop, and the parts of a run."""
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -115,6 +116,7 @@ class Trainer:
         self._writers = writers = open_writers(config, self._step) if first else []
         for writer in writers:
             opened.callback(writer.close)
+        opened.callback(gc.unfreeze)
         devices, alarms, replicas = mesh.local_devices, self._alarms, self._replicas
         finished = FinishedSteps(
             config, devices, writers, display, alarms, watchdog, replicas, goodput, self._of_steps
@@ -146,6 +148,9 @@ class Trainer:
                 self._evaluator.compile(self._state, devices)
         with self._watchdog.watch("waiting for the other processes to compile", limited=False):
             wait_for_all_processes()
+        # Otherwise each process pauses at other steps, for 0.16 s to visit 300,000 objects.
+        gc.collect()
+        gc.freeze()
         self._display.start(self._step, total)
         self._finished.restart_clock()
         if self._signals is not None:

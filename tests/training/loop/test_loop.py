@@ -1,5 +1,6 @@
 """Full runs: what they write, and how they resume."""
 
+import gc
 import json
 import shlex
 import shutil
@@ -270,10 +271,11 @@ def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
 def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
     """Steps of long sequences take minutes, and dispatching one may take as long."""
     reported, report, take = threading.Semaphore(0), Display.step, DeviceBatches.__next__
-    seen = []
+    seen, frozen = [], []
 
     def step(self, record, line):
         report(self, record, line)
+        frozen.append(gc.get_freeze_count())
         reported.release()
 
     def next_batch(self):
@@ -285,6 +287,8 @@ def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
     monkeypatch.setattr(Display, "step", step)
     monkeypatch.setattr(DeviceBatches, "__next__", next_batch)
     assert len(run(plain_config)) == len(seen) == 4
+    # Full garbage collections are short in steps, and find everything afterwards.
+    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
 
 
 def test_an_unwritable_folder_stops_before_any_work(config, tmp_path, monkeypatch):
