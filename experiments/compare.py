@@ -26,6 +26,7 @@ class Losses(NamedTuple):
     means: np.ndarray  # fp64 [seeds, sequences, buckets], nats; NaN before `FIRST_BUCKET`
     counts: np.ndarray  # [buckets], tokens; 0 before `FIRST_BUCKET`
     last: np.ndarray  # fp64 [seeds, sequences], loss of the last 64 tokens
+    copies: np.ndarray  # fp64 [seeds, sequences], loss of far copies; NaN where not measured
     density: float  # mean
 
 
@@ -75,6 +76,7 @@ def losses_of(
             np.array([[_from_first(x, "loss_by_position", np.nan) for x in row] for row in table]),
             np.array(_from_first(table[0][0], "tokens_by_position", 0)),
             np.array([[x["loss_of_last"] for x in row] for row in table]),
+            np.array([[x.get("loss_of_copies", np.nan) for x in row] for row in table]),
             float(np.mean([[x["density"] for x in row] for row in table])),
         )
     return result, partial
@@ -123,7 +125,7 @@ def _drawn(seeds: int, sequences: int, draws: int, seed: int) -> tuple[np.ndarra
 
 
 def paired(a: Losses, b: Losses, what: str = "means") -> np.ndarray:
-    """a - b ("means" or "last") for the seeds that both have: [seeds, sequences, buckets or none].
+    """a - b of a field for the seeds that both have: [seeds, sequences], "means" also [buckets].
 
     Raises:
         UserError: if they have no seed in common.

@@ -25,6 +25,7 @@ from experiments.result_lines import Line, append_lines, read_lines
 from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.evaluation.tasks import Sample, Task, make_tasks
 from mtraining_jax.models.position_buckets import means_by_bucket
 from mtraining_jax.utils.errors import UserError
@@ -124,7 +125,7 @@ class Measurement:
 
 
 def losses(row: np.ndarray, engine: Engine) -> Line:
-    """Losses in nats of one sequence [S]: means by position and over the last 64 tokens.
+    """Losses in nats of one sequence [S]: by position, of the last 64 tokens and of far copies.
 
     One forward pass with the engine's pattern, as in training.
     """
@@ -134,11 +135,12 @@ def losses(row: np.ndarray, engine: Engine) -> Line:
     if not np.all(np.isfinite(found)):
         raise UserError("a validation loss is not finite")
     means, counts = means_by_bucket(found)
-    first = min(FIRST_BUCKET, len(counts) - 1)
+    first, copies = min(FIRST_BUCKET, len(counts) - 1), far_copies(tokens)[1:]
     return {
         "loss_by_position": means[first:],
         "tokens_by_position": counts[first:],
         "loss_of_last": float(found[-LAST_TOKENS:].mean()),
+        "loss_of_copies": float(found[copies].mean()) if copies.any() else None,
         "density": density,
     }
 

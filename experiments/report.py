@@ -59,20 +59,20 @@ def bucket_table(found: dict[tuple[str, str], Losses], as_trained: bool = False)
 
 
 def _repeated(losses: Losses, seeds: tuple[int, ...]) -> Losses:
-    means, last = losses.means[:1], losses.last[:1]
-    count = len(seeds)
-    return losses._replace(
-        seeds=seeds, means=np.repeat(means, count, 0), last=np.repeat(last, count, 0)
-    )
+    names = ("means", "last", "copies")
+    repeated = {x: np.repeat(getattr(losses, x)[:1], len(seeds), 0) for x in names}
+    return losses._replace(seeds=seeds, **repeated)
 
 
 def long_table(found: dict[tuple[str, str], Losses]) -> list[str]:
     """Table of each (trained, inferred): loss from position `LONG` on, and minus dense.
 
-    The difference is a mean over seeds with its interval, in nats and percent, and by seed.
+    The difference is a mean over seeds with its interval, in nats and percent, and by seed; that of
+    far copies follows.
     """
     dense = found.get(("dense", "dense"))
-    rows = [["trained", "used with", "density", "loss", "minus dense", "%", "by seed"]]
+    columns = ["density", "loss", "minus dense", "%", "by seed", "far copies"]
+    rows = [["trained", "used with", *columns]]
     for pair, losses in found.items():
         cells = [f"{losses.density:.3f}", f"{long_mean(losses, losses.means).mean():.4f}"]
         rows.append([*pair, *cells, *_against_dense(pair, losses, dense)])
@@ -86,12 +86,14 @@ def _against_dense(pair: tuple[str, str], losses: Losses, dense: Losses | None) 
     # Dense may have been measured for other seeds.
     seeds = [] if dense is None else [seed for seed in losses.seeds if seed in dense.seeds]
     if not seeds or pair == ("dense", "dense"):
-        return ["–"] * 3
+        return ["–"] * 4
     difference = long_mean(losses, paired(losses, dense))
     share = difference.mean() / long_mean(dense, dense.means).mean()
     by_seed = zip(seeds, difference.mean(1), strict=True)
     named = "–" if trained == "start" else ", ".join(f"{k}: {x:+.4f}" for k, x in by_seed)
-    return [cell(band(difference)), f"{100 * share:+.2f}", named]
+    copies = paired(losses, dense, "copies")
+    of_copies = cell(band(copies)) if np.all(np.isfinite(copies)) else "–"
+    return [cell(band(difference)), f"{100 * share:+.2f}", named, of_copies]
 
 
 def task_table(scores: Scores, densities: Scores) -> list[str]:

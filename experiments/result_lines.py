@@ -26,7 +26,10 @@ COLUMNS = {
         "step": 0, "steps": 0, "loss": 5, "density": 5, "step_seconds": 5, "recall": 5,
         "recall_worst": 4, "dense_step": 0,
     },
-    "loss": {"number": 0, "kind": 0, "density": 5, "loss_of_last": 5, "loss_by_position": 5},
+    "loss": {
+        "number": 0, "kind": 0, "density": 5, "loss_of_last": 5, "loss_by_position": 5,
+        "loss_of_copies": 5,
+    },
     "task": {"number": 0, "depth": 3, "score": 6, "density": 5, "loss": 4},
 }  # fmt: skip
 

@@ -473,17 +473,19 @@ def test_differences_are_reported_by_seed_and_in_percent_of_the_dense_loss():
     for x in lines:  # the same for all seeds, so that the mean is known
         if x["trained"] != "start":
             x["loss_by_position"] = [2.1 if x["trained"] == "window" else 2.0] * 13
+            x["loss_of_copies"] = 0.4 if x["trained"] == "window" else 0.25
     head, _, dense, window, start, other = report.long_table(compare.losses_of(lines, "c")[0])
     assert head.startswith("| trained | used with | density | loss | minus dense |")
-    assert dense == "| dense | dense | 0.200 | 2.0000 | – | – | – |"
-    rest = "2.1000 | +0.1000 [+0.1000, +0.1000] | +5.00 | 0: +0.1000, 1: +0.1000 |"
+    assert dense == "| dense | dense | 0.200 | 2.0000 | – | – | – | – |"
+    rest = "2.1000 | +0.1000 [+0.1000, +0.1000] | +5.00 | 0: +0.1000, 1: +0.1000 | "
+    rest += "+0.1500 [+0.1500, +0.1500] |"
     assert window == f"| window | dense | 0.200 | {rest}"
-    assert start.endswith(" | – |")
+    assert start.endswith(" | – | – |")
     # Dense has no such seed: only the loss is reported.
-    assert other == "| xattention | xattention | 0.200 | 2.0000 | – | – | – |"
+    assert other == "| xattention | xattention | 0.200 | 2.0000 | – | – | – | – |"
     lines = [x for x in lines if x["trained"] == "window"]
     *_, alone = report.long_table(compare.losses_of(lines, "c")[0])
-    assert alone == "| window | dense | 0.200 | 2.1000 | – | – | – |"
+    assert alone == "| window | dense | 0.200 | 2.1000 | – | – | – | – |"
 
 
 def test_intervals_follow_the_spread_of_sequences_and_seeds():
