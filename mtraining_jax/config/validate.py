@@ -74,8 +74,8 @@ def _product(config: Config, *names: str) -> str:
 def _run(config: Config) -> Iterator[str]:
     run, optimizer, profile, named = config.run, config.optimizer, config.profile, _Named(config)
     if is_url(run.output_dir):
-        where = "but runs are written to a local folder or a mounted file system"
-        yield f"{named.run.output_dir} is a URL, {where}"
+        reason = "a run locks and renames folders and appends to files, which buckets cannot"
+        yield f"{named.run.output_dir} is a URL; use a mounted file system, because {reason}"
         return
     if optimizer.mu_dtype == "bfloat16" and optimizer.b1 > 1 - 2**-8:
         lost = (

@@ -732,8 +732,8 @@ def test_longest_sequence(kind, minimal):
 def test_output_to_a_url(minimal):
     late = {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"}
     assert messages(minimal, run__output_dir="gs://bucket/runs", **late) == [
-        'run.output_dir = "gs://bucket/runs" is a URL, but runs are written to a local folder or '
-        "a mounted file system"
+        'run.output_dir = "gs://bucket/runs" is a URL; use a mounted file system, because a run '
+        "locks and renames folders and appends to files, which buckets cannot"
     ]
 
 
