@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.models.huggingface.checksums import checksum
-from mtraining_jax.training.processes.agreement import meet, run_on_process_0
+from mtraining_jax.training.processes.agreement import collect, meet, run_on_process_0
 
 _MAX_ROUNDS = 6  # of pairs of nodes; each node has a partner in each round
 _SECONDS = 0.1  # of a measurement of links
@@ -118,16 +118,15 @@ def link_rates(per_node: int, watch: Watch, timeout: int) -> list[tuple[str, int
             pairs = pairs[:: -(-len(pairs) // _MAX_ROUNDS) or 1]
         rounds = [("pair", partners) for partners in pairs]
         rounds += [("ring", [*range(1, count), 0])] * (count > 1)
-        repeats = 0
         for turn, (kind, partners) in enumerate(rounds, 1):
             places = [i // stride % count for i in range(number)]
             to = [i + (partners[at] - at) * stride for i, at in enumerate(places)]
             with watch(f"{kind}{suffix}, transfer {turn} of {len(rounds)}"):
                 exchange = _exchange(devices, to, size, timeout)
                 exchange(1)  # connects
-                if not repeats:
-                    fits = min(max(int(_SECONDS / max(exchange(1).values())), 1), 64)
-                    repeats = run_on_process_0(lambda fits=fits: fits, timeout)
+                fits = min(max(int(_SECONDS / max(exchange(1).values())), 1), 64)
+                of_all = collect(fits, timeout)
+                repeats = run_on_process_0(lambda of_all=of_all: min(of_all), timeout)
                 first, second = exchange(repeats), exchange(repeats)
             for i, seconds in first.items():
                 if to[i] != i:
