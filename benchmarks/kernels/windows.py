@@ -5,6 +5,8 @@ python -m benchmarks.kernels.windows --seq-len 131072 --windows 512 1024 4096
 
 import argparse
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from benchmarks.options import make_parser
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
 from mtraining_jax.cost_model.density import density_of_window
-from pallas_kernels import DenseIndex, Index, WindowIndex, attention
+from pallas_kernels import DenseIndex, WindowIndex, attention
 
 _BLOCK = 128
 _COLUMNS = "S", "window", "forward ms", "both passes ms", "rate, forward", "rate, both"
@@ -36,11 +38,12 @@ def main(argv: list[str] | None = None) -> str:
         *table_head(_COLUMNS),
     )
     for seq_len in args.seq_len:
-        dense = _times(args, seq_len, DenseIndex(_BLOCK))
+        attend = functools.partial(attention, backend=args.backend)
+        dense = times(args, seq_len, attend, DenseIndex(_BLOCK))
         page.add(_line(seq_len, "dense", dense, [1.0, 1.0]))
         for window in args.windows:
             index = WindowIndex.of_sequence(1, args.heads, seq_len // _BLOCK, _BLOCK, window)
-            found, density = _times(args, seq_len, index), density_of_window(window, seq_len)
+            found, density = times(args, seq_len, attend, index), density_of_window(window, seq_len)
             rates = [density * full / own for full, own in zip(dense, found, strict=True)]
             page.add(_line(seq_len, str(window), found, rates))
     return page.text
@@ -50,26 +53,23 @@ def _line(seq_len: int, window: str, times: list[float], rates: list[float]) -> 
     return table_line([str(seq_len), window, *(f"{x:.2f}" for x in (*times, *rates))])
 
 
-def _times(args: argparse.Namespace, seq_len: int, index: Index) -> list[float]:
-    """Milliseconds of the forward pass, and of both passes."""
+def times(
+    args: argparse.Namespace, seq_len: int, attend: Callable[..., Array | tuple], *more: Any
+) -> list[float]:
+    """Milliseconds of the forward pass of attend(q, k, v, *more), and of both passes."""
     rng = np.random.default_rng(args.seed)
     q, k, v, dout = (
         jnp.asarray(rng.standard_normal((1, seq_len, n, args.head_dim), np.float32), jnp.bfloat16)
         for n in (args.heads, args.kv_heads, args.kv_heads, args.heads)
     )
 
-    def attend(q: Array, k: Array, v: Array, index: Index) -> Array:
-        out = attention(q, k, v, index, backend=args.backend)
-        assert isinstance(out, Array)
-        return out
-
-    def both(q: Array, k: Array, v: Array, index: Index, dout: Array) -> tuple[Array, ...]:
-        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, index), q, k, v)
+    def both(q: Array, k: Array, v: Array, dout: Array, *more: Any) -> tuple[Any, ...]:
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, *more), q, k, v)
         return out, *vjp(dout)
 
     runs = (
-        functools.partial(jax.jit(attend), q, k, v, index),
-        functools.partial(jax.jit(both), q, k, v, index, dout),
+        functools.partial(jax.jit(attend), q, k, v, *more),
+        functools.partial(jax.jit(both), q, k, v, dout, *more),
     )
     return [median_ms(run, args.repeats) for run in runs]
 
