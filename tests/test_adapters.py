@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import sys
 import types
+import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -344,3 +347,72 @@ class TestMaxText:
     def test_refuses(self, options, message):
         with pytest.raises(ValueError, match=message):
             self.attend(*inputs()[:3], **options)
+
+
+def installed(name):
+    """A module of a trainer, whose imports may warn."""
+    pytest.importorskip(name.split(".")[0])
+    with warnings.catch_warnings(action="ignore"):
+        return pytest.importorskip(name)
+
+
+def test_equals_dense_attention_of_levanter(monkeypatch):
+    attention = installed("levanter.layers.attention")
+    haliax = installed("haliax")
+    # haliax 1.4.dev453 uses what jax 0.11 removed.
+    monkeypatch.setattr(jax.core, "is_constant_dim", lambda size: True, raising=False)
+    adapted = levanter_attention.make_attention(attention.dot_product_attention, pattern=DENSE)
+    axis = {name: haliax.Axis(name, size) for name, size in SIZES.items()}
+
+    def attend(dot_product_attention, mask, q, k, v):
+        """As levanter's Attention calls it."""
+        q = named(q, "batch", "kv_head", "q_heads_per_group", "position", "head_size")
+        k, v = (named(x, "batch", "kv_head", "key_position", "head_size") for x in (k, v))
+        backend = {} if dot_product_attention is adapted else dict(attn_backend=VANILLA)
+        out = dot_product_attention(
+            "position", "key_position", "head_size",
+            *(haliax.named(x.array, tuple(axis[name] for name, _ in x.axes)) for x in (q, k, v)),
+            mask, attention_dtype=jnp.float32, inference=True, **backend,
+        )  # fmt: skip
+        return out.array.transpose(0, 3, 1, 2, 4).reshape(BATCH, TOKENS, HEADS, DIM)
+
+    VANILLA = attention.AttentionBackend.VANILLA
+    causal = attention.AttentionMask.causal(sliding_window=20)
+    ids = haliax.named(jnp.asarray(IDS) - 1, (axis["batch"], axis["position"]))
+    for mask in (attention.AttentionMask.causal(), causal.with_segment_ids(ids)):
+        theirs, ours = (
+            results(functools.partial(attend, f, mask), REAL)
+            for f in (attention.dot_product_attention, adapted)
+        )
+        for x, y in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_equals_dense_attention_of_maxtext(monkeypatch):
+    op = installed("maxtext.layers.attention_op")
+    base = Path(op.__file__).parents[1] / "configs/base.yml"
+    config = installed("maxtext.configs.pyconfig").initialize(
+        ["", str(base), "attention=mtraining", "hardware=cpu", "skip_jax_distributed_system=true",
+         "enable_checkpointing=false", "run_name=test", "dataset_type=hf", "hf_path=text",
+         "max_segments_per_seq=4"]
+    )  # fmt: skip
+    shape = [{"fsdp": 2, "tensor": 2}.get(axis, 1) for axis in config.mesh_axes]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), config.mesh_axes)
+    monkeypatch.setattr(op.AttentionOp, "apply_attention", op.AttentionOp.apply_attention)
+    maxtext_attention.install(pattern=DENSE)
+
+    def attend(kernel, kind, q, k, v, sinks):
+        options = dict(num_query_heads=HEADS, num_kv_heads=KV_HEADS, dtype=jnp.float32)
+        options |= dict(max_target_length=TOKENS, sliding_window_size=20, attention_type=kind)
+        module = op.AttentionOp(config, mesh, kernel, rngs=nnx.Rngs(0), **options)
+        positions = jnp.broadcast_to(jnp.arange(TOKENS), IDS.shape)
+        return module(q, k, v, jnp.asarray(IDS), positions, "train", None, None, None, sinks)
+
+    with mesh, linen.logical_axis_rules(config.logical_axis_rules):
+        for kind in ("global", "local_sliding"):
+            theirs, ours = (
+                results(functools.partial(attend, kernel, op.AttentionType(kind)), REAL, True)
+                for kernel in ("dot_product", "mtraining")
+            )
+            for x, y in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
