@@ -10,7 +10,7 @@ from rich.table import Table
 from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS
 from mtraining_jax.utils.text import counted
 
-_SLOW, _SLOW_CPU = 0.7, 1e-3  # of the median; CPUs have other work
+_SLOW, _SLOW_CPU = 0.7, 0.01  # of the median; CPUs have other work
 _SLOW_FROM_HOST = 0.4  # GPUs may hang on another socket
 _LEAST_OF_PEAK = 0.4  # of matrix products
 _LEAST_BETWEEN_NODES = 2e9  # bytes/s
