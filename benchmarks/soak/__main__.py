@@ -24,7 +24,7 @@ from benchmarks.soak.pair import SoakedPair
 from benchmarks.soak.process import NAMES, make_data
 from mtraining_jax.utils.errors import UserError
 
-_CONFIG = """\
+CONFIG = """\
 [run]
 steps = {steps}
 output_dir = "{out}/runs"
@@ -62,7 +62,7 @@ interval = {save}
 tensorboard = false
 """
 _GPU = dict(hidden=256, inner=512, seq_len=32768, dtype="bfloat16", block=128, rows=256)
-_CPU = dict(hidden=64, inner=64, seq_len=256, dtype="float32", block=32, rows=32)
+CPU = dict(hidden=64, inner=64, seq_len=256, dtype="float32", block=32, rows=32)
 _LENGTHS = {
     "gpu": dict(steps=2000, stops=10, every=100, audit_every=20),
     "cpu": dict(steps=60, stops=4, every=10, audit_every=4),
@@ -92,10 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     for name in NAMES:
         data = out / "data" / f"{name}.npy"
         make_data(data, 500_000, seed=0)
-        text = _CONFIG.format(
+        text = CONFIG.format(
             steps=args.steps, save=args.every, audit=args.audit_every, kind=args.kind, out=out,
             data=data, devices=args.devices, on_cpu=f"cpu_devices = {args.devices}" * args.cpu,
-            **(_CPU if args.cpu else _GPU),
+            **(CPU if args.cpu else _GPU),
         )  # fmt: skip
         (out / f"{name}.toml").write_text(text)
     pair = SoakedPair(out, args.steps, Rhythm(args.audit_every, args.every), args.minutes)

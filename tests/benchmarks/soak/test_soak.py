@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks.soak import kills
 from benchmarks.soak.__main__ import main
 from benchmarks.soak.events import Event, Rhythm, draw_events, step_under_way, where_it_fell
 from benchmarks.soak.report import (
@@ -154,6 +155,12 @@ def test_a_run_that_cannot_start_is_told_at_once(tmp_path, capsys):
     assert output.err.startswith("error: the run ended with status 2 before its first checkpoint:")
     assert 'sparsity.kind = "nothing"' in output.err
     assert output.out == ""  # no event was tried
+
+
+def test_processes_that_cannot_start_are_not_killed(tmp_path, capsys):
+    assert kills.main([f"--out={tmp_path / 'kills'}", "--", "--sparsity.kind=nothing"]) == 1
+    output = capsys.readouterr()
+    assert output.err.count('sparsity.kind = "nothing"') == 2 and not output.out
 
 
 @pytest.mark.skipif(
