@@ -1,6 +1,6 @@
 """Attention to packed documents that begin anywhere, for the trainers of the adapters here.
 
-`sparse_attention` wants documents that begin at multiples of its block size and are known outside
+`sparse_attention` needs documents that begin at multiples of its block size and are known outside
 of `jax.jit`. Trainers pack documents one after another and pass segment ids into the compiled step.
 `segment_attention` moves documents to whole blocks, attends, and moves the results back.
 """

@@ -154,7 +154,7 @@ RANK = "batch", "position", "key_position", "kv_head", "q_heads_per_group", "hea
 
 @pytest.fixture
 def haliax(monkeypatch):
-    """A haliax whose mapping of axes is empty unless a test sets it."""
+    """A haliax with a mapping of axes that is empty unless a test sets it."""
     partitioning = types.SimpleNamespace(mapping={}, mesh=None)
     partitioning.current_thread_local_mapping = lambda: partitioning.mapping
     partitioning.physical_axis_name = lambda name: partitioning.mapping.get(name)
@@ -288,7 +288,7 @@ class TestMaxText:
                 AttentionOp.apply_attention, "mtraining", pattern=pattern
             )
 
-        # As `AttentionOp.__call__` passes them.
+        # `AttentionOp.__call__` passes these by name.
         found = Extended(**op or {}).apply_attention(
             query=q, key=k, value=v, decoder_segment_ids=jnp.asarray(ids), segment_positions=None,
             lengths=None, model_mode=mode, use_ragged_attention=False, previous_chunk=None,
@@ -350,7 +350,7 @@ class TestMaxText:
 
 
 def installed(name):
-    """A module of a trainer, whose imports may warn."""
+    """A module of a trainer; its imports may warn."""
     pytest.importorskip(name.split(".")[0])
     with warnings.catch_warnings(action="ignore"):
         return pytest.importorskip(name)
