@@ -287,7 +287,7 @@ def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
     monkeypatch.setattr(Display, "step", step)
     monkeypatch.setattr(DeviceBatches, "__next__", next_batch)
     assert len(run(plain_config)) == len(seen) == 4
-    # Full garbage collections are short in steps, and find everything afterwards.
+    # Full garbage collections are short in steps, and find everything after the run.
     assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
 
 
