@@ -1,12 +1,16 @@
 """Bounded-memory statistics of the steps of a run, for its summary."""
 
+import itertools
 import math
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from mtraining_jax.reporting.record import Record, density_of, validation_text
 
 KEPT = 1000  # all records, with values per layer and head, would take gigabytes
+# A gradient norm is an outlier above this multiple of the median of so many steps before it.
+_OUTLIER, _STEPS, _LEAST_STEPS = 100, 50, 10
 _MEANS = (
     "recall", "infeasible", "attention_imbalance", "step_imbalance",
     "attention_imbalance_predicted", "step_imbalance_predicted",
@@ -57,6 +61,26 @@ class History:
             if value is not None:
                 self._sums[name] += value
                 self._counts[name] += 1
+
+    def gradient_outlier(self, record: Record) -> str | None:
+        """A warning if the gradient norm of a new record is far above those before it.
+
+        Clipping keeps such a step small, but a fault of a device or of its memory, which may look
+        like this, would go unnoticed.
+        """
+        norm = record["grad_norm"]
+        newest = itertools.islice(reversed(self.last), _STEPS)
+        before = [x["grad_norm"] for x in newest if x["grad_norm"] is not None]
+        if norm is None or len(before) < _LEAST_STEPS:
+            return None
+        usual = statistics.median(before)
+        if norm <= _OUTLIER * usual:
+            return None
+        return (
+            f"the gradient norm, {norm:.4g}, is more than {_OUTLIER} times the median of the "
+            f"{len(before)} steps before, {usual:.4g}; resume from a checkpoint before this step: "
+            "if it does not come again, a device is faulty (python -m mtraining_jax.check_cluster)"
+        )
 
     def mean(self, name: str) -> float | None:
         """Mean of a metric over the steps that have it, if any; "density" excludes dense steps."""

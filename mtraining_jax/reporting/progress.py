@@ -86,7 +86,7 @@ class Display:
                 text += f"  ETA {datetime.timedelta(seconds=round(left))}"
             self.say(text)
         for alarm in record.get("alarms", ()):
-            self.say(f"audit: {alarm}")
+            self.say(f"warning: {alarm}")
 
     def stop(self) -> None:
         if self._bar is not None:

@@ -176,6 +176,22 @@ def test_summary_of_a_long_run(config):
     assert "with 50.0% of the attention mass (recall)" in text
 
 
+def test_a_gradient_far_above_those_before_it_is_an_outlier(config):
+    def of_norm(step, norm):
+        return record(config, step, loss=1.0) | {"grad_norm": norm}
+
+    history = History()
+    norms = [3.0, 500.0, None, *[2.0] * 8]
+    for step, norm in enumerate(norms, 1):
+        assert history.gradient_outlier(of_norm(step, norm)) is None  # too few steps
+        history.add(of_norm(step, norm))
+    assert history.gradient_outlier(of_norm(12, 200.0)) is None
+    assert history.gradient_outlier(of_norm(12, None)) is None
+    found = history.gradient_outlier(of_norm(12, 13925.25))
+    assert found is not None
+    assert "1.393e+04, is more than 100 times the median of the 10 steps before, 2;" in found
+
+
 def test_non_finite_numbers_are_null(config):
     found = record(config, 1, loss=float("nan"))
     assert found["loss"] is None

@@ -129,6 +129,8 @@ class FinishedSteps:
         if audited:
             record |= audit_record(metrics.get("audit", {}), dispatched.compared or {})
             record["alarms"] = self._alarms.of(record)
+        if outlier := self._history.gradient_outlier(record):
+            record["alarms"] = [outlier, *record.get("alarms", ())]
         step, run = record["step"], self._config.run
         if dispatched.evaluate is not None and not self._closed:
             with self._watchdog.watch(f"the evaluation after step {step}") as restart:
