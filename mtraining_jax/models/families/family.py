@@ -10,7 +10,9 @@ from mtraining_jax.models.parameters import LAYERS, Parameter, ParamTable, matri
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
 from mtraining_jax.models.spec import ATTENTION, ModelSpec
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+# Kinds of layers in config.json.
+SLIDING, FULL = "sliding_attention", "full_attention"
 # Names of sizes here, and in config.json.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -38,11 +40,13 @@ class Family:
         fixed: fields of config.json that must have these values, or be absent.
         same_as: fields of config.json that default to the value of another field.
         attention: fields of `spec.ATTENTION` that its models have.
-        activation: activation of the MLP.
+        activation: activation of the MLP, see `swiglu.gated`.
         norm_offset: number that norms add to their weight.
         scales_embedding: whether embeddings are multiplied by the square root of their width.
         fused: tensors of a checkpoint layer that stack several parameters; a name with * is one
             tensor per expert.
+        alternating: those of `fused` that have all experts, [G, in, out], and in whose columns the
+            parameters alternate.
         has_experts: whether a mixture of experts replaces the MLP.
     """
 
@@ -63,6 +67,7 @@ class Family:
     norm_offset: ClassVar[float] = 0.0
     scales_embedding: ClassVar[bool] = False
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    alternating: ClassVar[tuple[str, ...]] = ()
     has_experts: ClassVar[bool] = False
 
     def layer(self, spec: ModelSpec) -> dict[str, Parameter]:
@@ -96,7 +101,8 @@ class Family:
 
     def layer_products(self, spec: ModelSpec) -> dict[str, int]:
         """The multiplications per token with each matrix of a layer, by name."""
-        return {name: x.size for name, x in self.layer(spec).items() if len(x.shape) == 2}
+        matrices = {x: y for x, y in self.layer(spec).items() if "vector" not in y.axes}
+        return {name: x.size for name, x in matrices.items() if len(x.shape) == 2}
 
     def layer_tensors(self, spec: ModelSpec) -> dict[str, tuple[str, ...]]:
         """The tensors of a checkpoint layer, with the parameters in each of them."""
@@ -182,6 +188,27 @@ def _scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:
         known = ", ".join(["default", *ROPE_KINDS])
         raise ValueError(f'rope type "{kind}" is unsupported; it must be one of {known}')
     return ROPE_KINDS[kind].from_hf(rope, context)
+
+
+def full_interval(raw: Mapping[str, Any], layers: int, default: int) -> int | None:
+    """The n for which every n-th layer is full and the others have a window; None if none is full.
+
+    `default` is for a config.json without layer_types; ValueError if these are different.
+    """
+    types, interval = raw.get("layer_types"), default
+    if types is not None:
+        interval = types.index(FULL) + 1 if FULL in types else layers + 1
+        if types != [SLIDING if n % interval else FULL for n in range(1, layers + 1)]:
+            raise ValueError(
+                f"layer_types={types} is unsupported; it must have {SLIDING} in all layers "
+                f"but every n-th, which has {FULL}"
+            )
+    return interval if interval <= layers else None
+
+
+def layer_types(spec: ModelSpec) -> list[str]:
+    """The entry of config.json with the kinds of layers."""
+    return [FULL if window is None else SLIDING for window in spec.windows]
 
 
 def integer(raw: Mapping[str, Any], name: str) -> int:

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.models.families.family import Family
+from mtraining_jax.models.families.family import FULL, SLIDING, Family, full_interval, layer_types
 from mtraining_jax.models.parameters import Parameter, vector
 from mtraining_jax.models.spec import ATTENTION, ModelSpec
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 class Gemma3(Family):
@@ -44,30 +42,23 @@ class Gemma3(Family):
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         values = super().read_config({"sliding_window": 4096, "head_dim": 256, **raw})
-        types, layers = raw.get("layer_types"), range(1, values["num_layers"] + 1)
-        pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-        if types is not None:
-            pattern = types.index(_FULL) + 1 if _FULL in types else len(types) + 1
-            if types != [_SLIDING if n % pattern else _FULL for n in layers]:
-                raise ValueError(
-                    f"layer_types={types} is unsupported; it must have {_SLIDING} in all layers "
-                    f"but every n-th, which has {_FULL}"
-                )
-        if values["sliding_window"] is None and pattern == 1:
+        default = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+        interval = full_interval(raw, values["num_layers"], default)
+        if values["sliding_window"] is None and interval == 1:
             return values
-        values["full_attention_interval"] = pattern if pattern <= len(layers) else None
+        values["full_attention_interval"] = interval
         rope = raw.get("rope_parameters") or {}
-        local = rope.get(_SLIDING) or {}
-        if local and local == rope.get(_FULL):
+        local = rope.get(SLIDING) or {}
+        if local and local == rope.get(FULL):
             return values
         if local.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type={local['rope_type']} of {_SLIDING} must be default")
+            raise ValueError(f"rope_type={local['rope_type']} of {SLIDING} must be default")
         theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
         return values | {"window_rope_theta": float(theta)}
 
     def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         rope = super().rope_parameters(raw)
-        return rope[_FULL] if _FULL in rope else rope
+        return rope[FULL] if FULL in rope else rope
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         raw, theta = super().write_config(spec), spec.window_rope_theta
@@ -75,8 +66,8 @@ class Gemma3(Family):
         local = full if theta is None else {"rope_type": "default", "rope_theta": theta}
         return raw | {
             "query_pre_attn_scalar": spec.query_pre_attn_scalar or spec.head_dim,
-            "layer_types": [_FULL if window is None else _SLIDING for window in spec.windows],
+            "layer_types": layer_types(spec),
             "sliding_window_pattern": spec.full_attention_interval or spec.num_layers + 1,
             "rope_local_base_freq": local["rope_theta"],
-            "rope_parameters": {_FULL: full, _SLIDING: local},
+            "rope_parameters": {FULL: full, SLIDING: local},
         }

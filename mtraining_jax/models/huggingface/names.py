@@ -15,6 +15,8 @@ class Part(NamedTuple):
     first_row: int
     first_column: int = 0
     expert: int | None = None
+    # Of a tensor [G, in, out] with all experts: how many parameters alternate in its columns.
+    alternating: int = 0
 
     @property
     def index(self) -> tuple[int, ...]:
@@ -23,7 +25,10 @@ class Part(NamedTuple):
 
 
 class CheckpointTensor(NamedTuple):
-    """One tensor: its name in the checkpoint, its shape, and its parts, stacked by rows."""
+    """One tensor: its name in the checkpoint, its shape, and its parts.
+
+    They are stacked by rows, or alternate.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -45,12 +50,21 @@ def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
             rows += height
         return CheckpointTensor(name, (rows, *columns), parts)
 
-    layer_tensors = family_of(spec.family).layer_tensors(spec)
+    def alternating(name: str, parameters: tuple[str, ...], layer: int) -> CheckpointTensor:
+        count = len(parameters)
+        experts, width, *columns = table[parameters[0]].shape[1:]
+        parts = [Part(x, layer, 0, i, alternating=count) for i, x in enumerate(parameters)]
+        return CheckpointTensor(name, (experts, *columns, count * width), parts)
+
+    family = family_of(spec.family)
     found = [tensor("model.embed_tokens.weight", ("embed_tokens.weight",), None)]
     for layer in range(spec.num_layers):
-        for name, parameters in layer_tensors.items():
+        for name, parameters in family.layer_tensors(spec).items():
             stacked = tuple(LAYERS + parameter for parameter in parameters)
-            name = f"model.layers.{layer}.{name}"
+            of_all, name = name in family.alternating, f"model.layers.{layer}.{name}"
+            if of_all:
+                found.append(alternating(name, stacked, layer))
+                continue
             for expert in range(spec.num_experts) if "*" in name else (None,):
                 found.append(tensor(name.replace("*", str(expert)), stacked, layer, expert))
     found.append(tensor("model.norm.weight", ("norm.weight",), None))

@@ -197,5 +197,9 @@ def _load_parameter(sources: Sequence[_Source], wanted: jax.ShapeDtypeStruct) ->
 
 def _read_part(source: _Source, *slices: slice) -> np.ndarray:
     tensor, part = source
+    if step := part.alternating:
+        experts, rows, *columns = slices
+        wide = slice(rows.start * step, rows.stop * step)
+        return tensor[(experts, *columns, wide)][..., part.first_column :: step].swapaxes(1, -1)
     starts = zip(slices, (part.first_row, part.first_column), strict=False)
     return tensor[tuple(slice(x.start + first, x.stop + first) for x, first in starts)]

@@ -113,7 +113,7 @@ def save_hf(
             for tensor in shard:
                 parts = [_gather(parameters, part, dtype, spec.lora) for part in tensor.parts]
                 if is_first:
-                    tensors[tensor.name] = _assembled(tensor, parts)
+                    tensors[tensor.name] = assembled(tensor, parts)
             _on_first(folder, folder.write_tensors, file, tensors)
         others = {CONFIG_FILE: config_json, **(copied or {})}
         if len(shards) > 1:
@@ -161,7 +161,7 @@ def save_peft(
         for tensor in adapter_tensors(spec):
             parts = [_gather(parameters, part, "float32", None) for part in tensor.parts]
             if is_first:
-                tensors[tensor.name] = _assembled(tensor, parts)
+                tensors[tensor.name] = assembled(tensor, parts)
         _on_first(folder, folder.write_tensors, PEFT_FILE, tensors, metadata)
         _on_first(folder, folder.write_others, {PEFT_CONFIG: config, **(copied or {})})
         _on_first(folder, folder.publish)
@@ -227,7 +227,12 @@ def _merged(
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _assembled(tensor: CheckpointTensor, parts: list[Array]) -> np.ndarray:
+def assembled(tensor: CheckpointTensor, parts: list[Array]) -> np.ndarray:
+    """Returns a tensor of its parts."""
+    if tensor.parts[0].alternating:
+        columns = [np.swapaxes(np.asarray(x), 1, -1) for x in parts]
+        # safetensors writes the memory of an array, whatever its strides are.
+        return np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(tensor.shape)
     if len(parts) == 1:
         return np.asarray(parts[0])
     found = np.zeros(tensor.shape, parts[0].dtype)
