@@ -36,7 +36,7 @@ class AttentionInputs:
             not audited.
         audit_rows: queries to measure the metrics of `attention.audit` on, at the cost of exact
             attention of these rows; without sinks.
-        sinks: as in `sparse_attention`, fp32 [Hq].
+        sinks: as in `sparse_attention`, fp32 [Hq]; those of a model are its parameters.
     """
 
     pattern: Pattern | Index | None = None

@@ -32,6 +32,18 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+# Of gpt-oss.
+_LIMIT, _ALPHA = 7.0, 1.702
+
+
+def gated(activation: str, gate: Array, up: Array) -> Array:
+    """The activations of an MLP: the activation of gate times up, or the clamped SwiGLU."""
+    if activation != "clamped_swiglu":
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+    return gate * jax.nn.sigmoid(_ALPHA * gate) * (up + 1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def chunked_swiglu(
     x_TE: Array,
@@ -46,7 +58,7 @@ def chunked_swiglu(
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
-    `activation` is one of `ACTIVATIONS`.
+    `activation` is as in `gated`.
 
     The backward pass recomputes the gate and up products, except those of the first `kept_chunks`
     chunks, named `MLP_PRODUCTS`. Gradients of weights accumulate in fp32. With `lora` only adapters
@@ -61,7 +73,7 @@ def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora, activ
         project = _projector(lora, seeds_C)
         lows = project.low(x_CE, gate, _GATE), project.low(x_CE, up, _UP)
         products = _products(x_CE, lows, gate, up)
-        hidden_CF = ACTIVATIONS[activation](products[0]) * products[1]
+        hidden_CF = gated(activation, *products)
         return project(hidden_CF, down, _DOWN), products
 
     out_TE, products = in_chunks(swiglu, (x_TE, seeds_T), chunk_size, kept_chunks)
@@ -117,10 +129,9 @@ def activation_gradients(
     weights: Array | None = None,
     activation: str = "silu",
 ) -> tuple[Array, Array, Array]:
-    """Returns silu(gate) * up in fp32, and the gradients of both products, in their dtype.
+    """Returns `gated` products in fp32, and the gradients of both, in their dtype.
 
-    `d_hidden`, times optional `weights`, is the gradient of silu(gate) * up. `activation` replaces
-    silu.
+    `d_hidden`, times optional `weights`, is the gradient of what `gated` returns.
     """
     dtype = d_hidden.dtype
     # The barrier makes XLA compute the three arrays in one pass over these, after any kind of
@@ -128,6 +139,10 @@ def activation_gradients(
     inputs = lax.optimization_barrier((*products, d_hidden))
     gate, up, d_hidden = (x.astype(jnp.float32) for x in inputs)
     d_hidden = d_hidden if weights is None else d_hidden * weights
+    if activation == "clamped_swiglu":
+        hidden, backward = jax.vjp(functools.partial(gated, activation), gate, up)
+        d_gate, d_up = backward(d_hidden)
+        return hidden, d_gate.astype(dtype), d_up.astype(dtype)
     active, slope = _with_slope(activation, gate)
     d_up = (d_hidden * active).astype(dtype)
     return active * up, (d_hidden * up * slope).astype(dtype), d_up

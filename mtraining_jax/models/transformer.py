@@ -34,7 +34,7 @@ from mtraining_jax.models.sharding import (
     state_shardings,
 )
 from mtraining_jax.models.spec import ModelSpec
-from mtraining_jax.models.swiglu import ACTIVATIONS, chunked_swiglu
+from mtraining_jax.models.swiglu import chunked_swiglu, gated
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, AttentionInputs of the layer])
 # -> (out_BSHD, fp32 scalars or trees by name)
@@ -55,10 +55,15 @@ def _init_param(parameter: Parameter, rngs: nnx.Rngs) -> nnx.Param:
 
 
 class Matrix(nnx.Module):
-    """A matrix without a product: an embedding table [V, E], or a factor of an adapter."""
+    """A matrix, and an optional bias, without a product.
+
+    An embedding table [V, E], a factor of an adapter, a router or a projection of all experts.
+    """
 
     def __init__(self, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
         self.weight = _init_param(table[f"{name}.weight"], rngs)
+        bias = table.get(f"{name}.bias")
+        self.bias = _init_param(bias, rngs) if bias else None
 
 
 class Linear(nnx.Module):
@@ -125,6 +130,8 @@ class SelfAttention(nnx.Module):
         self.o_proj = Linear(table, f"{name}.o_proj", rngs, spec.lora)
         self.q_norm = RMSNorm.if_listed(spec, table, f"{name}.q_norm", rngs)
         self.k_norm = RMSNorm.if_listed(spec, table, f"{name}.k_norm", rngs)
+        sinks = table.get(f"{name}.sinks")
+        self.sinks = _init_param(sinks, rngs) if sinks else None
 
     def project(
         self, x_BSE: Array, cos: Array, sin: Array, seeds_BS: Array | None
@@ -161,7 +168,7 @@ class MLP(nnx.Module):
     def __call__(self, x_BSE: Array, seeds_BS: Array | None) -> Array:
         if self.chunk_size is None:
             gate, up = self.gate_proj(x_BSE, seeds_BS), self.up_proj(x_BSE, seeds_BS)
-            return self.down_proj(ACTIVATIONS[self.activation](gate) * up, seeds_BS)
+            return self.down_proj(gated(self.activation, gate, up), seeds_BS)
         parts = (self.gate_proj, self.up_proj, self.down_proj)
         projections = (part.projection(x_BSE.dtype) for part in parts)
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
@@ -171,7 +178,7 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """A mixture of SwiGLU experts; also returns how it distributes tokens over them."""
+    """A mixture of gated experts; also returns how it distributes tokens over them."""
 
     def __init__(self, spec: ModelSpec, table: ParamTable, name: str, rngs: nnx.Rngs) -> None:
         self.gate = Matrix(table, f"{name}.gate", rngs)  # the router
@@ -183,13 +190,17 @@ class Experts(nnx.Module):
     def __call__(self, x_BSE: Array) -> tuple[Array, Balance]:
         spec, matrices = self.spec, (self.gate, self.gate_proj, self.up_proj, self.down_proj)
         router, *experts = (matrix.weight[...].astype(x_BSE.dtype) for matrix in matrices)
+        biases = [None if matrix.bias is None else matrix.bias[...] for matrix in matrices]
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
-        routed = route(x_BSE, router, spec.num_experts_per_tok, spec.norm_topk_prob)
+        how = spec.num_experts_per_tok, spec.norm_topk_prob
+        routed = route(x_BSE, router, *how, biases[0])
         # Without rematerialization everything is saved, as one chunk.
         saved = spec.remat == "none"
         chunks = (len(x_TE), 1) if saved else (spec.mlp_chunk_size, spec.mlp_kept_chunks)
         of_tokens = (x.reshape(len(x_TE), -1) for x in (routed.ids, routed.weights))
-        out = chunked_experts(x_TE, *of_tokens, *experts, *chunks, spec.lora is None)
+        how = *chunks, spec.lora is None, FAMILIES.get(spec.family).activation
+        of_experts = None if biases[1] is None else tuple(biases[1:])
+        out = chunked_experts(x_TE, *of_tokens, *experts, *how, of_experts)
         return cast(Array, out).reshape(x_BSE.shape), balance(routed)
 
 
@@ -322,9 +333,11 @@ class Transformer(nnx.Module):
                 qkv = run_half_layer(before, parameters, x_BSE, *rotations[window], *seeds)
             qkv = checkpoint_name(qkv, QKV)
             extra = () if attention_inputs is None else (attention_inputs.for_layer(layer_inputs),)
-            if window is not None:
-                given = extra[0] if extra else AttentionInputs()
-                extra = (dataclasses.replace(given, window=window),)
+            sinks = parameters["self_attn"].get("sinks")
+            if window is not None or sinks is not None:
+                own: dict[str, Any] = {"window": window}
+                own["sinks"] = None if sinks is None else hold("sinks", sinks[...])
+                extra = (dataclasses.replace(extra[0] if extra else AttentionInputs(), **own),)
             with jax.named_scope("attention"):
                 out_BSHD, stats = attention(*qkv, *extra)
             after = DecoderLayer.after_attention

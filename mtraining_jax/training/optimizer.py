@@ -57,8 +57,8 @@ def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozense
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Builds AdamW without its learning rate: updates must be scaled by -lr.
 
-    Biases and norms have no weight decay. The structure of the state does not depend on any field,
-    so checkpoints stay valid when fields change.
+    Biases, norms and sinks have no weight decay. The structure of the state does not depend on any
+    field, so checkpoints stay valid when fields change.
     """
 
     def adam(updates: Any, state: Any, params: Any = None) -> tuple[Parameters, Any]:
@@ -74,7 +74,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     def decay(updates: Any, parameters: Any) -> Parameters:
         return {
             name: update
-            if name.endswith(("norm.weight", ".bias"))
+            if name.endswith(("norm.weight", ".bias", ".sinks"))
             else update + config.weight_decay * parameters[name]
             for name, update in updates.items()
         }

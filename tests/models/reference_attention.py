@@ -33,7 +33,11 @@ def dense_attention(positions: Array) -> Attention:
         seen = distance >= 0
         if inputs is not None and inputs.window is not None:
             seen &= distance < inputs.window
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if inputs is not None and inputs.sinks is not None:
+            sinks = inputs.sinks.reshape(kv_heads, -1)[:, :, None, None]
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, scores[..., :1].shape)], -1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v32, precision=exact)
         out_BSHD = out.reshape(q_BSHD.shape).astype(q_BSHD.dtype)
         return out_BSHD, {"density": jnp.ones((), jnp.float32)}

@@ -40,6 +40,33 @@ def experts(x, router, gate, up, down, *how, normalize=True):
     return chunked_experts(x, routed.ids, routed.weights, gate, up, down, *how)
 
 
+def biases(dtype=jnp.float32):
+    """Those of the router, gate, up and down."""
+    rng = np.random.default_rng(1)
+    shapes = (EXPERTS,), *[(EXPERTS, INNER)] * 2, (EXPERTS, WIDTH)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def gpt_oss(x, router, gate, up, down, of_router, *others, how=(8, 1)):
+    routed = route(x, router, SELECTED, True, of_router)
+    matrices = gate, up, down, *how
+    return chunked_experts(
+        x, routed.ids, routed.weights, *matrices, activation="clamped_swiglu", biases=others
+    )
+
+
+def all_of_gpt_oss(x, router, gate, up, down, of_router, of_gate, of_up, of_down):
+    """With the weights as softmax over the selected experts."""
+    with jax.default_matmul_precision("highest"):
+        logits = x @ router.T + of_router
+        least = jnp.sort(logits)[:, -SELECTED, None]
+        weights = jax.nn.softmax(jnp.where(logits >= least, logits, -jnp.inf))
+        gate = jnp.minimum(jnp.einsum("te,gfe->tgf", x, gate) + of_gate, 7)
+        up = jnp.clip(jnp.einsum("te,gfe->tgf", x, up) + of_up, -7, 7)
+        out = jnp.einsum("tgf,gef->tge", gate * jax.nn.sigmoid(1.702 * gate) * (up + 1), down)
+        return jnp.einsum("tg,tge->te", weights, out + of_down)
+
+
 def everything(x, router, gate, up, down, normalize=True):
     """All experts of all tokens, weighted by 0 where they are not selected."""
     with jax.default_matmul_precision("highest"):
@@ -68,6 +95,17 @@ def with_gradients(function, arguments):
 def assert_agrees(actual):
     for ours, theirs in zip(actual, with_gradients(everything, example()), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def assert_those_of_gpt_oss_agree(function):
+    arguments = [*example(), *biases()]
+    actual, expected = (with_gradients(f, arguments) for f in (function, all_of_gpt_oss))
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
+
+
+def test_experts_with_biases_and_limits():
+    assert_those_of_gpt_oss_agree(gpt_oss)
 
 
 @pytest.mark.parametrize("how", [(24, 1), (8, 0), (5, 2)])
@@ -188,3 +226,4 @@ def test_padded_rows_of_the_kernel(monkeypatch):
 
     monkeypatch.setattr(backends, "grouped_product", lambda *_: product)
     assert_agrees(with_gradients(lambda *x: experts(*x, 8), example()))
+    assert_those_of_gpt_oss_agree(lambda *x: gpt_oss(*x, how=(24, 0)))

@@ -155,7 +155,9 @@ def _step_on_shard(
             for held, x in zip((cache.keys[number], cache.values[number]), new, strict=True)
         )
         filled.append((keys, values))
-        out_BHD = _attend_to_cache(q[:, 0], keys, values, seen[window])
+        sinks = layer.self_attn.sinks
+        of_layer = keys, values, seen[window], None if sinks is None else sinks[...]
+        out_BHD = _attend_to_cache(q[:, 0], *of_layer)
         x_B1E, _ = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
     hidden_BE = model.norm(x_B1E)[:, 0]
     weight_VE, (hidden_BE,) = serialize_collectives(
@@ -185,7 +187,9 @@ def _slot_and_seen(
     return prompt.size + cache.count, of_windows
 
 
-def _attend_to_cache(q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array) -> Array:
+def _attend_to_cache(
+    q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array, sinks_H: Array | None = None
+) -> Array:
     """Softmax attention over those keys of all ranks that are seen, fp32 [B, Hq, D].
 
     Queries are replicated, rotated and unscaled; at least one key is seen by some rank.
@@ -203,12 +207,15 @@ def _attend_to_cache(q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array
     weights = weights.astype(v_BHkSD.dtype).reshape(*weights.shape[:3], -1, size)
     values = v_BHkSD.reshape(batch, kv_heads, -1, size, dim)
     out = dot32("bhgcs,bhcsd->bhcgd", weights, values).sum(2)
+    sinks = -jnp.inf if sinks_H is None else sinks_H.reshape(kv_heads, -1)
     if lax.axis_size(SEQUENCE_AXES) == 1:
+        total += jnp.exp(sinks - peak)
         return (out / total[..., None]).reshape(batch, heads, dim)
     # One exchange per layer, limited by latency for so few numbers.
     own = jnp.concatenate([out, total[..., None], peak[..., None]], axis=-1)
     parts = lax.all_gather(own, SEQUENCE_AXES)
     out, total, peak = parts[..., :dim], parts[..., dim], parts[..., dim + 1]
     share = jnp.exp(peak - peak.max(0))
-    out = (out * share[..., None]).sum(0) / (total * share).sum(0)[..., None]
+    total = (total * share).sum(0) + jnp.exp(sinks - peak.max(0))
+    out = (out * share[..., None]).sum(0) / total[..., None]
     return out.reshape(batch, heads, dim)

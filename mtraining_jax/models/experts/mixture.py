@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from mtraining_jax.models.experts.grouped import Groups
 from mtraining_jax.models.products import dot32
-from mtraining_jax.models.swiglu import activation_gradients, in_chunks, token_parts
+from mtraining_jax.models.swiglu import activation_gradients, gated, in_chunks, token_parts
 
 
 class Routed(NamedTuple):
@@ -31,9 +31,12 @@ class Balance(NamedTuple):
     counts: Array  # of selected tokens
 
 
-def route(x: Array, router_GE: Array, per_token: int, normalize: bool) -> Routed:
+def route(
+    x: Array, router_GE: Array, per_token: int, normalize: bool, bias_G: Array | None = None
+) -> Routed:
     """Selects the most probable experts of tokens [..., E]."""
-    probabilities = jax.nn.softmax(dot32("...e,ge->...g", x, router_GE))
+    logits = dot32("...e,ge->...g", x, router_GE)
+    probabilities = jax.nn.softmax(logits if bias_G is None else logits + bias_G)
     weights, ids = lax.top_k(probabilities, per_token)
     if normalize:
         weights /= jnp.sum(weights, axis=-1, keepdims=True)
@@ -97,13 +100,33 @@ class _Dispatch(NamedTuple):
         """Values [R] of pairs; 0 in padding."""
         return x_CK.reshape(-1).at[self.pairs_R].get(mode="fill", fill_value=0)
 
+    def biased(self, y_RO: Array, bias_GO: Array | None) -> Array:
+        """Adds the bias of each row's expert."""
+        if bias_GO is None:
+            return y_RO
+        sums = y_RO.astype(jnp.float32) + bias_GO[self.experts_R()]
+        return sums.astype(y_RO.dtype)
+
+    def by_expert(self, y_RO: Array) -> Array:
+        """The sums over the rows of each expert without padding, fp32 [G, O]."""
+        selected = self.experts_R()[:, None] == jnp.arange(len(self.sizes_G))
+        real = self.pairs_R[:, None] < self.rows_CK.size
+        # A product, because sums in the order of scattered rows are not deterministic on GPUs.
+        y_RO = jnp.where(real, y_RO, 0)
+        return dot32("rg,ro->go", selected.astype(y_RO.dtype), y_RO)
+
+    def experts_R(self) -> Array:
+        """The expert of each row; of rows after all experts, the last one."""
+        experts = jnp.arange(len(self.sizes_G))
+        return jnp.repeat(experts, self.sizes_G, total_repeat_length=len(self.pairs_R))
+
     def summed(self, x_RE: Array, weights_CK: Array | None = None) -> Array:
         """Weighted sums over the rows of each token, fp32 [C, E]."""
         x_CKE = x_RE[self.rows_CK].astype(jnp.float32)
         return jnp.sum(x_CKE if weights_CK is None else x_CKE * weights_CK[..., None], axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def chunked_experts(
     x_TE: Array,
     ids_TK: Array,
@@ -114,35 +137,45 @@ def chunked_experts(
     chunk_size: int,
     kept_chunks: int = 0,
     trained: bool = True,
+    activation: str = "silu",
+    biases: tuple[Array, Array, Array] | None = None,
 ) -> Array:
-    """sum_k weights_k down_k(silu(gate_k(x)) * up_k(x)) over the experts of each token.
+    """sum_k weights_k down_k(gated(gate_k(x), up_k(x))) over the experts of each token.
+
+    `biases` [G, F or E] are those of gate, up and down.
 
     At most `chunk_size` tokens at a time, like `swiglu.chunked_swiglu`. Without `trained` experts
     are frozen and have no gradient.
     """
     experts = gate_GFE, up_GFE, down_GEF
-    return _forward(x_TE, ids_TK, weights_TK, *experts, chunk_size, kept_chunks, trained)[0]
+    how = chunk_size, kept_chunks, trained, activation, biases
+    return _forward(x_TE, ids_TK, weights_TK, *experts, *how)[0]
 
 
-def _forward(x_TE, ids_TK, weights_TK, gate, up, down, chunk_size, kept_chunks, trained):
+def _forward(
+    x_TE, ids_TK, weights_TK, gate, up, down, chunk_size, kept_chunks, trained, activation, biases
+):
     groups = Groups(x_TE.dtype, down.shape[1:])
+    of_gate, of_up, of_down = biases or [None] * 3
 
     def chunk(x_CE, ids_CK, weights_CK) -> tuple[Array, tuple[Array, Array]]:
         dispatch = _Dispatch.of(ids_CK, len(gate), groups.row_tile)
         x_RE, sizes = dispatch.spread(x_CE), dispatch.sizes_G
-        products = groups.dot(x_RE, gate, sizes), groups.dot(x_RE, up, sizes)
-        hidden_RF = jax.nn.silu(products[0]) * products[1]
-        out_RE = groups.dot(hidden_RF, down, sizes)
+        gate_RF = dispatch.biased(groups.dot(x_RE, gate, sizes), of_gate)
+        products = gate_RF, dispatch.biased(groups.dot(x_RE, up, sizes), of_up)
+        hidden_RF = gated(activation, *products)
+        out_RE = dispatch.biased(groups.dot(hidden_RF, down, sizes), of_down)
         return dispatch.summed(out_RE, weights_CK).astype(x_CE.dtype), products
 
     of_tokens = x_TE, ids_TK, weights_TK
     out_TE, products = in_chunks(chunk, of_tokens, chunk_size, kept_chunks)
-    return out_TE, (*of_tokens, gate, up, down, products)
+    return out_TE, (*of_tokens, gate, up, down, biases, products)
 
 
-def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
-    x_TE, ids_TK, weights_TK, gate, up, down, kept_products = residuals
+def _backward(chunk_size, kept_chunks, trained, activation, residuals, d_out_TE):
+    x_TE, ids_TK, weights_TK, gate, up, down, biases, kept_products = residuals
     dtype, groups = x_TE.dtype, Groups(x_TE.dtype, down.shape[1:])
+    of_gate, of_up, of_down = biases or [None] * 3
 
     def chunk(sums, inputs, products=None):
         x_CE, ids_CK, weights_CK, d_out_CE = inputs
@@ -151,11 +184,16 @@ def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
         x_RE, d_out_RE = dispatch.spread(x_CE), dispatch.spread(d_out_CE)
         weights_R1 = dispatch.of_rows(weights_CK)[:, None]
         if products is None:
-            products = groups.dot(x_RE, gate, sizes), groups.dot(x_RE, up, sizes)
+            gate_RF = dispatch.biased(groups.dot(x_RE, gate, sizes), of_gate)
+            products = gate_RF, dispatch.biased(groups.dot(x_RE, up, sizes), of_up)
         # The gradient of hidden_RF times its weights, without these.
         d_RF = groups.transposed(d_out_RE, down, sizes)
-        hidden_RF, d_gate_RF, d_up_RF = activation_gradients(products, d_RF, weights_R1)
+        gradients_of = functools.partial(activation_gradients, activation=activation)
+        hidden_RF, d_gate_RF, d_up_RF = gradients_of(products, d_RF, weights_R1)
         d_weights_R = jnp.sum(hidden_RF * d_RF.astype(jnp.float32), axis=-1)
+        if biases:
+            bias_RE = of_down[dispatch.experts_R()].astype(jnp.float32)
+            d_weights_R += jnp.sum(bias_RE * d_out_RE, axis=-1)
         hidden_RF = (hidden_RF * weights_R1).astype(dtype)
         d_x_RE = groups.transposed(d_gate_RF, gate, sizes).astype(jnp.float32)
         d_x_RE += groups.transposed(d_up_RF, up, sizes)
@@ -165,11 +203,14 @@ def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
                 groups.outer(d_up_RF, x_RE, sizes),
                 groups.outer(d_out_RE, hidden_RF, sizes),
             )
+            if biases:
+                d_down_RE = (d_out_RE * weights_R1).astype(dtype)
+                gradients += tuple(map(dispatch.by_expert, (d_gate_RF, d_up_RF, d_down_RE)))
             sums = jax.tree.map(jnp.add, sums, gradients)
         d_x_CE = dispatch.summed(d_x_RE.astype(dtype)).astype(dtype)
         return sums, (d_x_CE, d_weights_R[dispatch.rows_CK])
 
-    experts = (gate, up, down) if trained else ()
+    experts = (gate, up, down, *(biases or ())) if trained else ()
     sums = tuple(jnp.zeros(w.shape, jnp.float32) for w in experts)
     of_tokens = x_TE, ids_TK, weights_TK, d_out_TE
     kept, rest = token_parts(of_tokens, chunk_size, kept_chunks)
@@ -181,8 +222,9 @@ def _backward(chunk_size, kept_chunks, trained, residuals, d_out_TE):
         sums, gradients = lax.scan(chunk, sums, rest)
         found.append(jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), gradients))
     d_x, d_weights = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
-    of_experts: Any = [x.astype(dtype) for x in sums] if trained else [None] * 3
-    return d_x, None, d_weights, *of_experts
+    of_experts: Any = [x.astype(w.dtype) for x, w in zip(sums, experts, strict=True)]
+    of_experts = of_experts or [None] * 3
+    return d_x, None, d_weights, *of_experts[:3], tuple(of_experts[3:]) or None
 
 
 chunked_experts.defvjp(_forward, _backward)
