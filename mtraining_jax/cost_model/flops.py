@@ -108,8 +108,13 @@ def layer_products(config: Config) -> dict[str, int]:
 def idle_parameters(config: Config) -> int:
     """Number of parameters of the experts that do not compute a token; 0 without experts."""
     model = config.model
+    if not model.num_experts:
+        return 0
+    layer = ModelSpec.from_config(model).layer.items()
+    router = "mlp.gate."
+    sizes = (x.size for name, x in layer if "experts" in x.axes and not name.startswith(router))
     idle = model.num_experts - model.num_experts_per_tok
-    return idle * model.num_layers * 3 * model.hidden_size * model.intermediate_size
+    return idle * model.num_layers * sum(sizes) // model.num_experts
 
 
 def head_products(config: Config) -> int:

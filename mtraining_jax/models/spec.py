@@ -183,6 +183,9 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
         if not has_experts and getattr(values, name) != getattr(ModelSpec, name):
             value = f"{prefix}{name} = {getattr(values, name)}"
             yield f'{value} needs a {prefix}family with experts, not "{values.family}"; remove it'
+    for name, needed in family.fixed.items():
+        if (value := getattr(values, name, needed)) != needed:
+            yield f"{prefix}{name} = {value} is unsupported by {values.family}; it must be {needed}"
     for name in ATTENTION:
         value = getattr(values, name)
         given = f"{prefix}{name} = {value}"

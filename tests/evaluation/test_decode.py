@@ -33,6 +33,7 @@ SPARSE = {
 }
 ONE, EIGHT = (1, 1), (2, 4)
 LLAMA, PHI, GEMMA = "llama3_tiny", "phi3_tiny_longrope", "gemma3_tiny"
+GPT_OSS = "gpt_oss_tiny"
 GREEDY = GenerateOptions()
 
 
@@ -59,10 +60,10 @@ def plain_logits(name: str = LLAMA, length: int = len(TEXT)) -> np.ndarray:
 
 
 # Phi-3 has other rotary factors beyond 64 tokens of the text; its padding to 80 does not count.
-# Gemma 3 has layers with windows of 64 tokens.
+# Gemma 3 and gpt-oss have layers with windows of 64 tokens, gpt-oss has sinks.
 @pytest.mark.parametrize(
     ("name", "mesh", "block_size", "prompt_len"),
-    [(LLAMA, EIGHT, 8, PROMPT), (PHI, ONE, 40, 52), (GEMMA, EIGHT, 8, PROMPT)],
+    [(GPT_OSS, EIGHT, 8, PROMPT), (PHI, ONE, 40, 52), (GEMMA, EIGHT, 8, PROMPT)],
 )
 def test_logits_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_len):
     programs = engine(mesh, name=name, block_size=block_size).programs

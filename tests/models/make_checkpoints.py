@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -101,6 +102,22 @@ CHECKPOINTS = {
             "model.layers.2.mlp.down_proj.weight",
         ),
     ),
+    "gpt_oss_tiny": (
+        GptOssConfig(
+            **SIZES | {"num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 24},
+            head_dim=16, sliding_window=64, num_local_experts=4, num_experts_per_tok=2,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
+                "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            ATTENTION + "k_proj.weight", ATTENTION + "o_proj.bias", ATTENTION + "sinks",
+            "model.layers.1.self_attn.sinks", "model.layers.0.mlp.router.weight",
+            "model.layers.0.mlp.router.bias", MLP + "experts.gate_up_proj",
+            MLP + "experts.gate_up_proj_bias", MLP + "experts.down_proj_bias",
+        ),
+    ),
     "phi3_tiny_longrope": (
         Phi3Config(
             **SIZES, tie_word_embeddings=False, original_max_position_embeddings=64,
@@ -129,6 +146,8 @@ def make(name: str, folder: Path) -> None:
                 parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
             else:
                 scale = 0.4 if parameter_name.endswith("bias") else 0.15
+                if parameter_name.endswith(("gate_up_proj", "sinks")):
+                    scale = 0.6  # reaches the limits of gpt-oss
                 parameter.copy_(scale * torch.randn_like(parameter))
     # 144 tokens: longer than the 64 to which YaRN and longrope refer.
     tokens = torch.randint(0, config.vocab_size, (2, 144))

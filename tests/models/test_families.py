@@ -15,7 +15,7 @@ from flax import nnx
 from mtraining_jax import Dense, Documents, sparse_attention
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.huggingface.config import hf_config, read_hf_config
-from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling
+from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS, forward, some_tokens, tiny_spec
@@ -132,6 +132,59 @@ class TestGemma3(FamilyContract):
         "model.layers.0.self_attn.k_norm.weight",
         "model.layers.2.mlp.down_proj.weight",
     )
+
+
+class TestGptOss(FamilyContract):
+    family = "gpt_oss"
+    checkpoint = "gpt_oss_tiny"
+    gradients = (
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.0.self_attn.sinks",
+        "model.layers.1.self_attn.sinks",
+        "model.layers.0.mlp.router.weight",
+        "model.layers.0.mlp.router.bias",
+        "model.layers.1.mlp.experts.gate_up_proj",
+        "model.layers.1.mlp.experts.gate_up_proj_bias",
+        "model.layers.1.mlp.experts.down_proj_bias",
+    )
+    sizes: ClassVar = {"num_experts": 4, "num_experts_per_tok": 2}
+
+    def test_published_weights_are_refused(self, directory, tmp_path):
+        raw = json.loads((directory / "config.json").read_text())
+        raw["quantization_config"] = {"quant_method": "mxfp4"}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(UserError, match="MXFP4; write bf16 weights with transformers: "):
+            read_hf_config(tmp_path)
+
+    def test_the_released_fields(self, tmp_path):
+        """Those of gpt-oss-20b, without its weights' format."""
+        write(tmp_path, **GPT_OSS_20B)
+        spec = read_hf_config(tmp_path)
+        yarn = YarnScaling(32.0, 4096, truncate=False)
+        assert spec.rope_scaling == yarn and spec.rope_theta == 150000
+        assert spec.windows == (128, None) * 12 and spec.head_dim == 64
+        write(tmp_path, **{x: y for x, y in GPT_OSS_20B.items() if x != "rope_scaling"})
+        assert read_hf_config(tmp_path) == spec
+        with pytest.raises(UserError, match="swiglu_limit=5.0 is unsupported; it must be 7.0"):
+            read_hf_config(write(tmp_path, **GPT_OSS_20B | {"swiglu_limit": 5.0}))
+        with pytest.raises(ValueError, match="norm_topk_prob = False is unsupported by gpt_oss"):
+            dataclasses.replace(spec, norm_topk_prob=False)
+
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
+    "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+        "original_max_position_embeddings": 4096, "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}  # fmt: skip
 
 
 def test_every_family_has_its_contract():
@@ -291,7 +344,7 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
         (
             "llama3_tiny", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
             r"unsupported model, MambaForCausalLM \(model_type mamba\); supported model types are"
-            " gemma3_text, llama, mistral, phi3, qwen2, qwen3",
+            " gemma3_text, gpt_oss, llama, mistral, phi3, qwen2, qwen3",
         ),
         (
             "llama3_tiny", {"model_type": None, "architectures": None},

@@ -165,7 +165,7 @@ def test_plain_rope(checkpoint):
     [
         (
             {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "GPT2LMHeadModel .*; supported model types are gemma3_text, llama, mistral, phi3",
+            "GPT2LMHeadModel .*; supported model types are gemma3_text, gpt_oss, llama",
         ),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "Qwen2ForTokenClassification"),
         ({"hidden_act": "gelu"}, 'hidden_act="gelu" is unsupported; it must be "silu"'),

@@ -12,9 +12,10 @@ from tests.training.common import tiny_config
 from tests.training.conftest import use_shared_programs
 from tests.training.test_step import Parts
 
+# gpt-oss also has windows, sinks and biases.
 MODEL = {
-    "family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24,
-    "router_aux_loss_coef": 0.1, "mlp_chunk_size": 24,
+    "family": "gpt_oss", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24,
+    "router_aux_loss_coef": 0.1, "mlp_chunk_size": 24, "num_heads": 8, "sliding_window": 21,
 }  # fmt: skip
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
@@ -34,7 +35,7 @@ def config_of(folder, **sections):
 @pytest.fixture(scope="module")
 def one(folder):
     parts = Parts(config_of(folder))
-    yield parts, parts.train(3)[0]
+    yield parts, *parts.train(3)
     parts.batches.close()
 
 
@@ -48,6 +49,8 @@ def test_eight_devices_equal_one(folder, one):
     )
     records = run(config)
     use_shared_programs()
+    for name in ("self_attn.sinks", "mlp.gate_proj.bias", "mlp.gate.bias"):
+        assert np.abs(one[2].parameters[f"layers.{name}"]).max() > 1e-2  # they start at 0
     for record, metrics in zip(records, one[1], strict=True):
         for name in ("loss", "grad_norm", "auxiliary_loss"):
             np.testing.assert_allclose(record[name], metrics[name], rtol=2e-5, err_msg=name)
@@ -57,7 +60,7 @@ def test_eight_devices_equal_one(folder, one):
 
 def test_the_auxiliary_loss_has_a_gradient_but_is_not_part_of_the_loss(one):
     """In a batch without labels nothing else has a gradient."""
-    parts, earlier = one
+    parts, earlier, _ = one
     assert earlier[0]["auxiliary_loss"] > 2  # experts per token, if they were used evenly
     batch = next(parts.batches)
     unlabeled = batch | {"labels": jnp.full_like(batch["labels"], IGNORE_LABEL)}

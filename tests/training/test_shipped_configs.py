@@ -25,6 +25,7 @@ SIZES = {
     "qwen3_30b_a3b": 30_532_122_624,
     "gemma3_4b": 3_880_263_168,
     "mistral_7b": 7_241_732_096,
+    "gpt_oss_20b": 20_914_757_184,
 }
 CONFIGS = [name for name in available_configs() if not name.startswith("tiny")]
 # With small sizes, the others are the same program as one of these, except qwen7b_512k: it has an

@@ -15,5 +15,6 @@ FAMILIES = Registry(
         "gemma3_text": f"{_HERE}.gemma3:Gemma3",
         "phi3": f"{_HERE}.phi3:Phi3",
         "qwen3_moe": f"{_HERE}.qwen3_moe:Qwen3Moe",
+        "gpt_oss": f"{_HERE}.gpt_oss:GptOss",
     },
 )

@@ -71,8 +71,15 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
             f"{path} describes {architecture}, but of model_type {kind} only {family.architecture}"
             " is supported"
         )
-    if raw.get("quantization_config"):
-        raise UserError(f"{path}: quantization_config is not supported; use unquantized weights")
+    if quantized := raw.get("quantization_config"):
+        how = "use unquantized weights"
+        if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
+            how = (
+                "its weights are MXFP4; write bf16 weights with transformers: AutoModelForCausalLM"
+                '.from_pretrained(FOLDER, dtype="bfloat16", quantization_config='
+                "Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)"
+            )
+        raise UserError(f"{path}: quantization_config is not supported; {how}")
     try:
         values = family.read_config(raw)
         return values | {"family": own_family} if family is own else values

@@ -26,23 +26,26 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> li
     are merged, and also written into RUN_FOLDER/adapter. Returns the written folders.
     """
     copied, start = _tokenizer_files(config), config.model.init_from
-    entry = sparse_entry(config.sparsity.kind, config.sparsity.pattern)
+    spec = builder.spec
+    # `sparse_attention.py` has neither windows in all layers nor sinks.
+    sparse = None in spec.windows and "self_attn.sinks" not in spec.layer
+    entry = sparse_entry(config.sparsity.kind, config.sparsity.pattern) if sparse else None
     merged = save_hf(
         config.run.folder / "hf",
-        builder.spec,
+        spec,
         builder.unflatten(state.model),
         copied=copied,
         replace=True,
         like=start,
         eos=_eos(config),
-        sparsity=entry if None in builder.spec.windows else None,
+        sparsity=entry,
     )
     if not state.base:
         return [merged]
     copied = {name: file for name, file in copied.items() if name != _GENERATION}
     how = {"base": state.base, "base_folder": start and Path(start).absolute(), "copied": copied}
     adapter = config.run.folder / "adapter"
-    return [merged, save_peft(adapter, builder.spec, state.parameters, **how)]
+    return [merged, save_peft(adapter, spec, state.parameters, **how)]
 
 
 def export_checkpoint(config: Config, step: int) -> list[Path]:
