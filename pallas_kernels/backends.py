@@ -104,6 +104,17 @@ def coded_score_kernels(name: str | None, q: Shaped, block_size: int) -> CodedSc
     return resolve(name, q, block_size).coded_scores
 
 
+def grouped_widths(dtype: jnp.dtype, widths: tuple[int, int]) -> tuple[int, int]:
+    """Returns the widths to pad matrices to for the kernel of `grouped_product`.
+
+    They are unchanged if there is no kernel, or if padding adds more than an eighth to a width.
+    """
+    first, second = (-(-width // GROUPED_WIDTH) * GROUPED_WIDTH for width in widths)
+    little = 8 * first <= 9 * widths[0] and 8 * second <= 9 * widths[1]
+    runs = device.no_hopper_gpu() is None and dtype == jnp.bfloat16 and little
+    return (first, second) if runs else widths
+
+
 def grouped_product(dtype: jnp.dtype, widths: tuple[int, int]) -> Callable[..., Array] | None:
     """Returns the kernel for rows sorted by group, with matrices of `widths`, or None for XLA.
 

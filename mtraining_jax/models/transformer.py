@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.embedding import embed
-from mtraining_jax.models.experts.mixture import Balance, balance, chunked_experts, route
+from mtraining_jax.models.experts.mixture import Balance, balance, padded_experts, route
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec, is_adapter
@@ -199,9 +199,9 @@ class Experts(nnx.Module):
         chunks = (len(x_TE), 1) if saved else (spec.mlp_chunk_size, spec.mlp_kept_chunks)
         of_tokens = (x.reshape(len(x_TE), -1) for x in (routed.ids, routed.weights))
         how = *chunks, spec.lora is None, FAMILIES.get(spec.family).activation
-        of_experts = None if biases[1] is None else tuple(biases[1:])
-        out = chunked_experts(x_TE, *of_tokens, *experts, *how, of_experts)
-        return cast(Array, out).reshape(x_BSE.shape), balance(routed)
+        of_experts = None if biases[1] is None else cast(Any, tuple(biases[1:]))
+        out = padded_experts(x_TE, *of_tokens, *experts, *how, biases=of_experts)
+        return out.reshape(x_BSE.shape), balance(routed)
 
 
 class DecoderLayer(nnx.Module):

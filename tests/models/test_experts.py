@@ -13,6 +13,7 @@ from mtraining_jax.models.experts.mixture import (
     balance,
     balance_loss,
     chunked_experts,
+    padded_experts,
     route,
 )
 from mtraining_jax.models.lora.adapters import LoraSpec
@@ -50,9 +51,8 @@ def biases(dtype=jnp.float32):
 def gpt_oss(x, router, gate, up, down, of_router, *others, how=(8, 1)):
     routed = route(x, router, SELECTED, True, of_router)
     matrices = gate, up, down, *how
-    return chunked_experts(
-        x, routed.ids, routed.weights, *matrices, activation="clamped_swiglu", biases=others
-    )
+    matrices = *matrices, True, "clamped_swiglu"
+    return padded_experts(x, routed.ids, routed.weights, *matrices, biases=tuple(others))
 
 
 def all_of_gpt_oss(x, router, gate, up, down, of_router, of_gate, of_up, of_down):
@@ -226,4 +226,22 @@ def test_padded_rows_of_the_kernel(monkeypatch):
 
     monkeypatch.setattr(backends, "grouped_product", lambda *_: product)
     assert_agrees(with_gradients(lambda *x: experts(*x, 8), example()))
+
+    def product_of_wide(kind, a, b, sizes):
+        assert all(width % 16 == 0 for width in (a.shape[1], *b.shape[1:]))
+        return product(kind, a, b, sizes)
+
+    monkeypatch.setattr(backends, "grouped_product", lambda *_: product_of_wide)
+    monkeypatch.setattr(backends, "grouped_widths", lambda *_: (16, 16))
     assert_those_of_gpt_oss_agree(lambda *x: gpt_oss(*x, how=(24, 0)))
+
+
+def test_matrices_are_padded_for_the_kernel_if_little_is_added(monkeypatch):
+    """2880 is the width of gpt-oss."""
+    bf16 = jnp.dtype(jnp.bfloat16)
+    assert backends.grouped_widths(bf16, (2880, 2880)) == (2880, 2880)
+    monkeypatch.setattr(backends.device, "no_hopper_gpu", lambda: None)
+    assert backends.grouped_widths(bf16, (2880, 2880)) == (3072, 3072)
+    assert backends.grouped_widths(bf16, (2048, 768)) == (2048, 768)
+    assert backends.grouped_widths(bf16, (2880, 640)) == (2880, 640)
+    assert backends.grouped_widths(jnp.dtype(jnp.float32), (2880, 2880)) == (2880, 2880)

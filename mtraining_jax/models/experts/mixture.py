@@ -5,7 +5,7 @@ so only weights travel, and the sequence stays sharded.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax import Array, lax
 from mtraining_jax.models.experts.grouped import Groups
 from mtraining_jax.models.products import dot32
 from mtraining_jax.models.swiglu import activation_gradients, gated, in_chunks, token_parts
+from pallas_kernels import backends
 
 
 class Routed(NamedTuple):
@@ -126,6 +127,30 @@ class _Dispatch(NamedTuple):
         return jnp.sum(x_CKE if weights_CK is None else x_CKE * weights_CK[..., None], axis=1)
 
 
+def padded_experts(
+    x_TE: Array,
+    ids_TK: Array,
+    weights_TK: Array,
+    gate_GFE: Array,
+    up_GFE: Array,
+    down_GEF: Array,
+    *how: Any,
+    biases: tuple[Array, Array, Array] | None,
+) -> Array:
+    """`chunked_experts` with zeros in what the kernel needs more of width."""
+    width, inner = down_GEF.shape[1:]
+    padded_width, padded_inner = backends.grouped_widths(x_TE.dtype, (width, inner))
+    none, e, f = (0, 0), (0, padded_width - width), (0, padded_inner - inner)
+    matrices = zip((gate_GFE, up_GFE, down_GEF), ((f, e), (f, e), (e, f)), strict=True)
+    matrices = [jnp.pad(x, (none, *pads)) for x, pads in matrices]
+    if biases is not None:
+        gate, up, down = biases
+        biases = jnp.pad(gate, (none, f)), jnp.pad(up, (none, f)), jnp.pad(down, (none, e))
+    x_TE = jnp.pad(x_TE, (none, e))
+    out = cast(Array, chunked_experts(x_TE, ids_TK, weights_TK, *matrices, *how, biases))
+    return out[:, :width]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def chunked_experts(
     x_TE: Array,
@@ -191,7 +216,7 @@ def _backward(chunk_size, kept_chunks, trained, activation, residuals, d_out_TE)
         gradients_of = functools.partial(activation_gradients, activation=activation)
         hidden_RF, d_gate_RF, d_up_RF = gradients_of(products, d_RF, weights_R1)
         d_weights_R = jnp.sum(hidden_RF * d_RF.astype(jnp.float32), axis=-1)
-        if biases:
+        if of_down is not None:
             bias_RE = of_down[dispatch.experts_R()].astype(jnp.float32)
             d_weights_R += jnp.sum(bias_RE * d_out_RE, axis=-1)
         hidden_RF = (hidden_RF * weights_R1).astype(dtype)
