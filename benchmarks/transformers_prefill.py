@@ -110,7 +110,7 @@ def main() -> None:
     config = read_json(options.folder / "config.json")
     entry = config.get(SPARSE_ENTRY)
     if text := options.pattern:
-        entry = sparse_entry(text.partition(",")[0], parse_options(text))
+        entry = sparse_entry(text.partition(",")[0], parse_options(text), config["model_type"])
     count = max(options.lengths) + 1
     drawn = np.random.default_rng(0).integers(0, config["vocab_size"], count)
     ids = np.load(options.tokens)[:count] if options.tokens else drawn

@@ -47,7 +47,7 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
     if config.checkpoint.export_hf and sparse:
         tenth = "N" if config.run.epochs is not None else max(1, config.run.steps // 10)
         # SmolLM2-135M at 32768 tokens: 1.0 % of the loss, 0.4 % with a tenth (docs/quality.md).
-        has_file = sparse_entry(config.sparsity.kind, pattern) is not None
+        has_file = sparse_entry(config.sparsity.kind, pattern, config.model.family) is not None
         unless = " unless it imports the exported sparse_attention.py" if has_file else ""
         found.append(
             f"Hugging Face transformers runs the exported model with dense attention{unless}; a "

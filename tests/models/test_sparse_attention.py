@@ -71,7 +71,7 @@ def imported():
 
 
 def entry_of(kind, options):
-    return sparse_entry(kind, KINDS[kind](**options))
+    return sparse_entry(kind, KINDS[kind](**options), "llama")
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +96,12 @@ def test_the_folder_names_the_pattern_and_has_the_code(folder, tmp_path):
 
 
 def test_entries_are_only_of_what_the_file_supports():
-    assert sparse_entry("dense", DenseOptions()) is None
-    assert sparse_entry("my:Pattern", SampledRowsOptions()) is None
-    assert sparse_entry("sampled_rows", SampledRowsOptions(columns=128)) is None
-    assert sparse_entry("vertical_slash", VerticalSlashOptions(preset="joint")) is None
-    suffix = sparse_entry("xattention", XAttentionOptions(dense_suffix_tokens=0))
+    assert sparse_entry("dense", DenseOptions(), "llama") is None
+    assert sparse_entry("sampled_rows", SampledRowsOptions(), "gpt_oss") is None
+    assert sparse_entry("my:Pattern", SampledRowsOptions(), "llama") is None
+    assert sparse_entry("sampled_rows", SampledRowsOptions(columns=128), "llama") is None
+    assert sparse_entry("vertical_slash", VerticalSlashOptions(preset="joint"), "llama") is None
+    suffix = sparse_entry("xattention", XAttentionOptions(dense_suffix_tokens=0), "llama")
     assert suffix is not None and suffix["dense_suffix_tokens"] == 0
 
     # The file, which cannot be imported without torch, lists the options of each kind.

@@ -42,6 +42,7 @@ class Family:
         attention: fields of `spec.ATTENTION` that its models have.
         activation: activation of the MLP, see `swiglu.gated`.
         norm_offset: number that norms add to their weight.
+        has_sinks: whether heads have attention sinks.
         scales_embedding: whether embeddings are multiplied by the square root of their width.
         fused: tensors of a checkpoint layer that stack several parameters; a name with * is one
             tensor per expert.
@@ -65,6 +66,7 @@ class Family:
     attention: ClassVar[tuple[str, ...]] = ()
     activation: ClassVar[Activation] = "silu"
     norm_offset: ClassVar[float] = 0.0
+    has_sinks: ClassVar[bool] = False
     scales_embedding: ClassVar[bool] = False
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     alternating: ClassVar[tuple[str, ...]] = ()

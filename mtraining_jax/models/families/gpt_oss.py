@@ -36,6 +36,7 @@ class GptOss(Mixture):
         "swiglu_limit": 7.0,
     }
     attention = "sliding_window", "full_attention_interval"
+    has_sinks = True
     activation = "clamped_swiglu"
     fused = {
         _TENSORS + "gate_up_proj": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),

@@ -26,10 +26,8 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> li
     are merged, and also written into RUN_FOLDER/adapter. Returns the written folders.
     """
     copied, start = _tokenizer_files(config), config.model.init_from
-    spec = builder.spec
-    # `sparse_attention.py` has neither windows in all layers nor sinks.
-    sparse = None in spec.windows and "self_attn.sinks" not in spec.layer
-    entry = sparse_entry(config.sparsity.kind, config.sparsity.pattern) if sparse else None
+    spec, sparsity = builder.spec, config.sparsity
+    entry = sparse_entry(sparsity.kind, sparsity.pattern, spec.family)
     merged = save_hf(
         config.run.folder / "hf",
         spec,
@@ -38,7 +36,7 @@ def export_state(config: Config, builder: StateBuilder, state: TrainState) -> li
         replace=True,
         like=start,
         eos=_eos(config),
-        sparsity=entry,
+        sparsity=entry if None in spec.windows else None,
     )
     if not state.base:
         return [merged]
