@@ -65,6 +65,13 @@ SCALINGS = {
     # For head dim 8. The sequence is longer than 32 tokens, so the second list applies.
     "phi3": LongRopeScaling(4.0, 32, None, (1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0)),
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+MORE = {
+    "mistral": {"sliding_window": 24},
+    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 8},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {"sliding_window": 24, "full_attention_interval": 2, **EXPERTS},
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES.names)
@@ -72,8 +79,9 @@ def test_transformers_loads_sharded_files_of_every_family(family, tmp_path):
     spec = tiny_spec(
         family=family,
         tie_word_embeddings=False,
-        rope_scaling=SCALINGS[family],
+        rope_scaling=SCALINGS.get(family),
         max_position_embeddings=128,
+        **MORE.get(family, {}),
     )
     state = init_model(spec, seed=jax.random.key(1))[1]
     folder = save_hf(tmp_path / "out", spec, state, max_shard_bytes=20_000)
