@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.checks import Shaped
+from pallas_kernels.checks import HEAD_DIMS, Shaped
 from pallas_kernels.coded import CodedScores
 from pallas_kernels.interface import Backend, Estimate
 from pallas_kernels.masses import BlockScores
@@ -20,6 +20,9 @@ from pallas_kernels.xla.backend import Xla
 
 _log = logging.getLogger(__name__)
 
+# XLA took 20 times as long for a diagonal of blocks forward, 13 times for both passes
+# (benchmarks/results/windows-h200-2026-11-26.md).
+_ATTENTION_COST = "an order of magnitude slower"
 # How much slower XLA selects an index than the kernels, where both were timed.
 _ESTIMATE_COST = "several times slower"
 _BLOCK_SCORES_COST = "an order of magnitude slower"
@@ -54,8 +57,17 @@ def resolve(name: str | None, q: Shaped, block_size: int | None = None) -> Backe
     """
     found, reason = describe(name, q, block_size)
     if reason is not None and found == "xla":
-        _log_once(f"attention runs on the portable XLA backend: {reason}", _level())
+        cost = f", {_ATTENTION_COST} than the kernels" if _level() == logging.WARNING else ""
+        _log_once(f"attention runs on the portable XLA backend{cost}: {reason}", _level())
     return named(found)
+
+
+def kernel_width(name: str | None, q: Shaped, block_size: int) -> int:
+    """Returns the head dim to which zeros extend that of `q` so that kernels run, or its own."""
+    width = next((dim for dim in HEAD_DIMS if dim >= q.shape[-1]), q.shape[-1])
+    extended = jax.ShapeDtypeStruct((*q.shape[:-1], width), q.dtype)
+    same = width == q.shape[-1] or describe(name, extended, block_size)[0] == "xla"
+    return q.shape[-1] if same else width
 
 
 def describe(name: str | None, q: Shaped, block_size: int | None = None) -> tuple[str, str | None]:

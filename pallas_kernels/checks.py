@@ -8,7 +8,7 @@ from pallas_kernels.tiles import Columns, Tiles
 
 Shaped = Array | jax.ShapeDtypeStruct  # where only shape and dtype are read
 
-_HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128)  # of the GPU kernels
 _DTYPES = (jnp.bfloat16, jnp.float16)
 BLOCK_SIZE = 128
 
@@ -17,7 +17,7 @@ def unsupported_operands(q: Shaped, block_size: int | None) -> str | None:
     """Implements the part of `Backend.unsupported` that all GPU kernels share."""
     if jnp.dtype(q.dtype) not in [jnp.dtype(d) for d in _DTYPES]:
         return f"dtype {q.dtype} (must be bfloat16 or float16)"
-    if q.shape[-1] not in _HEAD_DIMS:
+    if q.shape[-1] not in HEAD_DIMS:
         return f"head dim {q.shape[-1]} (must be 64 or 128)"
     if block_size not in (None, BLOCK_SIZE):
         return f"block_size {block_size} (must be 128)"

@@ -28,8 +28,10 @@ from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import attention as attention_on_one_device
+from pallas_kernels import backends
 from pallas_kernels.composed import chunk_attention
 from pallas_kernels.index import Index, TokenChunksIndex, WindowIndex
+from pallas_kernels.ops import scale_of
 
 
 def attend(
@@ -37,10 +39,19 @@ def attend(
 ) -> AttentionOutput:
     """Computes attention over the pairs that `inputs.pattern` selects or lists.
 
-    q, k, v: [B, S, Hq or Hk, D] in the order of `spec.layout`, after rotary embedding. An audit is
+    q, k, v: [B, S, Hq or Hk, D] in the order of `spec.layout`, after rotary embedding. Zeros extend
+    a head dim without kernels, such as 96, to the next one with kernels, if these run. An audit is
     not supported if a mesh axis shards the heads.
     """
     pattern, placement = inputs.pattern, spec.placement
+    assert pattern is not None
+    head_dim = q.shape[-1]
+    padding = backends.kernel_width(spec.backend, q, pattern.block_size) - head_dim
+    if padding:
+        spec = dataclasses.replace(spec, scale=scale_of(spec.scale, q))
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) for x in (q, k, v))
+        output = attend(spec, q, k, v, inputs)
+        return output._replace(out=output.out[..., :head_dim])
     if inputs.mass_fraction is not None and isinstance(pattern, Index):
         raise ValueError("mass_fraction overrides that of a pattern, but pattern is an index")
     batch = P(placement.batch)

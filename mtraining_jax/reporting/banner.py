@@ -79,6 +79,8 @@ def _backend(config: Config) -> str:
     q: Any = jax.ShapeDtypeStruct((1, block_size, model.num_heads, model.head_dim), model.dtype)
     asked = config.parallel.backend
     try:
+        width = backends.kernel_width(asked, q, block_size)
+        q = jax.ShapeDtypeStruct((*q.shape[:-1], width), q.dtype)
         name, reason = backends.describe(asked, q, block_size)
     except ValueError as error:
         raise UserError(f"parallel.backend = {asked} is not possible: {error}") from error
@@ -86,7 +88,8 @@ def _backend(config: Config) -> str:
         reason = jax.devices()[0].device_kind if asked in (None, "auto") else "parallel.backend"
     elif jax.default_backend() == "cpu":
         reason = "no Hopper GPU"
-    return f"{name} ({reason})"
+    padded = f", heads padded from {model.head_dim} to {width}" if width != model.head_dim else ""
+    return f"{name} ({reason}){padded}"
 
 
 def _count(number: int) -> str:

@@ -24,10 +24,14 @@ from mtraining_jax import (
     stripe,
     unstripe,
 )
+from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.utils.errors import UserError
+from pallas_kernels import backends
+from pallas_kernels.checks import unsupported_operands
 from pallas_kernels.index import BlockSparseIndex, DenseIndex
 from pallas_kernels.reference import reference_attention
+from pallas_kernels.xla.backend import Xla
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
@@ -407,3 +411,42 @@ def test_importing_the_package_does_not_load_jax_until_a_name_is_used():
         assert getattr(mtraining_jax, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'dense'"):
         mtraining_jax.dense  # noqa: B018
+
+
+class _Widths(Xla):
+    """A backend for heads of 64 and 128 only, which notes those that it gets."""
+
+    name = "widths"
+
+    def __init__(self):
+        self.seen = set()
+
+    def unsupported(self, q, block_size):
+        return unsupported_operands(jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), block_size)
+
+    def plan(self, q, k, tiles, columns, *, whole):
+        self.seen.add(q.shape[-1])
+        return super().plan(q, k, tiles, columns, whole=whole)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_heads_without_kernels_are_padded_with_zeros(devices):
+    widths = _Widths()
+    backends.register(widths)
+    rng = np.random.default_rng(0)
+    shapes = [(1, 512, heads, 24) for heads in (2, 1, 1, 2)]
+    q, k, v, dout = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes)
+    layout = Layout("contiguous", 512, devices, 128)
+    how = {} if devices == 1 else {"mesh": make_mesh(1, 1, devices), "layout": layout}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(backend, q, k, v, dout):
+        attend = functools.partial(
+            sparse_attention, pattern=DenseIndex(128), backend=backend, **how
+        )
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(dout)
+
+    for found, expected in zip(*(both(x, q, k, v, dout) for x in ("widths", "xla")), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert widths.seen == {64}
