@@ -116,7 +116,9 @@ class Trainer:
         self._writers = writers = open_writers(config, self._step) if first else []
         for writer in writers:
             opened.callback(writer.close)
-        opened.callback(gc.unfreeze)
+        self._freezes = not gc.get_freeze_count()  # unfreezing would undo what the caller froze
+        if self._freezes:
+            opened.callback(gc.unfreeze)
         devices, alarms, replicas = mesh.local_devices, self._alarms, self._replicas
         finished = FinishedSteps(
             config, devices, writers, display, alarms, watchdog, replicas, goodput, self._of_steps
@@ -148,9 +150,10 @@ class Trainer:
                 self._evaluator.compile(self._state, devices)
         with self._watchdog.watch("waiting for the other processes to compile", limited=False):
             wait_for_all_processes()
-        # Otherwise each process pauses at other steps, for 0.16 s to visit 300,000 objects.
-        gc.collect()
-        gc.freeze()
+        if self._freezes:
+            # Otherwise each process pauses at other steps, for 0.16 s to visit 300,000 objects.
+            gc.collect()
+            gc.freeze()
         self._display.start(self._step, total)
         self._finished.restart_clock()
         if self._signals is not None:
