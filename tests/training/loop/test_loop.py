@@ -268,7 +268,15 @@ def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
     assert [record["step"] for record in run(config)] == [2, 3, 4]
 
 
-def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
+@pytest.fixture
+def unfrozen():
+    """Undoes what tests/conftest.py froze, as a run leaves that alone."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch, unfrozen):
     """Steps of long sequences take minutes, and dispatching one may take as long."""
     reported, report, take = threading.Semaphore(0), Display.step, DeviceBatches.__next__
     seen, frozen = [], []
@@ -289,6 +297,12 @@ def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
     assert len(run(plain_config)) == len(seen) == 4
     # Full garbage collections are short in steps, and find everything after the run.
     assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_froze_stays_frozen(plain_config):
+    assert (before := gc.get_freeze_count())
+    run(plain_config)
+    assert gc.get_freeze_count() == before
 
 
 def test_an_unwritable_folder_stops_before_any_work(config, tmp_path, monkeypatch):
