@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     Attributes:
         name: in the table.
         sentence: regular expression of what the check has to say.
-        plant: shell commands before the check, and `mend` after it; `$on` runs one on the host, and
+        plant: shell commands before the check, and `restore` after it; `$on` runs one on the host, and
             `$port` is its port of the bridge.
         before: command before Python, such as prlimit.
         code: Python code before the check.
@@ -44,7 +44,7 @@ class Fault(NamedTuple):
     name: str
     sentence: str
     plant: str = "true"
-    mend: str = "true"
+    restore: str = "true"
     before: tuple[str, ...] = ()
     code: str = ""
     processes: int = 3
@@ -131,7 +131,7 @@ def check(hosts: list[Host], fault: Fault, folder: Path, port: int) -> tuple[str
         processes.append(subprocess.Popen(host.command(*command), **output))
     outputs = [process.communicate(timeout=180)[0] for process in processes]
     seconds = time.monotonic() - begin
-    run(*shell, fault.mend)
+    run(*shell, fault.restore)
     return ", ".join(str(x.returncode) for x in processes), seconds, "\n".join(outputs)
 
 

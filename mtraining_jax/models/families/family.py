@@ -46,7 +46,7 @@ class Family:
         scales_embedding: whether embeddings are multiplied by the square root of their width.
         fused: tensors of a checkpoint layer that stack several parameters; a name with * is one
             tensor per expert.
-        alternating: those of `fused` that have all experts, [G, in, out], and in whose columns the
+        alternating: those of `fused` that have all experts, [G, in, out], with columns in which the
             parameters alternate.
         has_experts: whether a mixture of experts replaces the MLP.
     """
