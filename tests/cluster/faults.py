@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     Attributes:
         name: in the table.
         sentence: regular expression of what the check has to say.
-        plant: shell commands before the check, and `restore` after it; `$on` runs one on the host, and
+        plant: shell commands before the check, `restore` after it; `$on` runs one on the host, and
             `$port` is its port of the bridge.
         before: command before Python, such as prlimit.
         code: Python code before the check.
