@@ -197,10 +197,10 @@ class Experts(nnx.Module):
         # Without rematerialization everything is saved, as one chunk.
         saved = spec.remat == "none"
         chunks = (len(x_TE), 1) if saved else (spec.mlp_chunk_size, spec.mlp_kept_chunks)
-        of_tokens = (x.reshape(len(x_TE), -1) for x in (routed.ids, routed.weights))
+        pairs = tuple(x.reshape(len(x_TE), -1) for x in (routed.ids, routed.weights))
         how = *chunks, spec.lora is None, FAMILIES.get(spec.family).activation
-        of_experts = None if biases[1] is None else cast(Any, tuple(biases[1:]))
-        out = padded_experts(x_TE, *of_tokens, *experts, *how, biases=of_experts)
+        of_experts = None if biases[1] is None else cast(Any, biases[1:])
+        out = padded_experts(x_TE, cast(Any, pairs), experts, of_experts, *how)
         return out.reshape(x_BSE.shape), balance(routed)
 
 

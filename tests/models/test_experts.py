@@ -50,9 +50,8 @@ def biases(dtype=jnp.float32):
 
 def gpt_oss(x, router, gate, up, down, of_router, *others, how=(8, 1)):
     routed = route(x, router, SELECTED, True, of_router)
-    matrices = gate, up, down, *how
-    matrices = *matrices, True, "clamped_swiglu"
-    return padded_experts(x, routed.ids, routed.weights, *matrices, biases=tuple(others))
+    pairs, how = (routed.ids, routed.weights), (*how, True, "clamped_swiglu")
+    return padded_experts(x, pairs, (gate, up, down), others, *how)
 
 
 def all_of_gpt_oss(x, router, gate, up, down, of_router, of_gate, of_up, of_down):

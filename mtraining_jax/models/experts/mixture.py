@@ -5,6 +5,7 @@ so only weights travel, and the sequence stays sharded.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -101,8 +102,11 @@ class _Dispatch(NamedTuple):
         """Values [R] of pairs; 0 in padding."""
         return x_CK.reshape(-1).at[self.pairs_R].get(mode="fill", fill_value=0)
 
-    def biased(self, y_RO: Array, bias_GO: Array | None) -> Array:
-        """Adds the bias of each row's expert."""
+    def product(
+        self, groups: Groups, x_RI: Array, weight_GOI: Array, bias_GO: Array | None
+    ) -> Array:
+        """Products with the matrix of each row's expert, plus its bias."""
+        y_RO = groups.dot(x_RI, weight_GOI, self.sizes_G)
         if bias_GO is None:
             return y_RO
         sums = y_RO.astype(jnp.float32) + bias_GO[self.experts_R()]
@@ -129,25 +133,26 @@ class _Dispatch(NamedTuple):
 
 def padded_experts(
     x_TE: Array,
-    ids_TK: Array,
-    weights_TK: Array,
-    gate_GFE: Array,
-    up_GFE: Array,
-    down_GEF: Array,
+    pairs: tuple[Array, Array],
+    matrices: Sequence[Array],
+    biases: Sequence[Array] | None,
     *how: Any,
-    biases: tuple[Array, Array, Array] | None,
 ) -> Array:
-    """`chunked_experts` with zeros in what the kernel needs more of width."""
-    width, inner = down_GEF.shape[1:]
+    """`chunked_experts` with widths extended by zeros to those of the kernel.
+
+    `pairs` are ids and weights, `matrices` and `biases` those of gate, up and down; `how` are the
+    other arguments.
+    """
+    width, inner = matrices[2].shape[1:]
     padded_width, padded_inner = backends.grouped_widths(x_TE.dtype, (width, inner))
     none, e, f = (0, 0), (0, padded_width - width), (0, padded_inner - inner)
-    matrices = zip((gate_GFE, up_GFE, down_GEF), ((f, e), (f, e), (e, f)), strict=True)
-    matrices = [jnp.pad(x, (none, *pads)) for x, pads in matrices]
+    outputs, inputs = (f, f, e), (e, e, f)
+    sides = zip(matrices, outputs, inputs, strict=True)
+    matrices = [jnp.pad(x, (none, output, given)) for x, output, given in sides]
     if biases is not None:
-        gate, up, down = biases
-        biases = jnp.pad(gate, (none, f)), jnp.pad(up, (none, f)), jnp.pad(down, (none, e))
+        biases = tuple(jnp.pad(x, (none, y)) for x, y in zip(biases, outputs, strict=True))
     x_TE = jnp.pad(x_TE, (none, e))
-    out = cast(Array, chunked_experts(x_TE, ids_TK, weights_TK, *matrices, *how, biases))
+    out = cast(Array, chunked_experts(x_TE, *pairs, *matrices, *how, biases))
     return out[:, :width]
 
 
@@ -185,11 +190,10 @@ def _forward(
 
     def chunk(x_CE, ids_CK, weights_CK) -> tuple[Array, tuple[Array, Array]]:
         dispatch = _Dispatch.of(ids_CK, len(gate), groups.row_tile)
-        x_RE, sizes = dispatch.spread(x_CE), dispatch.sizes_G
-        gate_RF = dispatch.biased(groups.dot(x_RE, gate, sizes), of_gate)
-        products = gate_RF, dispatch.biased(groups.dot(x_RE, up, sizes), of_up)
-        hidden_RF = gated(activation, *products)
-        out_RE = dispatch.biased(groups.dot(hidden_RF, down, sizes), of_down)
+        x_RE = dispatch.spread(x_CE)
+        product = functools.partial(dispatch.product, groups, x_RE)
+        products = product(gate, of_gate), product(up, of_up)
+        out_RE = dispatch.product(groups, gated(activation, *products), down, of_down)
         return dispatch.summed(out_RE, weights_CK).astype(x_CE.dtype), products
 
     of_tokens = x_TE, ids_TK, weights_TK
@@ -209,12 +213,13 @@ def _backward(chunk_size, kept_chunks, trained, activation, residuals, d_out_TE)
         x_RE, d_out_RE = dispatch.spread(x_CE), dispatch.spread(d_out_CE)
         weights_R1 = dispatch.of_rows(weights_CK)[:, None]
         if products is None:
-            gate_RF = dispatch.biased(groups.dot(x_RE, gate, sizes), of_gate)
-            products = gate_RF, dispatch.biased(groups.dot(x_RE, up, sizes), of_up)
+            product = functools.partial(dispatch.product, groups, x_RE)
+            products = product(gate, of_gate), product(up, of_up)
         # The gradient of hidden_RF times its weights, without these.
         d_RF = groups.transposed(d_out_RE, down, sizes)
-        gradients_of = functools.partial(activation_gradients, activation=activation)
-        hidden_RF, d_gate_RF, d_up_RF = gradients_of(products, d_RF, weights_R1)
+        hidden_RF, d_gate_RF, d_up_RF = activation_gradients(
+            products, d_RF, weights_R1, activation=activation
+        )
         d_weights_R = jnp.sum(hidden_RF * d_RF.astype(jnp.float32), axis=-1)
         if of_down is not None:
             bias_RE = of_down[dispatch.experts_R()].astype(jnp.float32)
