@@ -20,7 +20,7 @@ from pallas_kernels.xla.backend import Xla
 
 _log = logging.getLogger(__name__)
 
-# XLA took 20 times as long for a diagonal of blocks forward, 13 times for both passes
+# XLA took 20 times as long per block diagonal forward, 13 times for both passes
 # (benchmarks/results/windows-h200-2026-11-26.md).
 _ATTENTION_COST = "an order of magnitude slower"
 # How much slower XLA selects an index than the kernels, where both were timed.
@@ -119,7 +119,7 @@ def coded_score_kernels(name: str | None, q: Shaped, block_size: int) -> CodedSc
 def grouped_widths(dtype: jnp.dtype, widths: tuple[int, int]) -> tuple[int, int]:
     """Returns the widths to pad matrices to for the kernel of `grouped_product`.
 
-    They are unchanged if there is no kernel, or if padding adds more than an eighth to a width.
+    They are unchanged without a kernel, or if padding adds more than an eighth to a width.
     """
     first, second = (-(-width // GROUPED_WIDTH) * GROUPED_WIDTH for width in widths)
     little = 8 * first <= 9 * widths[0] and 8 * second <= 9 * widths[1]

@@ -78,8 +78,8 @@ class History:
             return None
         return (
             f"the gradient norm, {norm:.4g}, is more than {_OUTLIER} times the median of the "
-            f"{len(before)} steps before, {usual:.4g}; resume from a checkpoint before this step: "
-            "if it does not come again, a device is faulty (python -m mtraining_jax.check_cluster)"
+            f"{len(before)} steps before, {usual:.4g}; resume from a checkpoint before this step; "
+            "if it does not recur, a device may be faulty (python -m mtraining_jax.check_cluster)"
         )
 
     def mean(self, name: str) -> float | None:
