@@ -4,7 +4,9 @@ import itertools
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from mtraining_jax.reporting.record import Record, density_of, validation_text
 
@@ -62,11 +64,12 @@ class History:
                 self._sums[name] += value
                 self._counts[name] += 1
 
-    def gradient_outlier(self, record: Record) -> str | None:
+    def gradient_outlier(self, record: Record, norms: Mapping[str, np.ndarray]) -> str | None:
         """A warning if the gradient norm of a new record is far above those before it.
 
         Clipping keeps such a step small, but a fault of a device or of its memory, which may look
-        like this, would go unnoticed.
+        like this, would go unnoticed. The record then gets `parameter_norms`, from `norms`: that of
+        each parameter's gradient, or of each layer's.
         """
         norm = record["grad_norm"]
         newest = itertools.islice(reversed(self.last), _STEPS)
@@ -76,9 +79,13 @@ class History:
         usual = statistics.median(before)
         if norm <= _OUTLIER * usual:
             return None
+        record["parameter_norms"] = {name: np.asarray(x).tolist() for name, x in norms.items()}
+        name = max(norms, key=lambda x: np.max(norms[x]))
+        layer = f" in layer {np.argmax(norms[name])}" if np.ndim(norms[name]) else ""
         return (
             f"the gradient norm, {norm:.4g}, is more than {_OUTLIER} times the median of the "
-            f"{len(before)} steps before, {usual:.4g}; resume from a checkpoint before this step; "
+            f"{len(before)} steps before, {usual:.4g}; it is largest, {np.max(norms[name]):.4g}, "
+            f"for {name}{layer}; resume from a checkpoint before this step; "
             "if it does not recur, a device may be faulty (python -m mtraining_jax.check_cluster)"
         )
 

@@ -153,11 +153,21 @@ def update_from_host(
     return updated, (adam._replace(count=count, mu=mu, nu=nu), *others)
 
 
-def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array]:
-    """Clips gradients to a global norm, 0 disables that; returns them and their norm before."""
-    norm = optax.tree.norm(gradients)
+def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array, dict[str, Array]]:
+    """Clips gradients to a global norm, 0 disables that.
+
+    Returns them, their norm before, and that of each parameter, fp32 [] or [L] of layers.
+    """
+    sums = {
+        name: jnp.sum(
+            jnp.square(gradient.astype(jnp.float32)),
+            axis=tuple(range(1 if name.startswith(LAYERS) else 0, gradient.ndim)),
+        )
+        for name, gradient in gradients.items()
+    }
+    norm = jnp.sqrt(sum(jnp.sum(x) for x in sums.values()))
     if clip_norm:
         scale = clip_norm / jnp.maximum(norm, clip_norm)
         gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
     # Without a product that compilers could fuse with sums of the optimizer.
-    return lax.optimization_barrier(gradients), norm
+    return lax.optimization_barrier(gradients), norm, jax.tree.map(jnp.sqrt, sums)

@@ -60,11 +60,12 @@ def make_train_step(
     layer for each sequence, as in `SelectionContext`.
 
     Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping) and
-    `lr`; int32 `step` (from 1), `labels` (counted), `skipped` (so far) and `skipped_in_row`;
-    `layers`, statistics by name, fp32 [L] each, mean over the batch; with experts
-    `auxiliary_loss`, the mean over sequences, which is not part of `loss`; with
-    `mass_fraction` `density_by_group`, fp32 [M, L]; if audited, `audit`, figures by name, fp32
-    [L, Hq] each, and optionally `masks`, an index with a leading layer axis.
+    `lr`; `parameter_norms`, that of each parameter's gradient, fp32 [], or [L] if in all layers;
+    int32 `step` (from 1), `labels` (counted), `skipped` (so far) and `skipped_in_row`; `layers`,
+    statistics by name, fp32 [L] each, mean over the batch; with experts `auxiliary_loss`, the mean
+    over sequences, which is not part of `loss`; with `mass_fraction` `density_by_group`, fp32
+    [M, L]; if audited, `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an
+    index with a leading layer axis.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
     gradients_of = make_gradients(config, builder, attention, attention_inputs, audited)
@@ -79,7 +80,7 @@ def make_train_step(
         layers = jax.tree.map(_over_parts, by_group) if several else dict(by_group)
         others = {x: layers.pop(x) for x in ("audit", "masks", AUXILIARY_LOSS) if x in layers}
         with jax.named_scope("optimizer"):
-            gradients, norm = clip(gradients, config.optimizer.clip_norm)
+            gradients, norm, norms = clip(gradients, config.optimizer.clip_norm)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             labels = count_labels(batch["labels"])
             applied = finite & (labels > 0)  # AdamW would also move without a gradient
@@ -100,6 +101,7 @@ def make_train_step(
             "step": after.step,
             "loss": loss,
             "grad_norm": norm,
+            "parameter_norms": norms,
             "lr": lr,
             "labels": labels,
             "skipped": after.skipped,

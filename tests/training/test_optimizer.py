@@ -107,7 +107,7 @@ def test_moments_on_the_host_change_no_bit(mu_dtype):
         adam = adam._replace(mu=jax.device_put(adam.mu, place), nu=jax.device_put(adam.nu, place))
         state = adam, *others
         for number, gradient in enumerate(gradients):
-            clipped, _ = clip(gradient, 0.5)
+            clipped, *_ = clip(gradient, 0.5)
             parameters, state = step(clipped, state, parameters, 0.1, number != 1)
         assert {x.sharding.memory_kind for x in jax.tree.leaves((state[0].mu, state[0].nu))} == {
             kind
@@ -118,11 +118,15 @@ def test_moments_on_the_host_change_no_bit(mu_dtype):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-def test_clip_scales_to_the_norm_and_reports_the_norm_before():
-    gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}
-    clipped, norm = clip(gradients, 1.0)
-    assert float(norm) == 5.0
-    np.testing.assert_allclose(clipped["b"], [[0.8]], rtol=1e-6)
-    for limit in (10.0, 0.0):
-        untouched, _ = clip(gradients, limit)
+def test_clip_scales_to_the_norm_and_reports_the_norms_before():
+    gradients = {"a": jnp.array([3.0, 0.0]), "layers.b": jnp.array([[4.0], [12.0]])}
+    clipped, norm, norms = clip(gradients, 1.0)
+    assert float(norm) == 13.0
+    assert jax.tree.map(np.ndarray.tolist, jax.device_get(norms)) == {
+        "a": 3.0,
+        "layers.b": [4.0, 12.0],
+    }
+    np.testing.assert_allclose(clipped["layers.b"][:, 0], [4 / 13, 12 / 13], rtol=1e-6)
+    for limit in (20.0, 0.0):
+        untouched, *_ = clip(gradients, limit)
         np.testing.assert_array_equal(untouched["a"], gradients["a"])

@@ -129,7 +129,7 @@ class FinishedSteps:
         if audited:
             record |= audit_record(metrics.get("audit", {}), dispatched.compared or {})
             record["alarms"] = self._alarms.of(record)
-        if outlier := self._history.gradient_outlier(record):
+        if outlier := self._history.gradient_outlier(record, metrics["parameter_norms"]):
             record["alarms"] = [outlier, *record.get("alarms", ())]
         step, run = record["step"], self._config.run
         if dispatched.evaluate is not None and not self._closed:
