@@ -279,6 +279,8 @@ class OptimizerConfig:
     """Decoupled weight decay, multiplied by the learning rate."""
     clip_norm: NonNegativeFloat = 1.0
     """Clip the global norm of the gradient to this; 0 disables."""
+    skip_norm: NonNegativeFloat = 0.0
+    """Skip a step with a larger gradient norm before clipping; 0 disables."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay from lr, after warm-up, to final_lr_ratio * lr."""
     warmup_steps: NonNegativeInt = 0
@@ -299,7 +301,8 @@ class OptimizerConfig:
     """Train only parameters with a name that contains one of these; empty trains all. Frozen
     matrices are stored in model.dtype."""
     max_skipped_steps: NonNegativeInt = 10
-    """Steps with a non-finite loss or gradient are skipped; stop after more than N in a row."""
+    """Steps with a non-finite loss or gradient, or a norm above skip_norm, are skipped; stop after
+    more than N in a row."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

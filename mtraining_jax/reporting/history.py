@@ -67,8 +67,8 @@ class History:
     def gradient_outlier(self, record: Record, norms: Mapping[str, np.ndarray]) -> str | None:
         """A warning if the gradient norm of a new record is far above those before it.
 
-        Clipping keeps such a step small, but a fault of a device or of its memory, which may look
-        like this, would go unnoticed. The record then gets `parameter_norms`, from `norms`: that of
+        Clipping keeps such a step small, and `optimizer.skip_norm` skips it, but a fault of a
+        device or of its memory may look like this. The record then gets `parameter_norms`, from `norms`: that of
         each parameter's gradient, or of each layer's.
         """
         norm = record["grad_norm"]

@@ -43,7 +43,10 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
             f" infeasible for {history.mean('infeasible'):.1%} of replicas and steps"
         )
     if newest["skipped_steps"]:
-        rows["skipped"] = f"{newest['skipped_steps']} steps with non-finite values"
+        why = "non-finite values"
+        if config.optimizer.skip_norm:
+            why += f" or a gradient norm above {config.optimizer.skip_norm:g}"
+        rows["skipped"] = f"{newest['skipped_steps']} steps with {why}"
     rows["wrote"] = f"\n{' ' * 13}".join(wrote) or "nothing"
     lines = [f"  {name:<10} {text}" for name, text in rows.items()]
     done = f"done: {counted(history.count, 'step')} in {history.seconds:.0f} s"

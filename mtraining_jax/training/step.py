@@ -52,8 +52,9 @@ def make_train_step(
     It donates the state. The loss is the mean of -log p over all counted labels of the batch, on
     all micro-batches and devices, or the mean over documents of their means (`loss.weighting`).
     Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. A step with a
-    loss or gradient norm that is not finite is skipped and counted: parameters and optimizer state
-    stay unchanged, as they do in a batch without labels, of loss 0. With `audited`, attention is
+    loss or gradient norm that is not finite, or a norm above `optimizer.skip_norm`, is skipped and
+    counted: parameters and optimizer state stay unchanged, as they do in a batch without labels, of
+    loss 0. With `audited`, attention is
     measured in every step, as `[audit]` says.
 
     The batch is that of `DeviceBatches`, optionally with `mass_fraction` int32 [B, L], of each
@@ -81,9 +82,11 @@ def make_train_step(
         others = {x: layers.pop(x) for x in ("audit", "masks", AUXILIARY_LOSS) if x in layers}
         with jax.named_scope("optimizer"):
             gradients, norm, norms = clip(gradients, config.optimizer.clip_norm)
-            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            usable = jnp.isfinite(loss) & jnp.isfinite(norm)
+            if config.optimizer.skip_norm:
+                usable &= norm <= config.optimizer.skip_norm
             labels = count_labels(batch["labels"])
-            applied = finite & (labels > 0)  # AdamW would also move without a gradient
+            applied = usable & (labels > 0)  # AdamW would also move without a gradient
             lr = schedule(state.step)
             take = update_from_host if config.optimizer.offload else update
             updated, opt_state = take(
@@ -94,8 +97,8 @@ def make_train_step(
                 step=state.step + 1,
                 parameters=state.parameters | updated,
                 opt_state=opt_state,
-                skipped=state.skipped + jnp.where(finite, 0, 1),
-                skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
+                skipped=state.skipped + jnp.where(usable, 0, 1),
+                skipped_in_row=jnp.where(usable, 0, state.skipped_in_row + 1),
             )
         metrics = {
             "step": after.step,

@@ -185,8 +185,10 @@ class FinishedSteps:
             return
         self._closed = True
         name, what = ("loss",) * 2 if record["loss"] is None else ("grad_norm", "gradient norm")
+        limit = self._config.optimizer.skip_norm
+        why = f"not finite or above optimizer.skip_norm = {limit:g}" if limit else "not finite"
         raise UserError(
             f"the {what} is {float(metrics[name])} at step {record['step']}: {in_row} consecutive "
-            f"steps were not finite, more than optimizer.max_skipped_steps = {allowed}; try a "
+            f"steps were {why}, more than optimizer.max_skipped_steps = {allowed}; try a "
             "lower optimizer.lr, a longer optimizer.warmup_steps or other data"
         )

@@ -235,6 +235,18 @@ def test_loss_that_stays_nan_ends_the_run(config, capsys):
     assert [record["skipped_steps"] for record in records] == [0, 1, 2]
 
 
+def test_steps_with_too_large_a_gradient_are_skipped(plain_config, capsys):
+    limited = {"skip_norm": 1e-3, "max_skipped_steps": 2}
+    config = changed(plain_config, run={"steps": 2}, optimizer=limited)
+    records = run(config)
+    assert [record["skipped_steps"] for record in records] == [1, 2]
+    assert (
+        "2 steps with non-finite values or a gradient norm above 0.001" in capsys.readouterr().out
+    )
+    with pytest.raises(UserError, match="3 consecutive steps were not finite or above optimizer"):
+        run(changed(config, run={"steps": 3}))
+
+
 def test_a_run_without_a_finite_step_fails(plain_config):
     # So large that the first update leaves the range of fp32; only the first step is finite.
     hot = changed(plain_config, run={"steps": 1}, optimizer={"lr": 1e38, "max_skipped_steps": 9})
