@@ -31,8 +31,8 @@ LAYERS = (
 )
 # Installed only if wanted, or slow and needed for few inputs.
 EXTRAS = (
-    "jax_triton", "jinja2", "lm_eval", "matplotlib", "PIL", "pyarrow", "tensorboardX", "wandb",
-    "pallas_kernels.triton.kernels", "triton",
+    "google.cloud", "jax_triton", "jinja2", "lm_eval", "matplotlib", "PIL", "pyarrow",
+    "pallas_kernels.triton.kernels", "tensorboardX", "triton", "wandb",
 )  # fmt: skip
 # Commands load what computes, and with it JAX, after they have checked their arguments.
 BOUNDARY = ("mtraining_jax.cli.", "mtraining_jax.check_cluster", "mtraining_jax.utils.jax_platform")

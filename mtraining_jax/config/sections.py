@@ -35,6 +35,8 @@ from mtraining_jax.utils.limits import (
     Window,
 )
 
+GCS = "gs://"  # Google Cloud Storage
+
 _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
@@ -52,7 +54,9 @@ class RunConfig:
     name: Text = "run"
     """Name of the run; defaults to the name of the configuration file."""
     output_dir: PathText = "runs"
-    """Parent folder of all runs; this run writes to OUTPUT_DIR/NAME."""
+    """Parent folder of all runs; this run writes to OUTPUT_DIR/NAME. gs://BUCKET/FOLDER keeps
+    checkpoints in a bucket, and other files in the local folder runs/BUCKET/FOLDER/NAME, from where
+    they are copied to the bucket with each checkpoint."""
     seed: Seed = 0
     """Seed of the parameter initialization."""
     steps: PositiveInt = 1000
@@ -68,9 +72,22 @@ class RunConfig:
     OUTPUT_DIR/compiled on GPUs and no cache on the CPU."""
 
     @property
+    def local_output_dir(self) -> Path:
+        """The parent folder of the runs, or of their local files if they are in a bucket."""
+        if self.output_dir.startswith(GCS):
+            return Path("runs") / self.output_dir.removeprefix(GCS)
+        return Path(self.output_dir)
+
+    @property
     def folder(self) -> Path:
-        """The folder that this run writes to."""
-        return Path(self.output_dir) / self.name
+        """The local folder that this run writes to."""
+        return self.local_output_dir / self.name
+
+    @property
+    def bucket(self) -> str | None:
+        """The URL of the run's folder if it is in a bucket."""
+        in_bucket = self.output_dir.startswith(GCS)
+        return f"{self.output_dir.rstrip('/')}/{self.name}" if in_bucket else None
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.config.schema import Config
+from mtraining_jax.config.sections import GCS
 from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.huggingface.config import FREE
 from mtraining_jax.models.huggingface.peft import fused_parts, read_peft_config
@@ -73,10 +74,16 @@ def _product(config: Config, *names: str) -> str:
 
 def _run(config: Config) -> Iterator[str]:
     run, optimizer, profile, named = config.run, config.optimizer, config.profile, _Named(config)
-    if is_url(run.output_dir):
-        reason = "a run locks and renames folders and appends to files, which buckets cannot"
-        yield f"{named.run.output_dir} is a URL; use a mounted file system, because {reason}"
+    if is_url(run.output_dir) and not run.output_dir.startswith(GCS):
+        reason = "because Orbax writes arrays to no other kind of URL"
+        yield f"{named.run.output_dir}: use a mounted file system or gs://BUCKET/FOLDER, {reason}"
         return
+    if run.bucket is not None:
+        if {"", ".", ".."} & {*run.output_dir.removeprefix(GCS).removesuffix("/").split("/")}:
+            yield f"{named.run.output_dir} is not allowed: it must be like gs://BUCKET/FOLDER"
+        if config.checkpoint.skip_damaged:
+            way = "set it to false, and move a damaged checkpoint with gcloud storage mv"
+            yield f"checkpoint.skip_damaged = true needs a file system that renames folders; {way}"
     if optimizer.mu_dtype == "bfloat16" and optimizer.b1 > 1 - 2**-8:
         lost = (
             f"the first moment decays by less than bfloat16 rounds away with {named.optimizer.b1}"

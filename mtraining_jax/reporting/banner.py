@@ -52,7 +52,7 @@ def banner(
         f" {parallel.layout}, {parallel.ring} ring",
         "tuned": None if sparsity.tune == "none" else _tuning(config),
         "dense": config.dense_steps.describe() if config.dense_steps.count() else None,
-        "output": str(config.run.folder)
+        "output": (config.run.bucket or str(config.run.folder))
         + (f", {NAME} at the end" if config.metrics.report and config.metrics.jsonl else ""),
     }
     return [

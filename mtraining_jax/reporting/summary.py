@@ -59,8 +59,9 @@ def already_complete(config: Config, step: int, changed: Sequence[str] = ()) -> 
     `changed` are fields with values that differ from those of the checkpoint.
     """
     note = "options that differ from those of the checkpoint, and change nothing:"
+    place = config.run.bucket or config.run.folder
     return [
-        f"{config.run.name} is complete: {config.run.folder} has a checkpoint of step {step}, and"
+        f"{config.run.name} is complete: {place} has a checkpoint of step {step}, and"
         f" run.steps = {config.run.steps}",
         *([note, *(f"  {sentence}" for sentence in changed)] if changed else ()),
         "next:",

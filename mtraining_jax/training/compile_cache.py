@@ -16,7 +16,7 @@ def use_compile_cache(config: Config) -> None:
     if folder == "auto":
         # Programs compiled for one kind of CPU may not run on others that share the folder.
         on_gpu = jax.default_backend() == "gpu"
-        folder = str(Path(config.run.output_dir) / "compiled") if on_gpu else "never"
+        folder = str(config.run.local_output_dir / "compiled") if on_gpu else "never"
     if folder == "never":
         return
     try:

@@ -730,11 +730,19 @@ def test_longest_sequence(kind, minimal):
 
 
 def test_output_to_a_url(minimal):
-    late = {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"}
-    assert messages(minimal, run__output_dir="gs://bucket/runs", **late) == [
-        'run.output_dir = "gs://bucket/runs" is a URL; use a mounted file system, because a run '
-        "locks and renames folders and appends to files, which buckets cannot"
+    assert messages(minimal, run__output_dir="s3://bucket/runs") == [
+        'run.output_dir = "s3://bucket/runs": use a mounted file system or gs://BUCKET/FOLDER, '
+        "because Orbax writes arrays to no other kind of URL"
     ]
+    for wrong in ("gs://", "gs:///runs", "gs://bucket/../.."):
+        (line,) = messages(minimal, run__output_dir=wrong)
+        assert line.endswith("is not allowed: it must be like gs://BUCKET/FOLDER")
+    config = override(minimal, run__output_dir="gs://bucket/runs/", run__name="a")
+    assert config.run.bucket == "gs://bucket/runs/a"
+    assert config.run.folder == Path("runs/bucket/runs/a")
+    skips = {"run__output_dir": "gs://bucket", "checkpoint__skip_damaged": "true"}
+    (line,) = messages(minimal, **skips)
+    assert line.startswith("checkpoint.skip_damaged = true needs a file system that renames")
 
 
 def test_options_are_typed(minimal):

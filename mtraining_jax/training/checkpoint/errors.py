@@ -72,13 +72,16 @@ def damaged(path: Path, reason: str) -> DamagedCheckpoint:
 
 
 @contextlib.contextmanager
-def writing_into(folder: Path, before: os.stat_result) -> Iterator[None]:
-    """Turns any exception while writing into `folder`, the one of `before`, into a `UserError`."""
+def writing_into(folder: Path, before: os.stat_result | None) -> Iterator[None]:
+    """Turns any exception while writing into `folder` into a `UserError`.
+
+    `before` is its status when it was opened; None in a bucket.
+    """
     try:
         yield
     except Exception as error:  # Orbax raises many types
         # Orbax may have made a new one.
-        if not folder.exists() or not os.path.samestat(folder.stat(), before):
+        if before and not (folder.exists() and os.path.samestat(folder.stat(), before)):
             raise UserError(
                 f"{folder} was moved or deleted during the run, so a checkpoint could not be "
                 "written; move it back and run the same command again to resume from its newest "

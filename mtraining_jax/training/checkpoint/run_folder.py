@@ -14,11 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import jax
+from etils import epath
 
 from mtraining_jax.config import Config, config_to_toml
 from mtraining_jax.training.checkpoint import check_intact, newest_step, saved_steps
+from mtraining_jax.training.checkpoint.bucket import check_bucket
 from mtraining_jax.training.checkpoint.errors import DamagedCheckpoint
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.version import VERSION
@@ -29,7 +32,9 @@ _FILE_SYSTEM_DELAY = 60.0
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Returns the folder of the run's checkpoints."""
+    """Returns the folder of the run's checkpoints; one in a bucket has the methods of a path."""
+    if config.run.bucket is not None:
+        return cast(Path, epath.Path(config.run.bucket) / CHECKPOINTS_NAME)
     return config.run.folder / CHECKPOINTS_NAME
 
 
@@ -51,6 +56,8 @@ def check_writable(config: Config) -> None:
             f"{config.run.folder}, but {there} is not writable ({error.strerror}); set "
             "run.output_dir or run.name to another folder"
         ) from error
+    if config.run.bucket is not None:
+        check_bucket(config.run.bucket)
 
 
 def skip_damaged(config: Config, report: Callable[[str], None]) -> None:
@@ -106,6 +113,11 @@ def move_aside(config: Config) -> Path | None:
     folder = config.run.folder
     if newest_step(checkpoint_folder(config)) is None:
         return None
+    if config.run.bucket is not None:
+        raise UserError(
+            f"{config.run.bucket} has checkpoints, and a bucket cannot rename its folder; to start "
+            "from scratch set another run.name"
+        )
     return folder.rename(_free(folder))
 
 

@@ -21,6 +21,7 @@ from etils import epath  # the paths of Orbax
 from jax import memory
 
 from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.config.sections import GCS
 from mtraining_jax.models.huggingface.checksums import checksum, digest
 from mtraining_jax.models.huggingface.read import check_base
 from mtraining_jax.training.checkpoint.errors import damaged, unreadable, writing_into
@@ -41,23 +42,37 @@ def saved_steps(folder: Path) -> list[int]:
     """Returns the steps of the complete checkpoints in `folder`, the newest first."""
     if not folder.is_dir():
         return []
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    names = [path.name for path in folder.iterdir() if _is_complete(path)]
     # Canonical names only: "007" or digits of another script are not checkpoints.
     steps = [int(name) for name in names if name.isdecimal() and name == str(int(name))]
     return sorted(steps, reverse=True)
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether Orbax has renamed the folder of a checkpoint, or marked it in a bucket."""
+    return (path / "commit_success.txt").exists() if _in_bucket(path) else path.is_dir()
+
+
+def _in_bucket(path: Path) -> bool:
+    return str(path).startswith(GCS)
+
+
+def _absolute(path: Path) -> Path:
+    return path if _in_bucket(path) else path.absolute()
 
 
 class Checkpoints:
     """Writes the checkpoints of one run into `folder`, which keeps the newest `keep` of them."""
 
     def __init__(self, folder: Path, *, keep: int, async_save: bool) -> None:
-        self.folder = folder.absolute()
+        self.folder = _absolute(folder)
         print_errors_once()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=async_save, cleanup_tmp_directories=True
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
-        self._writing = functools.partial(writing_into, self.folder, self.folder.stat())
+        before = None if _in_bucket(folder) else self.folder.stat()
+        self._writing = functools.partial(writing_into, self.folder, before)
         self.newest = self._manager.latest_step
 
     def save(self, step: int, state: TrainState, loader_state: Any, config: Config) -> None:
@@ -169,7 +184,7 @@ def _read_arrays(folder: Path, step: int, wanted: Any, record: dict[str, Any]) -
 def _saved(path: Path) -> Any:
     """Descriptions of the arrays of a checkpoint."""
     with _reading(path):
-        arrays = epath.Path(path.absolute()) / "arrays"
+        arrays = epath.Path(_absolute(path)) / "arrays"
         return ocp.PyTreeCheckpointHandler().metadata(arrays).tree
 
 
@@ -191,7 +206,7 @@ def _read(folder: Path, step: int, **items: Any) -> Any:
     # nor with `ocp.Checkpointer`, which waits for all processes.
     path = folder / str(step)
     with _reading(path), contextlib.closing(ocp.CompositeCheckpointHandler()) as reader:
-        return reader.restore(epath.Path(path.absolute()), args=ocp.args.Composite(**items))
+        return reader.restore(epath.Path(_absolute(path)), args=ocp.args.Composite(**items))
 
 
 @contextlib.contextmanager

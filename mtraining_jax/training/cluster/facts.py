@@ -16,6 +16,7 @@ import jaxlib.version
 
 from mtraining_jax.config import Config
 from mtraining_jax.data.source import FileSource
+from mtraining_jax.training.checkpoint.bucket import check_bucket
 from mtraining_jax.training.checkpoint.run_folder import wait_for
 from mtraining_jax.training.cluster.rates import Watch, rates_of_device
 from mtraining_jax.training.processes.agreement import meet, run_on_process_0
@@ -85,9 +86,12 @@ def facts_of_files(config: Config, watch: Watch, timeout: int) -> dict[str, Any]
     except UserError as error:
         facts["errors"].append(str(error))
     try:
-        folder = parent / run_on_process_0(lambda: _make(parent), timeout)
         with watch("writing into run.output_dir"):
-            facts |= _written(folder)
+            if config.run.bucket is not None:
+                check_bucket(config.run.bucket)
+            else:
+                folder = parent / run_on_process_0(lambda: _make(parent), timeout)
+                facts |= _written(folder)
     except UserError as error:
         facts["errors"].append(f"run.output_dir = {config.run.output_dir}: {error}")
     meet(timeout)

@@ -14,6 +14,7 @@ from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint import read_record, run_folder
+from mtraining_jax.training.checkpoint.bucket import BucketCopy
 from mtraining_jax.training.checkpoint.export import export_checkpoint
 from mtraining_jax.training.checkpoint.run_lock import holder, only_run_in
 from mtraining_jax.training.checkpoint.same_model import changed_fields, check_same_model
@@ -75,7 +76,12 @@ def _run(
     note = run_on_process_0(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
     if note is not None:
         display.say(note)
-    _seen_by_all(f"lock file of {config.run.folder}", lambda: holder(config.run.folder), config)
+    copies = BucketCopy(config)
+    if config.run.bucket is None:
+        _seen_by_all(f"lock file of {config.run.folder}", lambda: holder(config.run.folder), config)
+    else:
+        display.say(f"note: no other host can see that this run writes into {config.run.bucket}")
+        run_on_process_0(copies.fetch, timeout)
     epochs, config = config.run.epochs, with_steps(config)
     if epochs is not None:
         check_same_data({f"steps in {epochs:g} epochs": config.run.steps}, "data")
@@ -88,11 +94,13 @@ def _run(
         if config.checkpoint.export_hf:
             for place in export_checkpoint(config, resume_from):
                 display.say(f"  wrote      {place}")
+        copies.push()
         return []
     use_compile_cache(config)
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
+    opened.callback(copies.push)
     with contextlib.ExitStack() as parts:
-        trainer = Trainer(config, resume_from, display, signals, peers, goodput, parts)
+        trainer = Trainer(config, resume_from, display, signals, peers, goodput, copies.push, parts)
         try:
             history, places = trainer.train()
         except KeyboardInterrupt as error:

@@ -45,8 +45,8 @@ class Trainer:
     """One run, from its first step or from a checkpoint (`resume_from`) to its last step.
 
     `signals` are the stop signals of the command; None for a call from Python. `peers` watches the
-    other processes, if any. `goodput` counts from the start. `opened` closes what the run opens,
-    when everything is written.
+    other processes, if any. `goodput` counts from the start. `copy_files` is called with each
+    checkpoint. `opened` closes what the run opens, when everything is written.
     """
 
     def __init__(
@@ -57,10 +57,12 @@ class Trainer:
         signals: StopSignals | None,
         peers: PeerWatch | None,
         goodput: Goodput,
+        copy_files: Callable[[], None],
         opened: ExitStack,
     ) -> None:
         self._config, self._display, self._signals, self._peers = config, display, signals, peers
         self._goodput, self._data_seconds = goodput, 0.0
+        self._copy_files = copy_files
         self._start = self._step = resume_from or 0
         self._newest_checkpoint: Callable[[], int | None] = lambda: resume_from
         if config.audit.masks:
@@ -231,6 +233,7 @@ class Trainer:
             if isinstance(self._replicas, Tuner):
                 place[_TUNING] = self._replicas.state()
             self._checkpoints.save(self._step, self._state, place, self._config)
+            self._copy_files()
 
     def _close_checkpoints(self) -> None:
         with self._watchdog.watch("writing the last checkpoint"):
