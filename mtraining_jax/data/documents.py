@@ -1,13 +1,14 @@
 """Base class of sources of documents, which become sequences by `data.mode`."""
 
 import functools
-from array import array
-from collections import Counter
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import tokenizers
 
 from mtraining_jax.data.chat.conversation import Conversation, read_conversation
 from mtraining_jax.data.chat.template import chat_template
@@ -15,8 +16,10 @@ from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.masked import Completion, MaskedText, MaskedTokens, label_mask
 from mtraining_jax.data.packing.packs import pack_documents
 from mtraining_jax.data.source import FileSource, Source, eos_id_problems
+from mtraining_jax.data.sources.token_parts import TOKENIZER, tokenizer_identity
 from mtraining_jax.data.spec import DataSpec
-from mtraining_jax.data.stream import TokenStream, Vocab, spill
+from mtraining_jax.data.stream import TokenStream, Vocab
+from mtraining_jax.data.token_cache import key_of, tokenized
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened, toml_value
@@ -29,7 +32,7 @@ Document = str | np.ndarray | MaskedTokens | MaskedText | Conversation
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSource(Source):
-    """A source that yields documents, which are tokenized at startup into a temporary file.
+    """A source that yields documents, which one process of a host tokenizes at startup.
 
     Documents end with eos, except in mode ``exact``, which keeps those of `seq_len` tokens.
     """
@@ -55,33 +58,46 @@ class DocumentSource(Source):
             except UserError as error:
                 yield str(error)
 
+    def inputs(self) -> list[Path] | None:
+        """All files that determine the documents, or None if unknown.
+
+        If they are known, one process of a host reads the documents for all of them.
+        """
+        return self.files() if isinstance(self, FileSource) else None
+
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         exact = data.mode == "exact"
         encoder = make_encoder(None if self.holds_ids else data.tokenizer, data.eos, vocab_size)
-        lengths = array("q")  # with eos, except in mode exact
-        notes: Counter[str] = Counter()
 
-        def encoded_documents() -> Iterator[MaskedTokens]:
+        def encoded() -> Iterator[MaskedTokens]:
             for where, document in self.documents():
-                tokens = encoder.encode(document, where, with_eos=not exact)
-                lengths.append(tokens.ids.size)
-                notes[tokens.note] += 1
-                if not exact or tokens.ids.size == data.seq_len:
-                    yield tokens
+                yield encoder.encode(document, where, with_eos=not exact)
 
         name = f'data.source = "{data.source}"'
         if isinstance(self, FileSource):
             name += f" (data.paths = {shortened(toml_value(self.paths), 200)})"
-        part = spill(encoded_documents(), encoder.dtype, name)
-        sizes = np.asarray(lengths, np.int64)
+        kept = data.seq_len if exact else None
+        key = self._key(data, encoder)
+        part, lengths, notes = tokenized(encoded, encoder.dtype, name, key, kept)
         if exact:
-            check_some_exact(sizes, data)
+            check_some_exact(lengths, data)
         stream = TokenStream([part], encoder.vocab)
-        summary = f"{counted(sizes.size, 'document')}, {stream.summary}{noted(notes)}"
-        pack = functools.partial(pack_documents, sizes, stream)
+        summary = f"{counted(lengths.size, 'document')}, {stream.summary}{noted(notes)}"
+        pack = functools.partial(pack_documents, lengths, stream)
         trained = stream.trained if stream.masked else None
         of_vocab = encoder.vocab_size, encoder.tokenizer
         return Corpus(stream, *of_vocab, summary, pack=pack, trained=trained)
+
+    def _key(self, data: DataSpec, encoder: "Encoder") -> str | None:
+        """Changes with any option, file or code that determines the token ids."""
+        modules = [sys.modules[cls.__module__] for cls in type(self).__mro__ if cls is not object]
+        code = [getattr(module, "__file__", None) or "" for module in modules]
+        if (files := self.inputs()) is None or not all(code):
+            return None
+        code += sorted(map(str, Path(__file__).parent.rglob("*.py")))
+        kept = data.seq_len if data.mode == "exact" else None
+        options = identity_of(data, encoder), encoder.vocab_size, kept, tokenizers.__version__
+        return key_of([*files, *map(Path, code)], str(type(self)), *options)
 
 
 def noted(notes: Mapping[str, int]) -> str:
@@ -234,3 +250,20 @@ def make_encoder(tokenizer: str | None, eos: int | str | None, vocab_size: int) 
             f"more than model.vocab_size = {vocab_size}"
         )
     return Encoder(loaded, loaded.eos, loaded.vocab_size)
+
+
+def identity_of(data: DataSpec, encoder: Encoder) -> dict[str, Any]:
+    """The options of `[data]` that determine the token ids of documents, by name."""
+    tokenizer, chat = (None, None), {}
+    if encoder.tokenizer is not None:
+        tokenizer = tokenizer_identity(data.tokenizer)
+        if getattr(data.source_options, "messages_field", None):
+            chat = {"checksum of the chat template": chat_template(encoder.tokenizer).checksum}
+    return {
+        **chat,
+        "data.source": data.source,
+        **{f"data.{name}": value for name, value in asdict(data.source_options).items()},
+        **dict(zip(TOKENIZER, tokenizer, strict=True)),
+        "data.eos": encoder.eos,
+        "type of ids": encoder.dtype.name,
+    }

@@ -73,6 +73,7 @@ class FileSource(Source):
         yield from super().problems(data, vocab_size)
 
     def files(self) -> list[Path]:
+        """The files to read."""
         return find_files(self.paths, self.suffixes)
 
     def size(self) -> int:

@@ -1,15 +1,11 @@
 """Token ids on disk as one long sequence with random access."""
 
-import contextlib
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.files import errors_as
-from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.utils.errors import UserError
 
 # Streams up to this many tokens are validated at startup (under a second), longer ones per batch.
@@ -129,36 +125,6 @@ class TokenStream:
             part = self._parts[number]
             inside = slice(None) if part_of is None else part_of == number
             yield part, inside, positions[inside] - (int(self._ends[number]) - part.ids.size)
-
-
-def spill(documents: Iterable[MaskedTokens], dtype: np.dtype, name: str) -> Part:
-    """Writes documents to an anonymous temporary file and memory-maps it; another has the mask."""
-    size = 0
-    problem = (
-        f"the temporary folder {tempfile.gettempdir()} cannot hold the token ids of {name}; set "
-        "TMPDIR to a folder with enough space"
-    )
-    with errors_as(UserError, problem, OSError), contextlib.ExitStack() as files:
-
-        def opened() -> Any:
-            return files.enter_context(tempfile.TemporaryFile(prefix="mtraining-tokens-"))
-
-        file, mask_file = opened(), None
-        for document in documents:
-            ids, trained = document.ids, document.trained
-            if mask_file is None and trained is not None:
-                mask_file = opened()
-                for _, chunk in chunks(np.broadcast_to(True, size)):
-                    mask_file.write(chunk.tobytes())
-            if mask_file is not None:
-                mask_file.write(np.ones(ids.size, bool) if trained is None else trained.data)
-            size += file.write(ids.data) // dtype.itemsize
-        file.flush()
-        ids = np.memmap(file, dtype, mode="r") if size else np.zeros(0, dtype)
-        if mask_file is None or not size:
-            return Part(name, ids)
-        mask_file.flush()
-        return Part(name, ids, trained=np.memmap(mask_file, bool, mode="r"))
 
 
 def chunks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

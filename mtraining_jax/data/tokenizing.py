@@ -9,24 +9,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mtraining_jax.data.chat.template import chat_template
-from mtraining_jax.data.documents import Document, DocumentSource, Encoder, make_encoder, noted
+from mtraining_jax.data.documents import Document, DocumentSource, identity_of, make_encoder, noted
 from mtraining_jax.data.masked import joined
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.data.sources.token_parts import (
-    TOKENIZER,
     PartRecord,
     close_folder,
     mark_incomplete,
     open_folder,
     read_record,
-    tokenizer_identity,
     write_part,
 )
 from mtraining_jax.data.spec import DataSpec
@@ -68,7 +64,7 @@ class Totals:
 
 
 def pretokenize_hint(data: DataSpec) -> str | None:
-    """A hint to pre-tokenize a large corpus, which otherwise every process tokenizes at startup."""
+    """A hint to pre-tokenize a large corpus, which otherwise is tokenized at startup."""
     source = data.source_options
     if not isinstance(source, DocumentSource) or not isinstance(source, FileSource):
         return None
@@ -77,7 +73,7 @@ def pretokenize_hint(data: DataSpec) -> str | None:
         return None
     what = "copies" if source.holds_ids else "tokenizes"
     return (
-        f"every process of every run {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
+        f"one process of each host {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
         "pre-tokenize it, see python -m mtraining_jax.cli.tokenize_corpus --help"
     )
 
@@ -105,7 +101,8 @@ def tokenize_corpus(
     if isinstance(source, FileSource):
         source.files()  # raises before the folder is made
     args = None if source.holds_ids else data.tokenizer, data.eos, vocab_size
-    open_folder(folder, _identity(data, make_encoder(*args), part_bytes))
+    identity = identity_of(data, make_encoder(*args)) | {"bytes of a part": part_bytes}
+    open_folder(folder, identity)
     totals, read = Totals(), 0
     # Forked processes would lack the threads of the tokenizer library.
     context = multiprocessing.get_context("spawn")
@@ -185,21 +182,3 @@ def _make_part(
     lengths = np.array([tokens.ids.size for tokens in pieces], np.int64)
     notes = Counter(tokens.note for tokens in pieces if tokens.note)
     return write_part(folder, number, joined(pieces), lengths, checksum, notes)
-
-
-def _identity(data: DataSpec, encoder: Encoder, part_bytes: int) -> dict[str, Any]:
-    tokenizer = None, None
-    if encoder.tokenizer is not None:
-        tokenizer = tokenizer_identity(data.tokenizer)
-    chat = {}
-    if encoder.tokenizer is not None and getattr(data.source_options, "messages_field", None):
-        chat = {"checksum of the chat template": chat_template(encoder.tokenizer).checksum}
-    return {
-        **chat,
-        "data.source": data.source,
-        **{f"data.{name}": value for name, value in asdict(data.source_options).items()},
-        **dict(zip(TOKENIZER, tokenizer, strict=True)),
-        "data.eos": encoder.eos,
-        "type of ids": encoder.dtype.name,
-        "bytes of a part": part_bytes,
-    }

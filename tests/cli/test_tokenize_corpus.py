@@ -223,7 +223,7 @@ def test_hint_for_a_large_corpus(corpus, monkeypatch):
     assert pretokenize_hint(corpus) is None and pretokenize_hint(section()) is None
     monkeypatch.setattr(tokenizing, "LARGE", 100)
     line = pretokenize_hint(corpus)
-    assert line.startswith("every process of every run tokenizes data.paths (0 MiB) at startup")
+    assert line.startswith("one process of each host tokenizes data.paths (0 MiB) at startup")
     assert "python -m mtraining_jax.cli.tokenize_corpus" in line
 
 

@@ -402,9 +402,9 @@ def test_eos_of_a_tokenizer(tmp_path, text, words, eos, reason):
 
 
 def test_full_temporary_folder(tmp_path, text, monkeypatch):
-    def full(**_):
+    def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    monkeypatch.setattr("os.fsync", full)
     message = error_of(**text)
     assert "No space left on device" in message and "TMPDIR" in message

@@ -39,6 +39,11 @@ class MosaicShards(TableSource):
         folders = {path.parent for path in found}
         return [path for path in found if not folders.intersection(path.parent.parents)]
 
+    def inputs(self) -> list[Path]:
+        """The indices, and the shards that they list."""
+        indices = self.files()
+        return [*indices, *(shard.file for index in indices for shard in read_index(index))]
+
     def size(self) -> int:
         """Uncompressed size in bytes."""
         return sum(shard.size for index in self.files() for shard in read_index(index))

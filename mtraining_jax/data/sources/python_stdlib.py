@@ -18,6 +18,9 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 class PythonStdlib(DocumentSource):
     """Source files of Python's standard library, one document per file."""
 
+    def inputs(self) -> list[Path]:
+        return library_files()
+
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in library_files():
             problem = f"{path} cannot be read as Python source"
