@@ -105,11 +105,15 @@ class TokenStream:
         for part in self._parts:
             mask = np.broadcast_to(True, part.ids.shape) if part.trained is None else part.trained
             for _, chunk in chunks(mask):
-                counts = np.concatenate([[0], np.cumsum(chunk, dtype=np.int64)])
-                end = begin + chunk.size
-                inside = slice(*np.searchsorted(positions, [begin, end + 1]))
-                out[inside] = total + counts[positions[inside] - begin]
-                begin, total = end, total + int(counts[-1])
+                inside = slice(*np.searchsorted(positions, [begin, begin + chunk.size]))
+                cuts = np.concatenate([[0], positions[inside] - begin])
+                # A tenth of the time of a sum at every token, which int32 is enough for.
+                counts = np.add.reduceat((chunk != 0).view(np.uint8), cuts, dtype=np.int32)
+                counts[np.diff(cuts, append=chunk.size) == 0] = 0
+                sums = total + np.cumsum(counts, dtype=np.int64)
+                out[inside] = sums[:-1]
+                begin, total = begin + chunk.size, int(sums[-1])
+        out[np.searchsorted(positions, begin) :] = total
         return out
 
     def _by_part(self, positions: np.ndarray) -> Iterator[tuple[Part, Any, np.ndarray]]:

@@ -13,6 +13,7 @@ from tokenizers import models
 from mtraining_jax.cli.inspect_data import main
 from mtraining_jax.data.corpus import starts_of
 from mtraining_jax.data.masked import MaskedTokens
+from mtraining_jax.data.stream import Part, TokenStream, Vocab
 from mtraining_jax.data.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section
@@ -323,3 +324,22 @@ def test_invalid_mask_files(tmp_path, mask, reason):
         file.write(mask) if isinstance(mask, bytes) else np.save(file, mask)
     message = error_of(source="tokens", paths=(str(tmp_path),))
     assert reason in message and str(tmp_path / "a.npy") in message
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("kind", [bool, np.int64])
+def test_trained_tokens_are_counted_across_chunks_and_files(monkeypatch, chunk, kind):
+    monkeypatch.setattr("mtraining_jax.data.stream._CHUNK", chunk)
+    random = np.random.default_rng(chunk)
+    masks = [random.random(23) < 0.4, None, random.random(5) < 0.4]
+    sizes = [23, 11, 5]
+    parts = [
+        Part("a", np.zeros(size, np.uint16), trained=None if mask is None else mask.astype(kind))
+        for size, mask in zip(sizes, masks, strict=True)
+    ]
+    stream = TokenStream(parts, Vocab(1, "a test"))
+    mask = np.concatenate([np.ones(11, bool) if mask is None else mask for mask in masks])
+    expected = np.concatenate([[0], np.cumsum(mask)])
+    positions = np.sort(np.concatenate([np.arange(40), [0, 0, 7, 14, 23, 23, 34, 39, 39]]))
+    for some in (positions, positions[::5], positions[:0], np.array([39])):
+        assert stream.trained_before(some).tolist() == expected[some].tolist()

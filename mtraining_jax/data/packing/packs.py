@@ -101,10 +101,12 @@ def pack_documents(
     kept = lengths >= _SHORTEST
     begins, sizes = (np.cumsum(lengths) - lengths)[kept], lengths[kept]
     if data.mode == "pack" and stream.masked:
-        before = stream.trained_before
-        counted = before(begins + sizes) > before(begins + 1)
-        begins, sizes, masked = begins[counted], sizes[counted], int((~counted).sum())
-        in_part = before(begins + sizes) - before(begins) < sizes
+        edges = np.stack([begins, begins + 1, begins + sizes], axis=1)
+        first, second, last = stream.trained_before(edges.ravel()).reshape(edges.shape).T
+        counted = last > second
+        masked = int((~counted).sum())
+        in_part = (last - first < sizes)[counted]
+        begins, sizes = begins[counted], sizes[counted]
         fits = ~in_part | (sizes <= data.seq_len)
         too_long, begins, sizes = sizes[~fits], begins[fits], sizes[fits]
     if upsample is not None:
