@@ -103,14 +103,14 @@ def _shared_file(path: Path, write: Callable[[BinaryIO], None], name: str) -> Bi
     partial = path.with_suffix(".partial")
     while True:
         with contextlib.ExitStack() as opened:
-            if path.exists():
+            with contextlib.suppress(FileNotFoundError):
                 file = opened.enter_context(path.open("rb"))
                 fcntl.flock(file, fcntl.LOCK_SH)
-                if _record(file) is None:  # the host may have crashed
-                    path.unlink()
-                    continue
-                opened.pop_all()
-                return file
+                if _record(file) is not None:
+                    opened.pop_all()
+                    return file
+                file.close()  # damaged by a crash of the host
+                path.unlink()
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
             file = opened.enter_context(open(descriptor, "r+b"))
             waited = _wait_for_lock(file, partial, name)
@@ -118,7 +118,7 @@ def _shared_file(path: Path, write: Callable[[BinaryIO], None], name: str) -> Bi
                 if problem := (_record(file) or {}).get("error"):
                     raise UserError(problem)
                 continue
-            if path.exists():  # since the check above
+            if path.exists():  # it was not, above
                 partial.unlink()
                 continue
             if waited or os.fstat(descriptor).st_size:
