@@ -78,6 +78,8 @@ def _reasons(config: Config, name: str) -> Iterator[str]:
         yield "profile.start = none disables tracing"
     if name in ("sparsity.tune_min", "sparsity.tune_max") and config.sparsity.tune == "none":
         yield 'sparsity.tune = "none" disables tuning'
+    if name == "checkpoint.local_interval" and config.checkpoint.local_dir is None:
+        yield "checkpoint.local_dir = none has no folder for checkpoints"
     if name in DENSE_STEPS and not config.sparsity.pattern.sparse:
         yield f'sparsity.kind = "{config.sparsity.kind}" computes all pairs in every step'
     of_pattern = section == "audit" or (section == "sparsity" and field != "block_size")

@@ -377,6 +377,11 @@ class CheckpointConfig:
     skip_damaged: bool = False
     """If the newest checkpoint is damaged, move it to RUN_FOLDER/damaged and resume from the one
     before it. Reads the checkpoint twice, also into host memory."""
+    local_dir: PathText | None = None
+    """Folder on a disk of each host for more frequent checkpoints, e.g. on NVMe. A start resumes
+    from them if all processes hold a step that is newer than the checkpoint in the run folder."""
+    local_interval: PositiveInt = 100
+    """Save into local_dir every N steps; the newest two are kept."""
     async_save: bool = True
     """Continue training while a checkpoint is written."""
     export_hf: bool = False

@@ -78,6 +78,9 @@ def _run(config: Config) -> Iterator[str]:
         reason = "because Orbax writes arrays to no other kind of URL"
         yield f"{named.run.output_dir}: use a mounted file system or gs://BUCKET/FOLDER, {reason}"
         return
+    local_dir = config.checkpoint.local_dir
+    if local_dir is not None and is_url(local_dir):
+        yield f"{named.checkpoint.local_dir} is a URL; use a folder on a disk of each host"
     if run.bucket is not None:
         if {"", ".", ".."} & {*run.output_dir.removeprefix(GCS).removesuffix("/").split("/")}:
             yield f"{named.run.output_dir} is not allowed: it must be like gs://BUCKET/FOLDER"

@@ -743,6 +743,8 @@ def test_output_to_a_url(minimal):
     skips = {"run__output_dir": "gs://bucket", "checkpoint__skip_damaged": "true"}
     (line,) = messages(minimal, **skips)
     assert line.startswith("checkpoint.skip_damaged = true needs a file system that renames")
+    (line,) = messages(minimal, checkpoint__local_dir="gs://bucket/runs")
+    assert line.endswith('"gs://bucket/runs" is a URL; use a folder on a disk of each host')
 
 
 def test_options_are_typed(minimal):

@@ -37,7 +37,7 @@ def print_errors_once() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drops Orbax's records of raised errors, and its messages about preemption."""
+    """Drops Orbax's records of raised errors, and messages on preemption and sizes of objects."""
     raised = record.exc_info is not None or "raised an exception" in record.getMessage()
-    known = raised or "preemption" in record.getMessage()
+    known = raised or any(x in record.getMessage() for x in ("preemption", "object size logging"))
     return not (known and "orbax" in record.pathname)

@@ -62,15 +62,29 @@ def _absolute(path: Path) -> Path:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run into `folder`, which keeps the newest `keep` of them."""
+    """Writes the checkpoints of one run into `folder`, which keeps the newest `keep` of them.
 
-    def __init__(self, folder: Path, *, keep: int, async_save: bool) -> None:
-        self.folder = _absolute(folder)
+    With `local`, each process has another folder, where it writes all arrays of its devices, and
+    `local` is added to the record.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int, async_save: bool, local: dict[str, Any] | None = None
+    ) -> None:
+        self.folder, self._local = _absolute(folder), local
         print_errors_once()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=async_save, cleanup_tmp_directories=True
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        handlers = None
+        if local is not None:
+            several = ocp.options.MultiprocessingOptions(None, barrier_sync_key_prefix="local")
+            options.multiprocessing_options, options.create = several, False
+            options.cleanup_tmp_directories = False
+            # In the background, Orbax would write as soon as another process has its folder.
+            options.async_options = ocp.AsyncOptions(create_directories_asynchronously=False)
+            handlers = _local_handlers(several)
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         before = None if _in_bucket(folder) else self.folder.stat()
         self._writing = functools.partial(writing_into, self.folder, before)
         self.newest = self._manager.latest_step
@@ -92,9 +106,9 @@ class Checkpoints:
         }
         if state.base:
             record["base"] = digest(state.base)
-        items = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
-        )
+        record |= self._local or {}
+        save = ocp.args.StandardSave if self._local is None else ocp.args.PyTreeSave
+        items = ocp.args.Composite(arrays=save(arrays), record=ocp.args.JsonSave(record))
         with self._writing():
             self._manager.save(step, args=items)
 
@@ -105,6 +119,20 @@ class Checkpoints:
                 self._manager.wait_until_finished()
         finally:
             self._manager.close()
+
+
+def _local_handlers(several: Any) -> dict[str, Any]:
+    """Handlers of Orbax with which every process writes, also the replicas of arrays."""
+    writer = ocp.type_handlers.ArrayHandler(
+        primary_host=None, replica_id=None, use_replica_parallel=False
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, writer))
+    arrays = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=several, type_handler_registry=registry
+    )
+    return {
+        "arrays": arrays, "record": ocp.JsonCheckpointHandler(multiprocessing_options=several)
+    }  # fmt: skip
 
 
 def read_record(folder: Path, step: int) -> dict[str, Any]:

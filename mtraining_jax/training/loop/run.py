@@ -16,6 +16,7 @@ from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint import read_record, run_folder
 from mtraining_jax.training.checkpoint.bucket import BucketCopy
 from mtraining_jax.training.checkpoint.export import export_checkpoint
+from mtraining_jax.training.checkpoint.local import newest_local_step
 from mtraining_jax.training.checkpoint.run_lock import holder, only_run_in
 from mtraining_jax.training.checkpoint.same_model import changed_fields, check_same_model
 from mtraining_jax.training.compile_cache import use_compile_cache
@@ -89,6 +90,7 @@ def _run(
         skip = functools.partial(run_folder.skip_damaged, config, display.say)
         run_on_process_0(skip, config.run.step_timeout_seconds)
     resume_from = agreed_resume_step(config)
+    resume_from = newest_local_step(config, resume_from) or resume_from
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from, _changed_fields(config, resume_from)))
         if config.checkpoint.export_hf:

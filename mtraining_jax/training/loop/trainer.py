@@ -22,6 +22,7 @@ from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint import Checkpoints, read_state, run_folder
 from mtraining_jax.training.checkpoint.export import export_state
+from mtraining_jax.training.checkpoint.local import open_local, read_local_state
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop.finished_steps import DispatchedStep, FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
@@ -99,7 +100,8 @@ class Trainer:
         display.say(*banner(config, builder.count_parameters(), mesh, data, validation))
         folder, keep = run_folder.checkpoint_folder(config), config.checkpoint.keep
         self._checkpoints = Checkpoints(folder, keep=keep, async_save=config.checkpoint.async_save)
-        self._newest_checkpoint = self._checkpoints.newest
+        self._local: Checkpoints | None = None
+        self._newest_checkpoint = self._newest_saved
         opened.callback(self._close_checkpoints)
         self._replicas: ReplicaLoad | None = None
         if replicas_differ(config):
@@ -111,6 +113,8 @@ class Trainer:
             self._state = builder.fresh()
         else:
             self._restore(folder, resume_from)
+        if config.checkpoint.local_dir is not None:
+            self._local = opened.enter_context(closing(open_local(config, resume_from)))
         if (start := config.profile.start) is not None and start <= self._step:
             display.say(
                 f"warning: no trace is written: profile.start = {start} is before the next step"
@@ -129,15 +133,20 @@ class Trainer:
         self._finished = opened.enter_context(closing(finished))
 
     def _restore(self, folder: Path, step: int) -> None:
+        is_local = step != self._checkpoints.newest()
         with self._watchdog.watch(f"reading the checkpoint of step {step}"):
             abstract, base = self._builder.abstract(), self._builder.base
-            self._state, place = read_state(folder, step, abstract, self._config, base)
+            if is_local:
+                self._state, place = read_local_state(self._config, step, abstract, base)
+            else:
+                self._state, place = read_state(folder, step, abstract, self._config, base)
         self._batches.loader.set_state(place)
         if isinstance(self._replicas, Tuner):
             self._replicas.go_to(step, place.get(_TUNING))
         self._alarms.go_to(place.get(_ALARMS))
         self._goodput.go_to(place.get(_GOODPUT))
-        self._display.say(f"resuming from the checkpoint of step {step}")
+        where = " in checkpoint.local_dir" if is_local else ""
+        self._display.say(f"resuming from the checkpoint of step {step}{where}")
 
     def train(self) -> tuple[History, list[str]]:
         """Takes all remaining steps; returns their history, and the places of all results."""
@@ -166,7 +175,9 @@ class Trainer:
             self._take_step(programs, batch)
             stopping = self._asked_to_stop() and self._step < total
             if self._save_is_due() or (stopping and saves):
-                self._save()
+                self._save(self._checkpoints)
+            elif self._local and self._step % config.checkpoint.local_interval == 0:
+                self._save(self._local)
             if self._step == total or stopping:
                 break
             batch = self._next_batch()
@@ -224,7 +235,7 @@ class Trainer:
             return True
         return bool(checkpoint.interval) and self._step % checkpoint.interval == 0
 
-    def _save(self) -> None:
+    def _save(self, checkpoints: Checkpoints) -> None:
         what = f"saving the checkpoint of step {self._step}"
         # Saving waits for the devices anyway.
         with self._finished.paused("checkpoint"), self._watchdog.watch(what):
@@ -232,8 +243,9 @@ class Trainer:
             place[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
             if isinstance(self._replicas, Tuner):
                 place[_TUNING] = self._replicas.state()
-            self._checkpoints.save(self._step, self._state, place, self._config)
-            self._copy_files()
+            checkpoints.save(self._step, self._state, place, self._config)
+            if checkpoints is self._checkpoints:
+                self._copy_files()
 
     def _close_checkpoints(self) -> None:
         with self._watchdog.watch("writing the last checkpoint"):
@@ -272,6 +284,10 @@ class Trainer:
         if self._peers is not None:
             self._peers.announce(sentence)
         exit_immediately(EXIT_FAILED, f"{sentence}; {self.way_to_resume()}")
+
+    def _newest_saved(self) -> int | None:
+        steps = [x.newest() for x in (self._checkpoints, self._local) if x is not None]
+        return max((step for step in steps if step is not None), default=None)
 
     def way_to_resume(self) -> str:
         """Returns what to do after the run ends, by the newest checkpoint."""

@@ -1,0 +1,102 @@
+"""Checkpoints on a disk of each host."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mtraining_jax.training.checkpoint import saved_steps
+from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
+from mtraining_jax.training.loop import run
+from mtraining_jax.utils.errors import UserError
+from tests.training.common import changed, losses, written
+from tests.training.processes.test_processes import started_together
+
+
+def test_a_run_resumes_from_a_disk_of_its_host(plain_config, tmp_path, capsys):
+    disk = tmp_path / "disk"
+    config = changed(
+        plain_config,
+        run={"steps": 4},
+        checkpoint={"last_step": False, "local_dir": str(disk), "local_interval": 1},
+    )
+    whole = run(config)
+    own = disk / "test" / "process_0"
+    assert saved_steps(own) == [4, 3] and not saved_steps(checkpoint_folder(config))
+
+    run(changed(config, run={"steps": 5}))
+    assert (
+        "resuming from the checkpoint of step 4 in checkpoint.local_dir" in capsys.readouterr().out
+    )
+    assert [record["step"] for record in written(config)] == [1, 2, 3, 4, 5]
+    assert saved_steps(own) == [5, 4]
+
+    # Another run of the same name has no use for them.
+    shutil.rmtree(config.run.folder)
+    again = run(config)
+    assert "resuming" not in capsys.readouterr().out
+    np.testing.assert_array_equal(losses(again), losses(whole))
+
+    (own / "3" / "record" / "metadata").write_text("{}")  # damaged: not held
+    (own / "4" / "arrays" / "manifest.ocdbt").write_bytes(b"")
+    with pytest.raises(UserError, match="in the run folder set checkpoint.local_dir=none$"):
+        run(changed(config, run={"steps": 5}))
+
+
+# In the place of the training of each process; "disk" is relative to its own folder.
+PROGRAM = """
+import shutil
+import sys
+from contextlib import closing
+import jax
+import numpy as np
+from mtraining_jax.cli.train import main
+from mtraining_jax.training.build import build_mesh
+from mtraining_jax.training.checkpoint import run_folder
+from mtraining_jax.training.checkpoint.local import (
+    newest_local_step, open_local, read_local_state
+)
+from mtraining_jax.training.loop import run
+from mtraining_jax.training.processes.agreement import run_on_process_0
+from mtraining_jax.training.state import StateBuilder
+
+
+def work(config, *_):
+    run_on_process_0(lambda: run_folder.record_start(config, None), 60)
+    builder = StateBuilder(config, build_mesh(config))
+    state = builder.fresh()
+    with closing(open_local(config, None)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state, {}, config)
+    found = [newest_local_step(config, shared) for shared in (None, 2, 3)]
+    read, _ = read_local_state(config, 3, builder.abstract(), dict)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(read), strict=True):
+        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
+            np.testing.assert_array_equal(a.data, b.data)
+    sharded = {not x.is_fully_replicated for x in jax.tree.leaves(state)}
+    for lost in ("disk/test/process_1/3", "disk"):
+        if jax.process_index() == 1:
+            shutil.rmtree(lost)
+        found += [newest_local_step(config, shared) for shared in (1, 2)]
+    print(found, sharded)
+    return []
+
+
+sys.modules[run.__module__]._run = work
+sys.exit(main())
+"""
+
+
+def test_processes_resume_what_all_of_them_hold(plain_config, tmp_path):
+    config = changed(
+        plain_config,
+        parallel={"replicas": 2, "cpu_devices": 1, "fsdp": True},
+        checkpoint={"local_dir": "disk"},
+    )
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    processes = started_together(config, tmp_path, program=program)
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    # First all hold 2 and 3, then process 1 loses 3, then everything.
+    found = "[3, 3, None, 2, None, None, None] {False, True}"
+    assert [output.splitlines()[-1] for output in outputs] == [found] * 2
