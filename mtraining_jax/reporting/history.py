@@ -68,8 +68,8 @@ class History:
         """A warning if the gradient norm of a new record is far above those before it.
 
         Clipping keeps such a step small, and `optimizer.skip_norm` skips it, but a fault of a
-        device or of its memory may look like this. The record then gets `parameter_norms`, from `norms`: that of
-        each parameter's gradient, or of each layer's.
+        device or of its memory may look like this. The record then gets `parameter_norms`, from
+        `norms`: that of each parameter's gradient, or of each layer's.
         """
         norm = record["grad_norm"]
         newest = itertools.islice(reversed(self.last), _STEPS)
