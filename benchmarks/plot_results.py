@@ -2,7 +2,8 @@
 
     python -m benchmarks.plot_results docs/images/results.png --model SMOLLM2_FOLDER
 
-The times are those of the table of training steps in docs/benchmarks.md. The masks are what
+The times are those of the table of training steps in docs/benchmarks.md, of models with several
+lengths. The masks are what
 `SampledRows` selects in some heads of a checkpoint (`python -m examples.smollm2 SMOLLM2_FOLDER`)
 on 8192 tokens of Python's standard library. Needs matplotlib: the extra "plot".
 """
@@ -89,6 +90,8 @@ def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> 
     axes = figure.add_subplot(rows[0])
     for model in dict.fromkeys(step.model for step in steps):
         of_model = [step for step in steps if step.model == model]
+        if len({step.tokens for step in of_model}) == 1:
+            continue  # a point among lines
         times = {
             kind: {step.tokens: step.gpu_seconds for step in of_model if step.attention == kind}
             for kind in COLORS
