@@ -3,9 +3,9 @@
     python -m benchmarks.plot_results docs/images/results.png --model SMOLLM2_FOLDER
 
 The times are those of the table of training steps in docs/benchmarks.md, of models with several
-lengths. The masks are what
-`SampledRows` selects in some heads of a checkpoint (`python -m examples.smollm2 SMOLLM2_FOLDER`)
-on 8192 tokens of Python's standard library. Needs matplotlib: the extra "plot".
+lengths. The masks are what `SampledRows` selects in some heads of a checkpoint (`python -m
+examples.smollm2 SMOLLM2_FOLDER`) on 8192 tokens of Python's standard library. Needs matplotlib: the
+extra "plot".
 """
 
 import argparse
