@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mtraining_jax.reporting.record import Record, density_of, validation_text
 
@@ -64,7 +65,7 @@ class History:
                 self._sums[name] += value
                 self._counts[name] += 1
 
-    def gradient_outlier(self, record: Record, norms: Mapping[str, np.ndarray]) -> str | None:
+    def gradient_outlier(self, record: Record, norms: Mapping[str, ArrayLike]) -> str | None:
         """A warning if the gradient norm of a new record is far above those before it.
 
         Clipping keeps such a step small, and `optimizer.skip_norm` skips it, but a fault of a
@@ -79,12 +80,13 @@ class History:
         usual = statistics.median(before)
         if norm <= _OUTLIER * usual:
             return None
-        record["parameter_norms"] = {name: np.asarray(x).tolist() for name, x in norms.items()}
-        name = max(norms, key=lambda x: np.max(norms[x]))
-        layer = f" in layer {np.argmax(norms[name])}" if np.ndim(norms[name]) else ""
+        found = {name: np.asarray(x) for name, x in norms.items()}
+        record["parameter_norms"] = {name: x.tolist() for name, x in found.items()}
+        name = max(found, key=lambda x: found[x].max())
+        layer = f" in layer {found[name].argmax()}" if found[name].ndim else ""
         return (
             f"the gradient norm, {norm:.4g}, is more than {_OUTLIER} times the median of the "
-            f"{len(before)} steps before, {usual:.4g}; it is largest, {np.max(norms[name]):.4g}, "
+            f"{len(before)} steps before, {usual:.4g}; it is largest, {found[name].max():.4g}, "
             f"for {name}{layer}; resume from a checkpoint before this step; "
             "if it does not recur, a device may be faulty (python -m mtraining_jax.check_cluster)"
         )

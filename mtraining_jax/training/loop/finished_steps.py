@@ -116,7 +116,9 @@ class FinishedSteps:
         host_wait = max(0.0, dispatched.begun - self._clock)
         data = min(host_wait, dispatched.data_seconds)
         seconds, self._clock = now - self._clock, now
-        metrics = jax.device_get(dispatched.metrics)
+        metrics = dict(dispatched.metrics)
+        norms = metrics.pop("parameter_norms")  # many small arrays, which only outliers need
+        metrics = jax.device_get(metrics)
         of_replicas = {} if self._replicas is None else self._replicas.finish(metrics)
         record = step_record(metrics, seconds, self._config, self._devices)
         record |= of_replicas | self._between | {"data_seconds": data}
@@ -129,7 +131,7 @@ class FinishedSteps:
         if audited:
             record |= audit_record(metrics.get("audit", {}), dispatched.compared or {})
             record["alarms"] = self._alarms.of(record)
-        if outlier := self._history.gradient_outlier(record, metrics["parameter_norms"]):
+        if outlier := self._history.gradient_outlier(record, norms):
             record["alarms"] = [outlier, *record.get("alarms", ())]
         step, run = record["step"], self._config.run
         if dispatched.evaluate is not None and not self._closed:
