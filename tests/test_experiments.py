@@ -23,7 +23,6 @@ from experiments import (
     synthetic,
     variants,
 )
-from experiments.time_budget import TimeBudget
 from mtraining_jax.config import load_config
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.models.label_scores import LabelScores
@@ -560,7 +559,7 @@ def test_arms_are_trained_and_measured_within_the_time(tmp_path, capsys, monkeyp
         commands.append(command)
         return statuses.pop(0)
 
-    monkeypatch.setattr(TimeBudget, "start", start)
+    monkeypatch.setattr(run.TimeBudget, "start", start)
     (tmp_path / variants.run_name("b", "dense", 0) / "checkpoints" / "600").mkdir(parents=True)
     about = ["--tier=b", "--arms=dense,window", f"--folder={tmp_path}"]
     assert run.main(about) == 75
@@ -576,8 +575,8 @@ def test_arms_are_trained_and_measured_within_the_time(tmp_path, capsys, monkeyp
 
 
 def test_a_command_without_time_does_not_start(tmp_path, capsys):
-    assert TimeBudget(0).start([sys.executable, "-c", "raise SystemExit(3)"], tmp_path) == 75
-    assert TimeBudget(9).start([sys.executable, "-c", "raise SystemExit(3)"], tmp_path) == 3
+    assert run.TimeBudget(0).start([sys.executable, "-c", "raise SystemExit(3)"], tmp_path) == 75
+    assert run.TimeBudget(9).start([sys.executable, "-c", "raise SystemExit(3)"], tmp_path) == 3
 
 
 def test_runs_are_trained_by_train_py():
