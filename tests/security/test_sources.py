@@ -21,7 +21,7 @@ ALLOWED = {
     # Runs an example of the documentation.
     "tests/test_docs.py": ["exec(...)"],
     # Runs the parts of the exported PyTorch file that need no PyTorch.
-    "tests/models/test_sparse_attention.py": ["exec(...)", "compile(...)"],
+    "tests/models/huggingface/test_sparse_attention.py": ["exec(...)", "compile(...)"],
     # Writes an array that readers must reject.
     "tests/security/test_sources.py": ["allow_pickle"],
 }
