@@ -27,7 +27,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MASK_TOKENS = 8192
 HEADS = ((1, 1), (5, 3), (7, 7), (11, 4), (17, 3), (26, 0))  # (layer, head) of SmolLM2-135M
 COLORS = {"dense": "#8c8c8c", "sparse": "#c44e52"}
-MARKERS = {"Qwen2.5-3B": "o", "SmolLM2-135M": "s"}
+MARKERS = {"Qwen2.5-3B": "o", "Qwen2.5-Coder-1.5B": "^", "SmolLM2-135M": "s"}
 
 
 class Step(NamedTuple):
@@ -88,7 +88,7 @@ def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> 
     figure = Figure(figsize=(9, 5.6 if masks else 4), layout="constrained")
     rows = figure.add_gridspec(2 if masks else 1, 1, height_ratios=[3, 1.15] if masks else [1])
     axes = figure.add_subplot(rows[0])
-    for model in dict.fromkeys(step.model for step in steps):
+    for number, model in enumerate(dict.fromkeys(step.model for step in steps)):
         of_model = [step for step in steps if step.model == model]
         if len({step.tokens for step in of_model}) == 1:
             continue  # a point among lines
@@ -104,8 +104,9 @@ def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> 
         for tokens in sorted(set(times["dense"]) & set(times["sparse"])):
             low, high = times["sparse"][tokens], times["dense"][tokens]
             axes.annotate(
-                f" {high / low:.1f} x", (tokens, (low * high) ** 0.5), color="#444444", fontsize=9
-            )
+                f" {high / low:.1f} x ", (tokens, (low * high) ** 0.5), color="#444444", fontsize=9,
+                ha=("left", "right")[number % 2],
+            )  # fmt: skip
             axes.plot([tokens, tokens], [low, high], color="#bbbbbb", linewidth=0.8, zorder=0)
     axes.set_xscale("log", base=2)
     lengths = [2**power for power in range(15, 22)]
