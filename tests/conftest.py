@@ -48,8 +48,9 @@ if not ON_GPU:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(flags, "").strip()
     elif flags not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    # Equal programs of several tests are compiled once, by any of the pytest processes or processes
-    # of tests. With a size limit JAX locks the folder while it writes.
+    # Equal programs of several processes are compiled once: of those that tests start, and of tests
+    # of training, whose conftest.py enables the cache. Programs of other tests are all different,
+    # and storing them takes time. With a size limit JAX locks the folder while it writes.
     options = {
         "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "jax_compilation_cache_max_size": 2**32,
@@ -58,6 +59,9 @@ if not ON_GPU:
     for option, value in options.items():
         os.environ[option.upper()] = str(value)
         jax.config.update(option, value)
+    jax.config.update("jax_enable_compilation_cache", False)
+    # Operations of a program carry the scopes that they are in, but not the stack of each.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     # The limit is never reached, but before each write JAX sums all file sizes: with a thousand
     # files this takes 0.06 s under the lock.
     LRUCache._evict_if_needed = lambda self, additional_size=0: None

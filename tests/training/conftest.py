@@ -31,11 +31,15 @@ def use_shared_programs():
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _equal_steps_are_made_once():
-    """Shares equal training steps between the runs of one process."""
+def _equal_programs_are_made_once():
+    """Shares equal steps between the runs of a process, and programs between processes."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "make_train_step", made_once)
         yield
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
