@@ -1,5 +1,6 @@
 """If one process of a run dies, the others stop with a message."""
 
+import itertools
 import os
 import socket
 import subprocess
@@ -56,18 +57,8 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("then", ["", "leave"])
-@pytest.mark.parametrize(
-    ("lost", "message"),
-    [
-        (1, f"stopped: process 1 was lost: it did not answer for {HEARTBEAT_TIMEOUT} s"),
-        (0, "stopped: aborted by XLA, most likely because process 0"),
-    ],
-)
-def test_the_others_stop_with_a_message(then, lost, message):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _started(port, lost, then):
+    """Starts a process that will be lost, and the other one of its run."""
     waits = "wait" if then else ""
     processes = [
         subprocess.Popen(
@@ -81,22 +72,44 @@ def test_the_others_stop_with_a_message(then, lost, message):
         )
         for n in range(2)
     ]
-    victim, survivor = processes[lost], processes[1 - lost]
+    return processes[lost], processes[1 - lost]
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        (1, f"stopped: process 1 was lost: it did not answer for {HEARTBEAT_TIMEOUT} s"),
+        (0, "stopped: aborted by XLA, most likely because process 0"),
+    ],
+)
+def test_the_others_stop_with_a_message(lost, message):
+    """While it works and while it leaves, in two runs at the same time: most of it is waiting."""
+    with socket.socket() as one, socket.socket() as another:
+        ports = []
+        for free in (one, another):
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    runs = []
     try:
-        assert any("works" in line for line in victim.stdout)
-        assert any("works" in line for line in survivor.stdout)
-        victim.kill()
+        for port, then in zip(ports, ("", "leave"), strict=True):
+            runs.append(_started(port, lost, then))
+        for process in itertools.chain(*runs):
+            assert any("works" in line for line in process.stdout)
+        for victim, _ in runs:
+            victim.kill()
         killed = time.monotonic()
-        output, _ = survivor.communicate(timeout=60)
+        outputs = [survivor.communicate(timeout=60)[0] for _, survivor in runs]
+        seconds = time.monotonic() - killed
     finally:
-        for process in processes:
+        for process in itertools.chain(*runs):
             process.kill()
             process.communicate()
-    assert survivor.returncode == EXIT_STOPPED, output
-    last = output.splitlines()[-1]
-    assert message in last and last.endswith("; how to resume"), output
-    assert time.monotonic() - killed < 10 * HEARTBEAT_TIMEOUT  # allows for a busy machine
-    assert "Traceback" not in output
+    for (_, survivor), output in zip(runs, outputs, strict=True):
+        assert survivor.returncode == EXIT_STOPPED, output
+        last = output.splitlines()[-1]
+        assert message in last and last.endswith("; how to resume"), output
+        assert "Traceback" not in output
+    assert seconds < 10 * HEARTBEAT_TIMEOUT  # allows for a busy machine
 
 
 def test_an_error_of_this_process_alone_ends_it_with_its_traceback(monkeypatch, capsys):

@@ -55,7 +55,9 @@ def wait_for_half_checkpoint(process, folder):
     """Waits for a checkpoint that is being written, next to a complete one; returns its folder."""
     give_up = time.monotonic() + 240
     while time.monotonic() < give_up and process.poll() is None:
-        if folder.is_dir() and (whole := newest_step(folder)) is not None:
+        if not folder.is_dir():
+            time.sleep(0.05)  # the process starts, which takes the time of a core
+        elif (whole := newest_step(folder)) is not None:
             for path in folder.iterdir():
                 step = path.name.partition(".")[0]
                 if not path.name.isdigit() and step.isdigit() and int(step) > whole:
