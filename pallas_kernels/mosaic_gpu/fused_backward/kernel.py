@@ -50,7 +50,9 @@ def fused_kernel(
     interpreted = bool(interpret)
     has_columns = columns is not None
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
-    dq_ref = jax.new_ref(lax.optimization_barrier(jnp.zeros(q.shape, jnp.float32)))
+    # Of this call's keys: XLA shares equal zeros of two calls, and copies them for one of the two.
+    zero, k = lax.optimization_barrier((jnp.float32(0), k))
+    dq_ref = jax.new_ref(lax.optimization_barrier(jnp.full(q.shape, zero)))
     counters = jax.new_ref(jnp.zeros((batch, heads, q.shape[1] // queries, 1), jnp.int32))
     key_shape = (batch, kv_heads, k.shape[1] // ROWS, 1) if split else (1, 1, 1, 1)
     key_counters = jax.new_ref(jnp.zeros(key_shape, jnp.int32))
