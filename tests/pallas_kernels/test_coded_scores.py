@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.coded import encode_keys, encode_rows
 from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
 from tests.pallas_kernels.helpers.coded_masses import (
     check_coded_masses,
     check_coded_masses_are_independent,
     check_kept_blocks,
+    encode_keys,
+    encode_rows,
 )
 
 WATCHED = HopperCodedScores(plgpu.InterpretGPUParams(detect_races=True))

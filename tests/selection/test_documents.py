@@ -74,21 +74,28 @@ def test_invalid_documents_raise(make, message):
 
 
 def test_the_document_of_each_block():
-    found = Documents.from_segment_ids(IDS, BLOCK).blocks()
+    rows = np.array([3, 0, 4, 11])
+
+    @jax.jit
+    def of_blocks(documents):
+        found = documents.blocks()
+        bits = sets.unpack(found.causal_blocks(rows, NUM_BLOCKS), NUM_BLOCKS)[:, 0]
+        dense, pairs = found.dense_below(3).dense, found.causal_pairs(BLOCK)
+        return found, found.ends(BLOCK), dense, bits, pairs, found.contain(np.array([4, 2, 5]))
+
+    found, ends, dense, bits, pairs, contained = of_blocks(Documents.from_segment_ids(IDS, BLOCK))
     first = [0, 1, 1, 1, 12, 5, 12, 12, 12, 12, 12, 12]
     np.testing.assert_array_equal(found.first, [first, [0] * 12])
     np.testing.assert_array_equal(found.length[0], [1, 3, 3, 3, 0, 1] + [0] * 6)
-    np.testing.assert_array_equal(found.ends(BLOCK)[0], [1, 25, 25, 25, 0, 48] + [0] * 6)
-    np.testing.assert_array_equal(found.dense_below(3).dense[0, :6], [1, 0, 0, 0, 1, 1])
-    rows = np.array([3, 0, 4, 11])
-    bits = sets.unpack(found.causal_blocks(rows, NUM_BLOCKS), NUM_BLOCKS)[:, 0]
+    np.testing.assert_array_equal(ends[0], [1, 25, 25, 25, 0, 48] + [0] * 6)
+    np.testing.assert_array_equal(dense[0, :6], [1, 0, 0, 0, 1, 1])
     first = np.asarray(found.first)[:, rows, None]
     numbers = np.arange(NUM_BLOCKS)
     np.testing.assert_array_equal(bits, (numbers >= first) & (numbers <= rows[:, None]))
     assert np.asarray(bits).sum((1, 2)).tolist() == [4, 4 + 1 + 5 + 12]
-    pairs = [sum(n * (n + 1) // 2 for n in (8, 24, 8)), 96 * 97 // 2]
-    np.testing.assert_array_equal(found.causal_pairs(BLOCK)[:, 0], pairs)
+    wanted = [sum(n * (n + 1) // 2 for n in (8, 24, 8)), 96 * 97 // 2]
+    np.testing.assert_array_equal(pairs[:, 0], wanted)
     np.testing.assert_array_equal(
-        found.contain(np.array([4, 2, 5]))[0, :6].astype(int),
+        contained[0, :6].astype(int),
         [[0, 0, 0], [0, 1, 0], [0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1]],
     )

@@ -11,6 +11,8 @@ from pallas_kernels.index import bits as sets
 from tests.pallas_kernels.helpers.block_masses import expected
 
 SIZE = 128
+# Each as one program, instead of dozens.
+encode_keys, encode_rows = jax.jit(encode_keys), jax.jit(encode_rows)
 
 
 def estimated(q, keys: CodedKeys, places, scale, first_blocks=None):
