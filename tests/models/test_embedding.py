@@ -38,7 +38,7 @@ def test_half_precision_accumulates_in_fp32(dtype):
     rows = jnp.asarray(np.random.default_rng(1).normal(size=(len(numbers), WIDTH)), dtype)
     expected = np.zeros((SIZE, WIDTH))
     np.add.at(expected, numbers, np.asarray(rows, np.float64))
-    found = sum_rows(rows, jnp.asarray(numbers), SIZE)
+    found = jax.jit(sum_rows, static_argnums=2)(rows, jnp.asarray(numbers), SIZE)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 

@@ -78,14 +78,21 @@ def test_documents_select_among_chunks_that_begin_with_each():
             seen = wanted(np.asarray(q)[b, own, h], np.asarray(k)[b, own, h // 2])
             pairs = np.repeat(seen, CHUNK, axis=1)[:, : end - start]
             expected[b, h, own, own] = pairs & causal[own, own]
-    np.testing.assert_array_equal(index.to_mask(SEQ_LEN), expected)
+
+    @jax.jit
+    def counted(index):
+        share = density(index, SEQ_LEN, documents=DOCUMENTS.blocks())
+        counts = index.computed_pairs(SEQ_LEN), index.pairs_of_rows(), index.executed_pairs(SEQ_LEN)
+        return index.to_mask(SEQ_LEN), share, *counts
+
+    mask, share, computed, of_blocks, executed = counted(index)
+    np.testing.assert_array_equal(mask, expected)
     np.testing.assert_array_equal(index.chosen[1], chosen(q, k).chosen[1])
     pairs = expected.sum(-1)
-    np.testing.assert_array_equal(index.computed_pairs(SEQ_LEN), pairs.sum(-1))
+    np.testing.assert_array_equal(computed, pairs.sum(-1))
     of_rows = pairs.reshape(2, 4, -1, BLOCK).sum(-1)
-    np.testing.assert_array_equal(index.pairs_of_rows(), of_rows)
+    np.testing.assert_array_equal(of_blocks, of_rows)
     triangles = [[sum((e - s) * (e - s + 1) // 2 for s, e in own)] for own in SPANS]
-    share = density(index, SEQ_LEN, documents=DOCUMENTS.blocks())
     np.testing.assert_allclose(share, pairs.sum(-1) / triangles, rtol=1e-6)
     # Tiles of the queries that see a chunk, rounded up, and the own chunk of each.
     tiles = np.zeros((2, 4))
@@ -96,7 +103,7 @@ def test_documents_select_among_chunks_that_begin_with_each():
             for chunk in range(start, end - CHUNK, CHUNK):
                 queries = expected[b, h, chunk + CHUNK : end, chunk].sum()
                 tiles[b, h] += -(-queries // BLOCK) * (CHUNK // BLOCK)
-    np.testing.assert_array_equal(index.executed_pairs(SEQ_LEN), tiles * BLOCK**2)
+    np.testing.assert_array_equal(executed, tiles * BLOCK**2)
 
 
 def test_eleven_ranks_select_in_documents_the_same_as_one_device():

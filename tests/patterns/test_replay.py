@@ -141,13 +141,17 @@ def test_lists_have_their_density_and_forced_blocks():
     )
     assert settings.row_sharded(documents=False) and "lists for each row" in settings.describe()
     whole = settings.pattern(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
-    layers = []
-    for layer in range(2):
-        pattern = jax.tree.map(lambda x: jnp.asarray(x[layer]), whole)  # noqa: B023
-        q = jnp.zeros((1, 2048, 4, 1))
+    layers, q = [], jnp.zeros((1, 2048, 4, 1))
+
+    @jax.jit
+    def selected(pattern):
         index = select_index(q, q, pattern, block_ids=jnp.arange(256), num_blocks=256)
-        layers.append(np.asarray(density(index, 2048))[0])
-        listed = np.asarray(index.bits)[0, :, :, np.arange(256) // 32].transpose(1, 2, 0)
+        return density(index, 2048), index.bits
+
+    for layer in range(2):
+        found, bits = selected(jax.tree.map(lambda x: jnp.asarray(x[layer]), whole))  # noqa: B023
+        layers.append(np.asarray(found)[0])
+        listed = np.asarray(bits)[0, :, :, np.arange(256) // 32].transpose(1, 2, 0)
         listed = listed >> (np.arange(256) % 32) & 1
         rows, blocks = np.arange(256)[:, None], np.arange(256)
         forced = (blocks <= rows) & ((blocks < 2) | (rows - blocks < 2))

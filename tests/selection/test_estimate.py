@@ -117,10 +117,10 @@ def test_kernels_run_where_supported(num_probe_queries, dtype, backend, count):
 
 def test_requesting_kernels_on_a_cpu_raises():
     q = k = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+    options = {"num_blocks": 1, "backend": "mosaic_gpu"}
+    select = functools.partial(select_index, pattern=VerticalSlash(), **options)
     with pytest.raises(ValueError, match="backend='mosaic_gpu' cannot run here"):
-        select_index(
-            q, k, VerticalSlash(), block_ids=jnp.arange(1), num_blocks=1, backend="mosaic_gpu"
-        )
+        jax.eval_shape(lambda q, k, ids: select(q, k, block_ids=ids), q, k, jnp.arange(1))
 
 
 @pytest.mark.parametrize("others", [128.0, 128 - 2.0**-16, 2.0**-9])
