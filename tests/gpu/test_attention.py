@@ -17,7 +17,7 @@ from tests.pallas_kernels.helpers.contract import (
     forward,
     resolve_index,
 )
-from tests.pallas_kernels.helpers.expected import assert_same_bits, compare, oracle
+from tests.pallas_kernels.helpers.expected import assert_same_bits, compare_on_device, oracle
 from tests.pallas_kernels.mosaic_gpu.hopper_backends import registered
 
 LONG = 65536  # tokens
@@ -99,8 +99,7 @@ def test_matches_the_oracle_at_8k_tokens(dim, heads, dtype):
     inputs = cases.qkv_dout(rng, size, dtype)
     expected = oracle(*inputs, index.to_mask(size.seq_len))
     actual = _value_and_gradients(*inputs, index, backend="mosaic_gpu")
-    for name, x in actual.items():
-        compare(name, x, expected[name], x.dtype)
+    compare_on_device(actual, expected)
 
 
 def test_vmap_is_bit_identical_to_separate_calls():
@@ -133,8 +132,7 @@ def test_a_hundred_random_masks(dim):
         actual = _value_and_gradients(*inputs, index, backend="mosaic_gpu")
         assert_same_bits(first, actual)
         expected = oracle(*inputs, index.to_mask(size.seq_len))
-        for name, x in actual.items():
-            compare(name, x, expected[name], x.dtype)
+        compare_on_device(actual, expected)
 
 
 def _fill_free_memory_with_nan(like: list[jax.ShapeDtypeStruct]) -> None:
