@@ -14,7 +14,6 @@ from pallas_kernels.index import Index, TiledIndex, TokenChunksIndex, WindowInde
 from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import gather_columns
-from pallas_kernels.windowed import window_attention
 
 
 @jax.numpy_rank_promotion("allow")
@@ -32,7 +31,8 @@ def attention(
 
     Args:
         q: [B, Sq, Hq, D]; Sq a multiple of `index.block_size`.
-        k, v: [B, Sk, Hk, D]; Sk a multiple of `index.block_size`, Hq a multiple of Hk.
+        k, v: [B, Sk, Hk, D]; Sk a multiple of `index.block_size`, Hq a multiple of Hk. With a
+            `WindowIndex` (of the keys) the queries are those of the last keys.
         index: computed pairs, as defined by its class. Not differentiated.
         scale: scale of the logits; defaults to 1/sqrt(D).
         backend: as in `plan`.
@@ -47,7 +47,7 @@ def attention(
     """
     if k.shape != v.shape:
         raise ValueError(f"k has shape {k.shape} and v has {v.shape}; they must be equal")
-    if index.causal and q.shape[1] != k.shape[1]:
+    if index.causal and q.shape[1] != k.shape[1] and not isinstance(index, WindowIndex):
         raise ValueError(
             f"q has {q.shape[1]} tokens and k has {k.shape[1]}; causal attention needs equal "
             "lengths"
@@ -64,9 +64,7 @@ def _with_lse(
         rows = jnp.arange(num_queries // index.block_size, dtype=jnp.int32)
         own = _with_lse(q, k, v, index.own(rows), scale, backend)
         return chunk_attention(q, k, v, index, rows, own, scale=scale, backend=backend)
-    if isinstance(index, WindowIndex):
-        return window_attention(q, k, v, index, scale=scale, backend=backend)
-    if not isinstance(index, TiledIndex):
+    if not isinstance(index, TiledIndex | WindowIndex):
         allowed = "TiledIndex, a TokenChunksIndex or a WindowIndex"
         raise TypeError(f"{type(index).__name__} must be a {allowed}")
     scale, blocks = scale_of(scale, q), num_queries // index.block_size
@@ -85,7 +83,7 @@ def _with_lse(
     return attention_in_parts(parts, backend, attend, differentiate, q, k, v, index)
 
 
-def _planned(q: Array, k: Array, index: TiledIndex, backend: str | None) -> Plan:
+def _planned(q: Array, k: Array, index: TiledIndex | WindowIndex, backend: str | None) -> Plan:
     tiles, columns = index.on_one_device(q.shape[0], q.shape[1], q.shape[2], k.shape[1])
     return plan(q, k, tiles, columns, whole=True, backend=backend)
 

@@ -12,6 +12,7 @@ from pallas_kernels.index.protocol import Index, Rows, as_float, check_seq_len
 from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import DocumentShards, ToeplitzShards
 from pallas_kernels.tiles import DiagonalTiles
+from pallas_kernels.tiles.protocol import check_shape
 
 _PART = 14  # pair counts of rows are summed as two integers, so that sums are exact
 
@@ -21,8 +22,7 @@ _PART = 14  # pair counts of rows are summed as two integers, so that sums are e
 class WindowIndex(Index):
     """Each query's own token and the `window` - 1 tokens before it, within its document.
 
-    A pair (q, k) is computed iff q - window < k <= q and both are in one document. Block diagonals
-    cannot express the far edge; `pallas_kernels.windowed` computes it.
+    A pair (q, k) is computed iff q - window < k <= q and both are in one document.
     """
 
     documents: DenseIndex  # of whole sequences, with `first` and `end`
@@ -54,31 +54,24 @@ class WindowIndex(Index):
         return self.documents.end
 
     @property
-    def near(self) -> int:
-        """Number of block diagonals, from the causal one on, without pairs beyond the window."""
-        return self.window // self.block_size
-
-    @property
     def last(self) -> int:
         """The last block diagonal with a pair."""
         return (self.window + self.block_size - 2) // self.block_size
 
-    def near_tiles(self, lag: int) -> DiagonalTiles | None:
-        """Returns the tiles without a far edge, of queries that begin `lag` blocks after the keys.
-
-        The index is of the keys' blocks.
-        """
-        batch, heads, num_blocks = self.first.shape
-        count = min(self.near, num_blocks)
-        if not count:
-            return None
+    def on_one_device(
+        self, batch: int, num_queries: int, num_heads: int, num_keys: int
+    ) -> tuple[DiagonalTiles, None]:
+        """Returns the tiles of the queries of the last keys; the index is of the keys."""
+        num_blocks = num_keys // self.block_size
+        check_shape("index.first", self.first, (batch, num_heads, num_blocks))
+        lag, count = num_blocks - num_queries // self.block_size, min(self.last + 1, num_blocks)
         offsets = jnp.arange(count, dtype=jnp.int32)
-        lists = jnp.broadcast_to(offsets, (batch, heads, count))
-        counts = jnp.full((batch, heads), count, jnp.int32)
+        lists = jnp.broadcast_to(offsets, (batch, num_heads, count))
+        counts = jnp.full((batch, num_heads), count, jnp.int32)
         every = ToeplitzShards.listed(lists, counts, 1, num_blocks, self.block_size)
         shards = DocumentShards(every, self.first[:, :1], self.end[:, :1])
         queries, keys = Segment(lag, 1, num_blocks - lag), Segment(0, 1, num_blocks)
-        return shards.pair(queries, keys)
+        return dataclasses.replace(shards.pair(queries, keys), window=self.window), None
 
     def within_documents(self, first: Array, end: Array, rows: Array | None = None) -> Self:
         within = self.documents.within_documents(first, end, rows)

@@ -66,7 +66,8 @@ class MosaicGpu(Backend):
             config = self._fused_config(q, tiles, whole)
             if config is not None:
                 wave = device.multiprocessors(self.interpret) if config.waves else 0
-                heads = config.item_heads
+                # Items of a window are short: those of one head would often add to dk and dv.
+                heads = config.item_heads if tiles.window is None else None
                 keys = fused_work(tiles, columns, sizes, item_heads=heads, wave=wave)
                 return HopperWork(queries, keys)
         return HopperWork(queries, key_work(tiles, columns, sizes))
@@ -140,7 +141,8 @@ class MosaicGpu(Backend):
         configs = self._configs(q)
         small = math.prod(q.shape) * 4 <= configs.fused_sparse_bytes
         sparse = whole and tiles.num_segments == 1 and small
-        return configs.fused if tiles.dense or sparse or self.one_backward_kernel else None
+        chosen = tiles.dense or tiles.window is not None or sparse or self.one_backward_kernel
+        return configs.fused if chosen else None
 
     def _configs(self, q: Shaped) -> Configs:
         return self.configs or CONFIGS[q.shape[-1]]

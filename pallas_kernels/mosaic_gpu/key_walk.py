@@ -13,11 +13,27 @@ from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, ROWS, TILE, WORD
 from pallas_kernels.mosaic_gpu.masks import KeyMask
 from pallas_kernels.work.items import KeyItem
 from pallas_kernels.work.key_work import PARTS, KeyWork
+from pallas_kernels.work.lists import far_entry
 
 _WORDS = ROWS // WORD  # words of the keep mask for the keys of a warpgroup
 
 # run_step(step, mask) adds the gradients from the queries of a step.
 RunStep = Callable[[Array, KeyMask], None]
+
+
+def over_window(
+    window: int, first: Array, last: Array, run: Callable[..., Array], step: Array
+) -> Array:
+    """Calls run(start, stop, step, masked) for the entries of keys, their distances in blocks."""
+    near, far = (lax.max(first, lax.min(n, last)) for n in (1, far_entry(window)))
+
+    def phase(f: Array, step: Array) -> Array:
+        """Runs for the causal diagonal, and for the rest; the code of masks is there once."""
+        start, stop = jnp.where(f == 0, first, near), jnp.where(f == 0, first, far)
+        step = run(start, stop, step, False)
+        return run(stop, jnp.where(f == 0, near, last), step, True)
+
+    return lax.fori_loop(0, 2, phase, step)
 
 
 class KeyWalk:
@@ -28,6 +44,7 @@ class KeyWalk:
         self.group = refs["q"].shape[2] // refs["k"].shape[2]
         self.end_row = it.sign if work.ends else refs["q"].shape[1] // TILE  # for columns
         self.parts = TILE // queries
+        self.window = work.window
         self.has_columns, self.has_parts = "keep" in refs, work.heavy is not None
 
     def load_all(self, stream: Any) -> Array:
@@ -111,6 +128,18 @@ class KeyWalk:
             def plain(s: Array, step: Array) -> Array:
                 return self._parts(step, run_step, lambda part: KeyMask())
 
+            def cut(s: Array, step: Array) -> Array:
+                def mask(part: int) -> KeyMask:
+                    return KeyMask(keys, s * TILE + part * self.queries, window=self.window)
+
+                return self._parts(step, run_step, mask)
+
+            if self.window is not None:
+
+                def run(start: Array, stop: Array, step: Array, masked: bool) -> Array:
+                    return lax.fori_loop(start, stop, cut if masked else plain, step)
+
+                return over_window(self.window, first, last, run, step)
             one = lax.min(first + 1, last)
             step = lax.fori_loop(first, one, masked, step)
             return lax.fori_loop(one, last, plain, step)

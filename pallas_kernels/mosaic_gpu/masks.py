@@ -78,6 +78,26 @@ class DiagonalMask(QueryMask):
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowMask(QueryMask):
+    """Masks a tile at an edge of a sliding window: the first one is on the causal diagonal."""
+
+    window: int
+    warpgroup: Array
+    first: bool
+
+    def prepare(self, s: Array) -> Array:
+        return self.warpgroup * ROWS + s * TILE
+
+    def apply(self, prepared: Array, logits: Array, column: int = 0) -> Array:
+        row, key = iota(logits, 0) + (prepared - column), iota(logits, 1)
+        if self.first:
+            logits = jnp.where(row >= key, logits, -jnp.inf)
+        if not self.first or self.window < TILE:
+            logits = jnp.where(row - self.window < key, logits, -jnp.inf)
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
 class ColumnMask(QueryMask):
     """Masks a tile of gathered columns by keep bits (a bias) and, with `causal`, by position."""
 
@@ -115,12 +135,15 @@ class KeyMask:
     keys: Array | None = None  # int32 [64], the position of each key; None: not causal
     first_query: Array | int = 0  # of the step, relative to the keys' origin
     bias: Callable[[], Array] | None = None  # returns an additive mask by key
+    window: int | None = None  # of the keys, also masks queries this far behind or farther
 
     def apply(self, logits: Array) -> tuple[Array, Array | None]:
         """Returns logits with -inf where the query precedes the key, and a bias to add."""
         if self.keys is not None:
             limit = rows_to_tile(self.keys - self.first_query, logits)
             logits = jnp.where(iota(logits, 1) >= limit, logits, -jnp.inf)
+            if self.window is not None:
+                logits = jnp.where(iota(logits, 1) - self.window < limit, logits, -jnp.inf)
         return logits, None if self.bias is None else self.bias()
 
 

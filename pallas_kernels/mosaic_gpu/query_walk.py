@@ -5,8 +5,9 @@ from typing import Any
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu.common import GatheredColumns
-from pallas_kernels.mosaic_gpu.masks import ColumnMask, DiagonalMask, QueryMask
+from pallas_kernels.mosaic_gpu.masks import ColumnMask, DiagonalMask, QueryMask, WindowMask
 from pallas_kernels.work.items import QueryItem, read
+from pallas_kernels.work.lists import far_entry
 from pallas_kernels.work.query_work import QueryWork
 
 
@@ -22,6 +23,7 @@ class QueryWalk:
     def __init__(self, refs: dict[str, Any], work: QueryWork):
         self.refs, self.listed, self.has_columns = refs, work.listed, "keep" in refs
         self.group = refs["q"].shape[2] // refs["k"].shape[2]
+        self.window = work.window
         self.runs = None if work.run_first is None else work.run_first.shape[2]
         # All but the last field, unless it is used.
         self.fields = len(QueryItem._fields) - (not work.skips_columns)
@@ -44,9 +46,13 @@ class QueryWalk:
         first = self.refs["run_first"][at]
         return first, self.refs["run_last"][at] - first
 
-    def segments(self, it: QueryItem, warpgroup: Array) -> list[tuple[Array, Array, QueryMask]]:
+    def segments(self, it: QueryItem, warpgroup: Array) -> list[tuple[Any, Any, QueryMask]]:
         """Returns runs of tiles that share a mask: (first step, one past the last, mask)."""
         one = lax.min(1, it.tiles)
+        if self.window is not None:
+            far = lax.min(far_entry(self.window), it.tiles)
+            first, last = (WindowMask(self.window, warpgroup, first=x) for x in (True, False))
+            return [(0, one, first), (one, far, QueryMask()), (far, it.tiles, last)]
         diagonal = DiagonalMask(self, it, warpgroup)
         parts = [(0, one, diagonal), (one, it.tiles, QueryMask())]
         if self.listed:
@@ -60,6 +66,8 @@ class QueryWalk:
 
     def first_masks(self, it: QueryItem, warpgroup: Array) -> list[tuple[Array | bool, QueryMask]]:
         """Returns conditions and masks for the first tile of an item: the first that holds."""
+        if self.window is not None:
+            return [(True, WindowMask(self.window, warpgroup, first=True))]
         masks: list[tuple[Array | bool, QueryMask]] = [(True, DiagonalMask(self, it, warpgroup))]
         if self.listed:
             # No list entry is read for a first tile that is not the last one too: it has no mask.

@@ -33,6 +33,10 @@ class DiagonalTiles(Tiles):
     # int32 [B, 1, nk], one past the last query block of each key block's document; equal for all
     # key blocks that a query block sees.
     end_queries: Array | None = None
+    # Tokens of a sliding window: pairs at this distance or farther are masked per element. Offsets
+    # are then `diagonal`, `diagonal` + 1, ..., all valid, and the queries are those of the last
+    # keys.
+    window: int | None = jax.tree.static(default=None)
 
     listed: ClassVar[bool] = False
     num_segments: ClassVar[int] = 1

@@ -29,6 +29,7 @@ class Tiles(abc.ABC):
     # selected by it; the lists determine what is computed.
     dense: bool
     num_segments: int  # equal segments of the keys, processed one at a time (static)
+    window: int | None = None  # see `DiagonalTiles` (static)
 
     @abc.abstractmethod
     def row_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:

@@ -173,7 +173,7 @@ def _values(of: ForwardCall | BackwardCall, work: QueryWork | KeyWork) -> dict[s
     scale, num_columns = float(of.scale), _count(columns)
     values |= dict(scale=scale, log2_scale=scale * LOG2E, num_columns=num_columns)
     values |= dict(query_length=of.q.shape[1], key_length=of.k.shape[1])
-    values |= dict(capacity=work.lists.shape[-1], LISTED=work.listed)
+    values |= dict(capacity=work.lists.shape[-1], LISTED=work.listed, WINDOW=work.window or 0)
     values |= dict(HEADS=of.q.shape[2], KV_HEADS=of.k.shape[2], DIM=of.q.shape[3])
     return values | dict(HAS_TILES=of.plan.has_tiles, HAS_COLUMNS=columns is not None)
 

@@ -7,7 +7,7 @@ mirror image. Rising causal items get longer, falling ones shorter: sequences al
 items end together. Documents shorter than a wave always rise: falling, each would wait for the
 previous one. Column tiles come first at every query block, from the last query block to the first;
 with columns all sequences rise, one wave of every head after another, so that few items need query
-blocks that the columns have not passed.
+blocks that the columns have not passed. So they do with a window, whose items are equally long.
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ class FusedWork:
     ranks: Array  # int32 [B, Hq, M]
     # Query heads that an item of key blocks processes, one after another.
     heads: int = jax.tree.static()
+    window: int | None = jax.tree.static(default=None)  # as in `DiagonalTiles`
 
     @property
     def operands(self) -> dict[str, Array]:
@@ -67,20 +68,21 @@ def fused_work(
         first_rows = items[:, column_of(KeyItem, "first_row")].reshape(*sizes[:2], -1)
         rows = jnp.arange(num_query_blocks, dtype=jnp.int32)
         column_turns = jnp.sum(first_rows[..., None] <= rows, axis=2, dtype=jnp.int32)
-    turns, ranks = column_turns, jnp.zeros_like(lists)
+    turns, ranks, window = column_turns, jnp.zeros_like(lists), None
     if tiles is not None:
-        wave = wave or num_key_blocks
-        alternate, segments = columns is None, tiles.num_segments
+        wave, window = wave or num_key_blocks, tiles.window
+        alternate, segments = columns is None and window is None, tiles.num_segments
         items, falling = _key_items(sizes, step, wave, alternate=alternate, segments=segments)
         falls = jnp.asarray(falling)[..., None]  # per row
         items = jnp.asarray(items)
-        if tiles.first_keys is not None and tiles.end_queries is not None:
+        if alternate and tiles.first_keys is not None and tiles.end_queries is not None:
             documents = tiles.first_keys[:, 0], tiles.end_queries[:, 0]
             items, falls = _turn_short_documents(*documents, items, falls, wave, group // step)
         parts.append(items)
         ranks, below, until = _ranks(tiles, num_query_blocks, num_key_blocks)
         turns += jnp.where(falls, until - 1, -below)
-    return FusedWork(jnp.concatenate(parts), lists, first, last, diagonal, turns, ranks, step)
+    items = jnp.concatenate(parts)
+    return FusedWork(items, lists, first, last, diagonal, turns, ranks, step, window)
 
 
 def _turn_short_documents(

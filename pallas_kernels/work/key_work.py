@@ -33,6 +33,7 @@ class KeyWork:
     listed: bool = jax.tree.static()
     # Whether items of columns store the query block they end with.
     ends: bool = jax.tree.static(default=False)
+    window: int | None = jax.tree.static(default=None)  # as in `DiagonalTiles`
 
     @property
     def operands(self) -> dict[str, Array]:
@@ -61,7 +62,8 @@ def key_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> KeyW
                 items = jnp.concatenate([_parts_of(heavy), items], axis=2)
         pieces.append(items.reshape(-1, ITEM_FIELDS))
     ends = columns is not None and columns.ends is not None
-    return KeyWork(jnp.concatenate(pieces), lists, first, last, diagonal, heavy, listed, ends)
+    items, window = jnp.concatenate(pieces), None if tiles is None else tiles.window
+    return KeyWork(items, lists, first, last, diagonal, heavy, listed, ends, window)
 
 
 def _parts_of(heavy: Array) -> Array:

@@ -26,6 +26,11 @@ class Sizes(NamedTuple):
         return self.heads // self.kv_heads
 
 
+def far_entry(window: int) -> int:
+    """Returns the first offset, after the causal diagonal, whose tiles a window cuts."""
+    return max(window // BLOCK_SIZE, 1)
+
+
 def walked_lists(
     tiles: Tiles | None, sizes: Sizes, own_queries: bool
 ) -> tuple[Array, Array, bool, Array, Array]:

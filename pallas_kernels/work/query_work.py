@@ -31,6 +31,7 @@ class QueryWork:
     # Whether `lists` are key blocks; an offset is query block - key block.
     listed: bool = jax.tree.static()
     skips_columns: bool = jax.tree.static(default=False)  # whether items have a `first_column_tile`
+    window: int | None = jax.tree.static(default=None)  # as in `DiagonalTiles`
 
 
 def query_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> QueryWork:
@@ -57,8 +58,10 @@ def query_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> Qu
             # All kept columns may be in the queries' own block.
             past_tiles = jnp.maximum(past_tiles, first_column_tile)
     walked = count, column_tiles, past_tiles, first_column_tile
-    items = _row_items(first, *walked, sizes.kv_heads)
-    return QueryWork(items, lists, diagonal, *runs, listed, first_column_tile is not None)
+    window = None if tiles is None else tiles.window
+    items = _row_items(first, *walked, sizes.kv_heads, in_order=window is not None)
+    skips = first_column_tile is not None
+    return QueryWork(items, lists, diagonal, *runs, listed, skips, window)
 
 
 def past_columns(columns: Columns) -> Array:
@@ -74,10 +77,12 @@ def _row_items(
     past_tiles: Array,
     first_column_tile: Array | None,
     kv_heads: int,
+    in_order: bool,
 ) -> Array:
     """Returns the items [n, 8] in order of work; long sequences: one key/value head after another.
 
-    Heads then alternate between rising and falling lengths. Ties go to later blocks.
+    Heads then alternate between rising and falling lengths. Ties go to later blocks. `in_order`:
+    items are about equally long, and all stay in the order of ties.
     """
     entry, head, block = jnp.indices(first.shape, jnp.int32, sparse=True)
     walked = tiles, column_tiles, past_tiles, first_column_tile
@@ -86,6 +91,8 @@ def _row_items(
     items = jnp.flip(pack(item), axis=2)
     parts = batch * kv_heads if blocks >= LONG else 1
     items = items.reshape(parts, -1, blocks, ITEM_FIELDS).swapaxes(1, 2)
+    if in_order:
+        return items.reshape(-1, ITEM_FIELDS)
     items = items.reshape(parts, -1, ITEM_FIELDS)
     work = sum(items[..., column_of(QueryItem, name)] for name in ("tiles", "column_tiles"))
     if first_column_tile is not None:

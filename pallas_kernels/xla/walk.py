@@ -25,6 +25,7 @@ class Walk:
     of_queries: bool = jax.tree.static()  # whether own blocks are query blocks, else key blocks
     num_others: int = jax.tree.static()  # number of blocks of the other side
     block_size: int = jax.tree.static()
+    window: int | None = jax.tree.static(default=None)  # as in `DiagonalTiles`
 
     def fold(self, own: Array, step: Callable, state: Any) -> Any:
         """Folds step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries."""
@@ -40,15 +41,18 @@ class Walk:
         some = last > first
         lowest = jnp.min(jnp.where(some, first, jnp.iinfo(jnp.int32).max))
         square = self.block_size, self.block_size
-        below = lax.broadcasted_iota(jnp.int32, square, 1) <= lax.broadcasted_iota(
-            jnp.int32, square, 0
+        distance = lax.broadcasted_iota(jnp.int32, square, 0) - lax.broadcasted_iota(
+            jnp.int32, square, 1
         )
 
         def visit(slot: Array, state: Any) -> Any:
             block, offset = self._at(own, slot)
             listed = (slot >= first) & (slot < last)
             diagonal = jnp.broadcast_to(offset == self.diagonal, listed.shape)[..., None, None]
-            mask = listed[..., None, None] & (~diagonal | below)
+            mask = listed[..., None, None] & (~diagonal | (distance >= 0))
+            if self.window is not None:
+                tokens = (offset - self.diagonal)[..., None, None] * self.block_size + distance
+                mask &= tokens < self.window
             return step(jnp.clip(block, 0, self.num_others - 1), mask, state)
 
         stop = jnp.max(jnp.where(some, last, 0))
@@ -76,8 +80,8 @@ def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
     def walk(lists: tuple[Array, Array, Array], of_queries: bool) -> Walk:
         entries, *ranges = lists
         first, last = (x if x.ndim == 4 else x[:, :, None] for x in ranges)
-        num_others, g = sizes[of_queries], tiles.block_size
-        return Walk(entries, first, last, tiles.diagonal, tiles.listed, of_queries, num_others, g)
+        how = tiles.listed, of_queries, sizes[of_queries], tiles.block_size, tiles.window
+        return Walk(entries, first, last, tiles.diagonal, *how)
 
     return XlaWork(
         walk(tiles.row_lists(*sizes), of_queries=True),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import VerticalSlashIndex
+from pallas_kernels import VerticalSlashIndex, WindowIndex
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 from tests.pallas_kernels.helpers.contract import (
@@ -67,6 +67,26 @@ def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
     np.testing.assert_allclose(*lse.values(), rtol=2e-6)
     for name, x in grads["mosaic_gpu"]._asdict().items():
         np.testing.assert_array_equal(x, getattr(grads["xla"], name), err_msg=name)
+
+
+@pytest.mark.parametrize(("dim", "window"), [(64, 1000), (128, 1024)])
+def test_windows_count_the_same_pairs_as_xla_at_64k_tokens(dim, window):
+    rng = np.random.default_rng(dim)
+    size = Size(2, 8, 2, LONG // 128, LONG // 128, block_size=128, dim=dim)
+    q, k, v, dout = cases.counting(rng, size, "bfloat16")
+    lengths = [[LONG // 128], [5, 300, -3, 1, 100, 90]]
+    index = WindowIndex(cases.dense_documents(size, lengths), window)
+    tiles, _ = index.on_one_device(size.batch, LONG, size.heads, LONG)
+    zeros = jnp.zeros((size.batch, size.heads, LONG), jnp.float32)
+    lse, grads = {}, {}
+    for name in ("mosaic_gpu", TestMosaicGpu.backend, "xla"):
+        options = {"scale": 1.0, "backend": name}
+        _, lse[name] = forward(q, k, v, tiles, **options)
+        grads[name] = backward(q, k, v, dout, zeros, zeros, tiles, **options)
+        np.testing.assert_allclose(lse[name], lse["mosaic_gpu"], rtol=2e-6)
+        for gradient, x in grads[name]._asdict().items():
+            first = getattr(grads["mosaic_gpu"], gradient)
+            np.testing.assert_array_equal(x, first, err_msg=f"{name}, {gradient}")
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array, lax
 
 from mtraining_jax.parallel.layout import Layout
-from pallas_kernels import windowed
 from pallas_kernels.index import DenseIndex, WindowIndex
 from pallas_kernels.interface import Pair
+from pallas_kernels.one_device import attention
 
 Axes = tuple[str, ...]
 
@@ -37,7 +37,7 @@ def window_attention(
     lag = min(index.last, local * (layout.num_ranks - 1))
     k, v = (_with_earlier(x, lag, local, layout.num_ranks, axes) for x in (k, v))
     near = _of_keys(index, rank * local - lag, lag + local)
-    out, lse = windowed.window_attention(q, k, v, near, **how)
+    out, lse = cast(Pair, attention(q, k, v, near, return_lse=True, **how))
     return back(out), back(lse.swapaxes(1, 2)).swapaxes(1, 2)
 
 

@@ -39,12 +39,17 @@ def add_queries(
         if number is None:
             early = counters[batch, head, tile, 0] != turn
             poison = jnp.where(early, jnp.float32(jnp.nan), jnp.float32(0))
-            dq[...] = dq[...] + (added[...] + poison)
+            before = jnp.where(turn == 0, 0.0, dq[...]) if walk.first_stores else dq[...]
+            dq[...] = before + (added[...] + poison)
             counters[batch, head, tile, 0] = turn + 1
             plgpu.barrier_arrive(free)
             return
         _await_turn(counter, turn)
-        plgpu.copy_smem_to_gmem(added, dq, reduction_op="add")
+        if walk.first_stores:
+            pl.when(turn == 0)(lambda: plgpu.copy_smem_to_gmem(added, dq))
+            pl.when(turn > 0)(lambda: plgpu.copy_smem_to_gmem(added, dq, reduction_op="add"))
+        else:
+            plgpu.copy_smem_to_gmem(added, dq, reduction_op="add")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(free)
         plgpu.wait_smem_to_gmem(0)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import masks
 from pallas_kernels.mosaic_gpu.common import ROW_LAYOUT, ROWS, TILE, WORD
+from pallas_kernels.mosaic_gpu.key_walk import over_window
 from pallas_kernels.mosaic_gpu.masks import KeyMask
 from pallas_kernels.work.fused_work import FusedWork
 from pallas_kernels.work.items import KeyItem
@@ -22,7 +23,8 @@ class FusedWalk:
     """The traversal of one item: by query blocks for copies, by steps for computation."""
 
     def __init__(self, refs: dict[str, Any], it: KeyItem, work: FusedWork, queries: int):
-        self.refs, self.it, self.heads = refs, it, work.heads
+        self.refs, self.it, self.heads, self.window = refs, it, work.heads, work.window
+        self.first_stores = work.window is not None  # dq of a window starts undefined
         self.num_query_blocks, self.queries = refs["q"].shape[1] // TILE, queries
         self.parts, self.has_columns = TILE // queries, "keep" in refs
         # Computed once, since the kernel needs them in many places.
@@ -118,7 +120,9 @@ class FusedWalk:
                     mask = KeyMask(
                         bias=(lambda: masks.keep_bias(words, keys)) if has_columns else None
                     )
-                    if causal:
+                    if causal and self.window is not None:
+                        mask = KeyMask(key_positions, i * queries, window=self.window)
+                    elif causal:
                         start = first_query(n) + part * queries
                         mask = dataclasses.replace(mask, keys=key_positions, first_query=start)
                     return run_step(step, mask)
@@ -133,6 +137,8 @@ class FusedWalk:
                 end = jnp.where(f == 0, stop + masked, stop)
                 return run(stop, end, step, causal=True)
 
+            if self.window is not None:
+                return over_window(self.window, first, last, run, step)
             return lax.fori_loop(0, 2, phase, step)
 
         members = self.heads

@@ -4,7 +4,15 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.kernels.tiles import BLOCK, WORD, field, offsets, rows_of, seen_from
+from pallas_kernels.triton.kernels.tiles import (
+    BLOCK,
+    WORD,
+    field,
+    masked,
+    offsets,
+    rows_of,
+    seen_from,
+)
 
 _PARTS_KIND = tl.constexpr(2)  # `pallas_kernels.work.items.KEY_PARTS`
 
@@ -15,7 +23,7 @@ def attention_dkdv(
     dk, dv, dk_parts, dv_parts,
     scale, log2_scale, query_length, key_length, capacity, parts_length,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dv = P^T dO and dk = scale * dS^T Q of KEYS keys of a block, for all heads of its group.
 
@@ -33,6 +41,7 @@ def attention_dkdv(
     state = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    FAR: tl.constexpr = WINDOW // BLOCK if WINDOW > BLOCK else 1  # as `work.lists.far_entry`
     SPLIT: tl.constexpr = BLOCK // ROWS
     query_offsets = offsets(ROWS, HEADS, DIM)
     blocks = key_length // BLOCK
@@ -57,20 +66,38 @@ def attention_dkdv(
             inside = (s - entry * SPLIT) * ROWS
             query = _query_block(entries, entry, block, LISTED)
             passing = tl.where(query - block == tl.load(diagonal), 0, BLOCK)
+            if WINDOW > 0:
+                passing = entry * BLOCK
             at = query.to(tl.int64) * BLOCK + inside
             rows = _rows_at(queries, at, HEADS, DIM)
             positions = inside + passing + tl.arange(0, ROWS)
-            state = _step(state, keys, rows, query_offsets, numbers, positions, log2_scale, True)
+            state = _step(
+                state, keys, rows, query_offsets, numbers, positions, log2_scale, True, WINDOW
+            )
+        stop = last
+        if WINDOW > 0:
+            stop = tl.minimum(tl.maximum(one, FAR), last)
         query = block  # arbitrary for an empty list
         if one < last:
             query = _query_block(entries, one, block, LISTED)
-        for s in range(one * SPLIT, last * SPLIT):
+        for s in range(one * SPLIT, stop * SPLIT):
             at = query.to(tl.int64) * BLOCK + (s - s // SPLIT * SPLIT) * ROWS
             # Prefetched; otherwise the copies of queries, which depend on it, would start too late.
             following = tl.minimum((s + 1) // SPLIT, last - 1)
             query = _query_block(entries, following, block, LISTED)
             rows = _rows_at(queries, at, HEADS, DIM)
-            state = _step(state, keys, rows, query_offsets, numbers, numbers, log2_scale, False)
+            state = _step(state, keys, rows, query_offsets, numbers, numbers, log2_scale, False, 0)
+        if WINDOW > 0:
+            for s in range(stop * SPLIT, last * SPLIT):
+                entry = s // SPLIT
+                inside = (s - entry * SPLIT) * ROWS
+                query = _query_block(entries, entry, block, LISTED)
+                at = query.to(tl.int64) * BLOCK + inside
+                rows = _rows_at(queries, at, HEADS, DIM)
+                positions = inside + entry * BLOCK + tl.arange(0, ROWS)
+                state = _step(
+                    state, keys, rows, query_offsets, numbers, positions, log2_scale, True, WINDOW
+                )
 
     if PARTS == 0:
         _store(dk, dv, state, scale, batch, row, key_length, kv_head, KV_HEADS)
@@ -114,7 +141,7 @@ def attention_dkdv_columns(
         limits = seen_from(of_head, keep + (head_at * blocks + query) * words, column, KEYS)
         positions = tl.load(query_blocks + query) * BLOCK + inside + tl.arange(0, ROWS)
         rows = _rows_at(queries, at, HEADS, DIM)
-        state = _step(state, keys, rows, query_offsets, limits, positions, log2_scale, True)
+        state = _step(state, keys, rows, query_offsets, limits, positions, log2_scale, True, 0)
 
     _store(dk, dv, state, scale, batch, column, num_columns, head, HEADS)
 
@@ -155,9 +182,10 @@ def _rows_at(queries, at, HEADS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _step(
-    state, keys, rows, query_offsets, limits, positions, log2_scale, MASKED: tl.constexpr
+    state, keys, rows, query_offsets, limits, positions, log2_scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients from some rows; MASKED hides keys from positions below `limits`."""
+    """Adds the gradients from some rows; MASKED and WINDOW hide keys as in `masked`."""
     dk, dv = state
     k_tile, v_tile = keys
     q, dout, shift, delta = rows
@@ -166,7 +194,7 @@ def _step(
     row_shift, row_delta = tl.load(shift + numbers), tl.load(delta + numbers)
     logits = tl.dot(k_tile, tl.trans(q_tile))
     if MASKED:
-        logits = tl.where(positions[None, :] >= limits[:, None], logits, float("-inf"))
+        logits = masked(logits, positions[None, :], limits[:, None], WINDOW)
     weights = tl.exp2(logits * log2_scale - row_shift[None, :])
     dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv)
     dp = tl.dot(v_tile, tl.trans(dout_tile))

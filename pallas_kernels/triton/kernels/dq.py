@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.kernels.tiles import offsets, rows_of
+from pallas_kernels.triton.kernels.tiles import masked, offsets, rows_of
 from pallas_kernels.triton.kernels.walk import over_keys, place_of
 
 
@@ -15,7 +15,7 @@ def attention_dq(
     dq,
     scale, log2_scale, query_length, key_length, capacity, num_columns,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr,
-    RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr, RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * dS K of ROWS rows, with dS = P * (dP - delta); see the forward kernel.
@@ -34,19 +34,22 @@ def attention_dq(
         k, v, items, lists, diagonal, run_first, run_last,
         k_columns, v_columns, keep, tokens, query_blocks,
         log2_scale, key_length, capacity, num_columns,
-        HEADS, KV_HEADS, DIM, LISTED, RUNS, HAS_TILES, HAS_COLUMNS, KEYS,
+        HEADS, KV_HEADS, DIM, LISTED, WINDOW, RUNS, HAS_TILES, HAS_COLUMNS, KEYS,
     )  # fmt: skip
     target = rows_of(dq, batch, row, query_length, head, HEADS, DIM)
     tl.store(target + query_offsets, (acc * scale).to(dq.dtype.element_ty))
 
 
 @triton.jit
-def _step(state, queries, k_tile, v_tile, positions, limits, log2_scale, MASKED: tl.constexpr):
+def _step(
+    state, queries, k_tile, v_tile, positions, limits, log2_scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     (acc,) = state
     q_tile, dout_tile, row_shift, row_delta = queries
     logits = tl.dot(q_tile, tl.trans(k_tile))
     if MASKED:
-        logits = tl.where(positions[:, None] >= limits[None, :], logits, float("-inf"))
+        logits = masked(logits, positions[:, None], limits[None, :], WINDOW)
     weights = tl.exp2(logits * log2_scale - row_shift[:, None])
     dp = tl.dot(dout_tile, tl.trans(v_tile))
     ds = weights * (dp - row_delta[:, None])

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.kernels.tiles import offsets, rows_of
+from pallas_kernels.triton.kernels.tiles import masked, offsets, rows_of
 from pallas_kernels.triton.kernels.walk import over_keys, place_of
 
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -18,7 +18,7 @@ def attention_forward(
     out, lse,
     log2_scale, query_length, key_length, capacity, num_columns,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr,
-    RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr, RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     HAS_INIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output and lse of ROWS rows, over the tiles and columns of their item of `QueryWork`."""
@@ -40,7 +40,7 @@ def attention_forward(
         k, v, items, lists, diagonal, run_first, run_last,
         k_columns, v_columns, keep, tokens, query_blocks,
         log2_scale, key_length, capacity, num_columns,
-        HEADS, KV_HEADS, DIM, LISTED, RUNS, HAS_TILES, HAS_COLUMNS, KEYS,
+        HEADS, KV_HEADS, DIM, LISTED, WINDOW, RUNS, HAS_TILES, HAS_COLUMNS, KEYS,
     )  # fmt: skip
     seen = total > 0.0
     total = tl.where(seen, total, 1.0)
@@ -51,13 +51,16 @@ def attention_forward(
 
 
 @triton.jit
-def _step(state, queries, k_tile, v_tile, positions, limits, log2_scale, MASKED: tl.constexpr):
+def _step(
+    state, queries, k_tile, v_tile, positions, limits, log2_scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Adds keys to a running base-2 softmax."""
     acc, peak, total = state
     (q_tile,) = queries
     logits = tl.dot(q_tile, tl.trans(k_tile))
     if MASKED:
-        logits = tl.where(positions[:, None] >= limits[None, :], logits, float("-inf"))
+        logits = masked(logits, positions[:, None], limits[None, :], WINDOW)
     new_peak = tl.maximum(peak, tl.max(logits, 1) * log2_scale)
     base = new_peak
     if MASKED:  # a row may have seen nothing yet

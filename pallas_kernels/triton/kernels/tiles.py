@@ -37,6 +37,15 @@ def key_block(entries, entry, block, LISTED: tl.constexpr):
 
 
 @triton.jit
+def masked(logits, positions, limits, WINDOW: tl.constexpr):
+    """Hides keys from positions below `limits` and, if WINDOW > 0, as far as that or farther."""
+    logits = tl.where(positions >= limits, logits, float("-inf"))
+    if WINDOW > 0:
+        logits = tl.where(positions - WINDOW < limits, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
 def seen_from(tokens, keep, first, KEYS: tl.constexpr):
     """Returns the first position that sees each of KEYS columns; `PAST` if the keep bit is off."""
     numbers = first + tl.arange(0, KEYS)

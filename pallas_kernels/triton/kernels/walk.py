@@ -38,14 +38,16 @@ def over_keys(
     k_columns, v_columns, keep, tokens, query_blocks,
     log2_scale, key_length, capacity, num_columns,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, LISTED: tl.constexpr,
-    RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, RUNS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Folds STEP over the tiles and columns of an item at `place_of`, KEYS keys at a time.
 
-    MASKED hides keys from positions below `limits`.
+    MASKED and WINDOW hide keys from some positions, as in `masked`.
     """
     n, batch, head, kv_head, head_at, block, blocks, rows, _ = place
     SPLIT: tl.constexpr = BLOCK // KEYS
+    FAR: tl.constexpr = WINDOW // BLOCK if WINDOW > BLOCK else 1  # as `work.lists.far_entry`
     if HAS_TILES:
         key_offsets = offsets(KEYS, KV_HEADS, DIM)
         k_head = rows_of(k, batch, 0, key_length, kv_head, KV_HEADS, DIM)
@@ -67,16 +69,30 @@ def over_keys(
             k_tile = tl.load(k_head + at + key_offsets)
             v_tile = tl.load(v_head + at + key_offsets)
             limits = s * KEYS + tl.arange(0, KEYS) - passing
-            state = STEP(state, queries, k_tile, v_tile, rows, limits, log2_scale, True)
+            state = STEP(state, queries, k_tile, v_tile, rows, limits, log2_scale, True, WINDOW)
         heads = k_head, v_head, entries
         if RUNS == 0:
             start, stop = first, last - one
             if not LISTED:
                 start, stop = first + one, last
+            if WINDOW > 0:
+                stop = tl.minimum(first + FAR, last)
             state = _over_run(
                 STEP, state, queries, heads, start, stop, block, rows, log2_scale,
                 KV_HEADS, DIM, LISTED, KEYS,
             )  # fmt: skip
+            if WINDOW > 0:
+                for s in range(stop * SPLIT, last * SPLIT):
+                    entry = s // SPLIT
+                    keys = key_block(entries, entry, block, LISTED)
+                    inside = (s - entry * SPLIT) * KEYS
+                    at = (keys.to(tl.int64) * BLOCK + inside) * (KV_HEADS * DIM)
+                    k_tile = tl.load(k_head + at + key_offsets)
+                    v_tile = tl.load(v_head + at + key_offsets)
+                    limits = inside + tl.arange(0, KEYS) - (entry - first) * BLOCK
+                    state = STEP(
+                        state, queries, k_tile, v_tile, rows, limits, log2_scale, True, WINDOW
+                    )
         else:
             for run in range(RUNS):
                 at = (head_at * RUNS + run) * blocks + block
@@ -98,7 +114,7 @@ def over_keys(
             at = rows_of(v_columns, batch, s * KEYS, num_columns, head, HEADS, DIM)
             v_tile = tl.load(at + column_offsets)
             limits = seen_from(of_head, of_block, s * KEYS, KEYS)
-            state = STEP(state, queries, k_tile, v_tile, positions, limits, log2_scale, True)
+            state = STEP(state, queries, k_tile, v_tile, positions, limits, log2_scale, True, 0)
     return state
 
 
@@ -120,5 +136,5 @@ def _over_run(
         keys = key_block(entries, following, block, LISTED)
         k_tile = tl.load(k_head + at + key_offsets)
         v_tile = tl.load(v_head + at + key_offsets)
-        state = STEP(state, queries, k_tile, v_tile, rows, rows, log2_scale, False)
+        state = STEP(state, queries, k_tile, v_tile, rows, rows, log2_scale, False, 0)
     return state

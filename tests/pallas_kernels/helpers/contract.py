@@ -172,6 +172,18 @@ class AttentionContract:
             mask = brute_force.tile_mask(tiles, size.query_blocks, size.key_blocks)
             self._count(rng, size, tiles, mask)
 
+    # In blocks: the window, and the keys before the first query.
+    @pytest.mark.parametrize(("window", "lag"), [(0.75, 0), (1, 1), (2.5, 1)])
+    def test_windows_count_each_pair_once(self, window: float, lag: int) -> None:
+        rng, size = np.random.default_rng(50), self._size()
+        lengths = [1, size.key_blocks - 1] if size.key_blocks < 4 else [1, -1, size.key_blocks - 2]
+        documents = cases.dense_documents(size, size.batch * [lengths])
+        index = WindowIndex(documents, int(window * size.block_size))
+        mask = brute_force.index_mask(index, size.seq_len)[:, :, lag * size.block_size :]
+        size = dataclasses.replace(size, query_blocks=size.key_blocks - lag)
+        tiles, _ = index.on_one_device(size.batch, mask.shape[2], size.heads, mask.shape[3])
+        self._count(rng, size, tiles, mask)
+
     # Accuracy against the oracle.
 
     def test_vertical_slash_matches_oracle(self, dtype: str) -> None:

@@ -49,9 +49,10 @@ def index() -> VerticalSlashIndex:
 def tiles_of(kind: str):
     if kind == "none":
         return None
-    if kind in ("diagonals", "dense"):
+    if kind in ("diagonals", "dense", "window"):
         lists = int32(B, HQ, 7), int32(B, HQ), int32(B, HQ), int32()
-        return DiagonalTiles(*lists, G, dense=kind == "dense")
+        window = 6 * G if kind == "window" else None
+        return DiagonalTiles(*lists, G, dense=kind == "dense", window=window)
     if "segments" in kind:
         lists = int32(B, HQ, 7), int32(B, HQ, 3), int32(B, HQ, 3), int32(3), int32()
         return SegmentedDiagonals(*lists, 4, G, dense="dense" in kind)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Columns, DenseIndex, DiagonalTiles, SegmentedDiagonals
+from pallas_kernels import Columns, DenseIndex, DiagonalTiles, SegmentedDiagonals, WindowIndex
 from pallas_kernels.index import Segment
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from pallas_kernels.tiles import COLUMN_TILE, NO_DIAGONAL, Tiles
@@ -28,6 +28,7 @@ MASKS = (
     "shards",
     "causal",
     "full",
+    "window",
     "segments",
     "segments with columns",
     "documents",
@@ -59,6 +60,10 @@ def _one_segment(mask: str, size: Size) -> tuple[DiagonalTiles, Columns | None]:
             DiagonalTiles.full(size.batch, size.heads, *lengths, G, causal=mask == "causal"),
             None,
         )
+    if mask == "window":
+        index = WindowIndex.of_sequence(size.batch, size.heads, size.key_blocks, G, 3 * G)
+        lengths = size.query_blocks * G, size.key_blocks * G
+        return index.on_one_device(size.batch, lengths[0], size.heads, lengths[1])
     index = cases.vertical_slash(rng, size, max_slashes=4, max_verticals=200, garbage=rng)
     tiles, columns = cases.tiles_and_columns(index, size)
     return tiles, None if mask == "random" else columns
@@ -166,7 +171,7 @@ def test_a_single_document_is_processed_like_a_sequence_without_documents():
 @pytest.mark.parametrize("mask", MASKS)
 def test_turns_follow_the_list_and_every_tile_has_one(mask):
     heads, kv_heads, queries = 6, 2, 9
-    keys = 7 if mask in ("shards", "full") else 9
+    keys = {"shards": 7, "full": 7, "window": 11}.get(mask, 9)
     tiles, columns, blocks = _problem(mask, Size(1, heads, kv_heads, queries, keys, G, dim=0))
     expected = collections.defaultdict(set)
     for batch, head, row, block in np.argwhere(blocks):
