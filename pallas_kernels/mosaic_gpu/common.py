@@ -154,15 +154,19 @@ def load_rows(ref: Any) -> Array:
     return plgpu.load(ref, layout=ROW_LAYOUT, optimized=False)
 
 
-def store_rows(values: Array, target: Any, q_tile: Any) -> None:
-    """Writes 64 rows to global memory, if possible through that of queries no longer needed."""
+def store_rows(values: Array, target: Any, q_tile: Any, wait: bool = True) -> None:
+    """Writes 64 rows to global memory, if possible through that of queries no longer needed.
+
+    Without `wait`, the caller awaits the copy before others use this memory.
+    """
     if values.dtype != q_tile.dtype:
         target[...] = values
         return
     q_tile[...] = values
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_tile, target)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if wait:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def partial_sums(value: float) -> Array:

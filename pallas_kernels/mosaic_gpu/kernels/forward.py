@@ -50,6 +50,8 @@ def forward_kernel(
     work, columns = plan.work.queries, gathered_columns(call)
     # Faster for lists, slower for diagonals: docs/design/hopper-flash-attention.md.
     turns = work.listed
+    # Items of windows are short: their outputs leave during the next item.
+    late = work.window is not None
     head_dim, dtype = q.shape[-1], q.dtype
     stages, query_slots = config.stages, config.query_slots
     num_items = work.items.shape[0]
@@ -94,6 +96,15 @@ def forward_kernel(
             if turns:  # warpgroup 0 begins, and at the end awaits the turn that it does not use
                 pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(bars["turn"].at[0]))
 
+            def end_store(n):
+                if late:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(bars["q_free"].at[lax.rem(n, query_slots)])
+
+            def end_previous(n):
+                if late:
+                    pl.when(n > 0)(lambda: end_store(n - 1))
+
             def compute_item(n, carry):
                 step, it = carry  # read during the item before, which hides the latency
                 following = item(lax.min(n + 1, count - 1))
@@ -120,14 +131,20 @@ def forward_kernel(
                 turn = warpgroup if turns else None
                 tiles = _Tiles(step, it.steps, *shared, log2_scale, config.keys_late, turn)
                 first = walk.first_masks(it, warpgroup)
-                state = lax.cond(
-                    it.steps > 0,
-                    lambda state: tiles.overlapped(segments, first, state),
-                    lambda state: state,
-                    state,
-                )
+
+                def run(state):
+                    state = tiles.first_step(first, state)
+                    end_previous(n)
+                    return tiles.overlapped(segments, state)
+
+                def skip(state):
+                    end_previous(n)
+                    return state
+
+                state = lax.cond(it.steps > 0, run, skip, state)
                 store(it, rows, q_tile, state)
-                plgpu.barrier_arrive(bars["q_free"].at[slot])
+                if not late:
+                    end_store(n)
                 return step + it.steps, following
 
             def store(it, rows, q_tile, state):
@@ -139,9 +156,10 @@ def forward_kernel(
                 lse = jnp.where(seen, peak * scale + jnp.log(total), -jnp.inf)
                 refs["lse"].at[it.batch, it.head, rows][...] = lse
                 out = acc.astype(out_dtype)
-                store_rows(out, refs["out"].at[it.batch, rows, it.head], q_tile)
+                store_rows(out, refs["out"].at[it.batch, rows, it.head], q_tile, wait=not late)
 
             lax.fori_loop(0, count, compute_item, (jnp.int32(0), item(jnp.int32(0))))
+            end_previous(count)
             if turns:
                 pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(bars["turn"].at[0]))
 
@@ -229,9 +247,8 @@ class _Tiles:
         plgpu.barrier_arrive(self.bars["v_free"].at[slot])
         return acc
 
-    def overlapped(self, segments, first_masks, state):
-        """Runs all tiles, with QK of tile s and PV of tile s - 1 during the softmax of tile s."""
-        state = self.first_step(first_masks, state)
+    def overlapped(self, segments, state):
+        """Runs all further tiles, with QK of tile s and PV of s - 1 during the softmax of s."""
         slot = self.slot(0)
         following = self.following(slot)
         if self.keys_late:
