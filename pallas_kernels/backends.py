@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.checks import HEAD_DIMS, Shaped
+from pallas_kernels.checks import HEAD_DIMS, NARROW_HEAD_DIMS, Shaped
 from pallas_kernels.coded import CodedScores
 from pallas_kernels.interface import Backend, Estimate
 from pallas_kernels.masses import BlockScores
@@ -113,7 +113,8 @@ def block_score_kernels(
 
 def coded_score_kernels(name: str | None, q: Shaped, block_size: int) -> CodedScores | None:
     """Returns the kernels that score coded keys, or None; arguments and errors as in `resolve`."""
-    return resolve(name, q, block_size).coded_scores
+    kernels = resolve(name, q, block_size).coded_scores
+    return kernels if q.shape[-1] in NARROW_HEAD_DIMS else None
 
 
 def grouped_widths(dtype: jnp.dtype, widths: tuple[int, int]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from benchmarks.kernels import attention_table as tables
 from benchmarks.kernels import triton_sm80
 from benchmarks.kernels.cases import Case
 from benchmarks.kernels.errors import Errors, relative_errors
-from benchmarks.kernels.programs import HEADS, Attention, random_inputs
+from benchmarks.kernels.programs import ALL_HEADS, HEADS, Attention, random_inputs
 from benchmarks.kernels.rows import Row, Shape
 from benchmarks.options import BACKENDS, length, make_parser
 from benchmarks.timing import log
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> str:
     jobs = [(x.name, _command(args, x)) for x in problems] if args.workers else []
     workers.measure(jobs, max(args.workers, 1), receive, note)
     for dim in args.head_dim if args.error_seq_len else ():
-        shape = Shape(args.error_seq_len, *HEADS[dim], dim)
+        shape = Shape(args.error_seq_len, *ALL_HEADS[dim], dim)
         masks = [mask for mask in "DAB" if mask in args.masks]
         kernels = Attention(args.backend)
         errors[dim] = relative_errors(kernels, args.seed + dim, shape, masks, cudnn=on_gpu)
@@ -96,7 +96,7 @@ def _plan(args: argparse.Namespace, on_gpu: bool) -> list[Problem]:
     """The problems, longest first."""
     found = []
     for seq_len in sorted(args.seq_len, reverse=True):
-        for shape in (Shape(seq_len, *HEADS[dim], dim) for dim in args.head_dim):
+        for shape in (Shape(seq_len, *ALL_HEADS[dim], dim) for dim in args.head_dim):
             if sparse := "".join(m for m in "BA" if m in args.masks):
                 found.append(Problem(shape, "slash", sparse))
             if "D" in args.masks and seq_len <= args.longest_dense:
@@ -142,7 +142,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--seq-len", type=length, nargs="+", default=[32768, 65536, 131072, 524288], metavar="S"
     )
     parser.add_argument("--masks", nargs="+", choices="ABDF", default=list("ABDF"))
-    parser.add_argument("--head-dim", type=int, nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--head-dim", type=int, nargs="+", choices=ALL_HEADS, default=list(HEADS))
     parser.add_argument(
         "--error-seq-len", type=length, default=8192, metavar="S",
         help="length of the comparison with fp32; 0 skips it",

@@ -15,6 +15,7 @@ from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from pallas_kernels import DenseIndex, Index, Plan, VerticalSlashIndex
 
 HEADS = {128: (16, 2), 64: (14, 2)}  # query and key/value heads by head dim
+ALL_HEADS = HEADS | {192: (8, 4), 256: (8, 4)}  # with those that only the Hopper kernels have
 PATTERN = VerticalSlash(top_p=0.9, max_verticals=4096, max_slashes=4096)
 
 

@@ -74,10 +74,10 @@ def sparse_attention(
         scale: positive scale of the logits; defaults to 1/sqrt(D).
         causal: False requires `Dense()` and an unsharded sequence; k may then have another length
             than q.
-        backend: "mosaic_gpu" (Hopper GPU; head dim 64 or 128, 16-bit floats, block_size 128),
-            "triton" (same inputs on Ampere or newer, needs the `triton` extra), "xla" (any
-            device), or None for the fastest available one. A fallback to "xla" on a GPU logs one
-            warning.
+        backend: "mosaic_gpu" (Hopper GPU; head dim 64, 128, 192 or 256, 16-bit floats,
+            block_size 128), "triton" (the same on Ampere or newer, head dim 64 or 128; needs the
+            `triton` extra), "xla" (any device), or None for the fastest available one. A fallback
+            to "xla" on a GPU logs one warning.
         valid_len: integer, possibly traced: number of tokens before the padding, the same for
             every sequence. Selection ignores padding; results there are undefined. Defaults to S.
         documents: `Documents` packed into the sequences: one table per sequence, or one for all.

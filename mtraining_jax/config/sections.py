@@ -110,7 +110,7 @@ class ModelConfig:
     num_kv_heads: PositiveInt
     """Number of key/value heads; must divide num_heads."""
     head_dim: PositiveInt
-    """Head dimension; even, and 64 or 128 for the GPU kernels."""
+    """Head dimension; even, and at most 128 (Hopper GPUs: 256) for the GPU kernels."""
     intermediate_size: PositiveInt
     """Width of the feed-forward layer (MLP), or of each expert."""
     num_experts: NonNegativeInt = 0

@@ -38,6 +38,8 @@ class Config:
     """Tuning of a kernel."""
 
     stages: int = 2  # tiles of keys and values, or steps of queries, in flight
+    value_stages: int | None = None  # tiles of values, if not as many
+    keys: int = TILE  # of a tile of keys; smaller ones are parts of a block
     compute_registers: int = 240
     memory_registers: int = 24
 
@@ -78,6 +80,13 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     width = min(_SWIZZLE_BYTES // size, shape[-1])
     transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * size))  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def block_of(step: Array, parts: int) -> tuple[Array, Array | int]:
+    """Returns the block of a step, and its first key there, where blocks have `parts` steps."""
+    if parts == 1:
+        return step, 0
+    return lax.div(step, parts), lax.rem(step, parts) * (TILE // parts)
 
 
 def await_last(barriers: Sequence[Any], steps: Array, slots: int) -> None:

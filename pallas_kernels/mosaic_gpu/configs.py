@@ -37,4 +37,6 @@ CONFIGS = {
         Config(stages=3),
         FusedConfig(early_shift=True, item_heads=1, waves=True),
     ),
+    192: Configs(ForwardConfig(keys=64), Config(keys=64), Config(stages=3)),
+    256: Configs(ForwardConfig(keys=64, query_slots=1), Config(keys=64, value_stages=1), Config()),
 }

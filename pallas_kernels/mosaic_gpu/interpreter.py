@@ -1,7 +1,7 @@
 """Kernel operations that differ in the GPU interpreter (docs/design/interpreter-paths.md)."""
 
 # pyright: reportPrivateImportUsage=false
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,12 +16,16 @@ AddProduct = Callable[[str, Array, Any], None]
 
 
 def accumulate_keys(
-    smem: dict[str, Any], warpgroup: Array, interpreted: bool, run: Callable[[AddProduct], Array]
-) -> tuple[Array, Array, Array]:
-    """Runs a warpgroup's steps with accumulators; returns dk, dv [64, D] and `run`'s result."""
+    smem: dict[str, Any],
+    warpgroup: Array,
+    interpreted: bool,
+    run: Callable[[AddProduct], Array],
+    names: Sequence[str] = ("dk", "dv"),
+) -> tuple[Array, ...]:
+    """Runs a warpgroup's steps with accumulators; returns those [64, D] and `run`'s result."""
     shape = ROWS, smem["k"].shape[-1]
     if interpreted:
-        for name in ("dk", "dv"):
+        for name in names:
             smem[name][warpgroup] = jnp.zeros(shape, jnp.float32)
 
         def add(name: str, weights: Array, tile: Any) -> None:
@@ -30,15 +34,14 @@ def accumulate_keys(
             smem[name][warpgroup] += product(smem["p"].at[warpgroup], tile, shape)
 
         end = run(add)
-        return smem["dk"][warpgroup], smem["dv"][warpgroup], end
+        return *(smem[name][warpgroup] for name in names), end
 
-    def body(dk_ref: Any, dv_ref: Any) -> tuple[Array, Array, Array]:
-        sums = {"dk": dk_ref, "dv": dv_ref}
+    def body(*refs: Any) -> tuple[Array, ...]:
+        sums = dict(zip(names, refs, strict=True))
         end = run(lambda name, weights, tile: plgpu.wgmma(sums[name], weights, tile))
-        return dk_ref[...], dv_ref[...], end
+        return *(ref[...] for ref in refs), end
 
-    acc = plgpu.ACC(shape, jnp.float32)
-    return pl.run_scoped(body, acc, acc)
+    return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32)] * len(names))
 
 
 def key_scratch(queries: int, head_dim: int, dtype: Any) -> dict[str, Any]:
@@ -58,6 +61,9 @@ class Accumulator:
 
     def add(self, a: Any, b: Any) -> None:
         plgpu.wgmma(self._ref, a, b)
+
+    def wait(self, younger: int) -> None:
+        plgpu.wgmma_wait(younger)
 
     def value(self, younger: int) -> Array:
         """Returns the sum once all but the `younger` latest products of the warpgroup are done."""
@@ -80,6 +86,8 @@ class _Value:
             a = self._staging
         self._sum = self._sum + product(a, b, self._shape)
 
+    def wait(self, younger: int) -> None: ...
+
     def value(self, younger: int) -> Array:
         del younger
         return self._sum
@@ -96,13 +104,24 @@ def with_accumulators(
 
 
 def product_plus(
-    base: Callable[[], Array], a: Any, b: Any, shape: tuple[int, int], interpreted: bool
+    base: Callable[[], Array],
+    a: Any,
+    b: Any,
+    shape: tuple[int, int],
+    interpreted: bool,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Array:
-    """Computes base + a b, with the base as initial value of the accumulator."""
+    """Computes base + a b, with the base as initial value of the accumulator.
+
+    `meanwhile` is called once earlier products of the warpgroup are done, but not this one.
+    """
 
     def body(acc: Any) -> Array:
         acc.start(base())
         acc.add(a, b)
+        if meanwhile is not None:
+            acc.wait(younger=1)
+            meanwhile()
         return acc.value(younger=0)
 
     return with_accumulators(body, shape, interpreted=interpreted)

@@ -1,5 +1,6 @@
 """The copy side of the row kernels: keys and values of an item through shared memory."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,26 +8,32 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, WORD, await_last, tiled
-from pallas_kernels.mosaic_gpu.masks import keep_bias, keep_words
+from pallas_kernels.mosaic_gpu.common import TILE, WARPGROUPS, WORD, Config, await_last, tiled
+from pallas_kernels.mosaic_gpu.masks import keep_bias, keep_words, key_numbers
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk
 from pallas_kernels.work.items import QueryItem
 
 
-def stream_barriers(stages: int, has_columns: bool) -> dict[str, Any]:
-    """Barriers of two rings with `stages` slots, for keys (with their bias) and for values."""
-    full = plgpu.Barrier(num_barriers=stages)
-    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
-    bars = {"k_full": full, "v_full": full, "k_free": free, "v_free": free}
+def _slots(config: Config) -> dict[str, int]:
+    return {"k": config.stages, "v": config.value_stages or config.stages}
+
+
+def stream_barriers(config: Config, has_columns: bool) -> dict[str, Any]:
+    """Barriers of two rings of slots, for keys (with their bias) and for values."""
+    bars = {}
+    for name, slots in _slots(config).items():
+        bars[f"{name}_full"] = plgpu.Barrier(num_barriers=slots)
+        bars[f"{name}_free"] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots)
     if has_columns:
-        bars["bias_full"] = full
+        bars["bias_full"] = plgpu.Barrier(num_barriers=config.stages)
     return bars
 
 
-def stream_memory(stages: int, head_dim: int, dtype: Any, has_columns: bool) -> dict[str, Any]:
-    smem = {name: tiled((stages, TILE, head_dim), dtype) for name in ("k", "v")}
+def stream_memory(config: Config, head_dim: int, dtype: Any, has_columns: bool) -> dict[str, Any]:
+    slots = _slots(config).items()
+    smem = {name: tiled((stages, config.keys, head_dim), dtype) for name, stages in slots}
     if has_columns:
-        smem["bias"] = plgpu.SMEM((stages, TILE), jnp.float32)
+        smem["bias"] = plgpu.SMEM((config.stages, config.keys), jnp.float32)
     return smem
 
 
@@ -35,12 +42,14 @@ class Producer:
 
     def __init__(self, walk: QueryWalk, smem: dict[str, Any], bars: dict[str, Any], lag: bool):
         self.walk, self.smem, self.bars = walk, smem, bars
-        self.stages, self.lag = smem["k"].shape[0], lag
+        self.lag, self.keys = lag, smem["k"].shape[1]
+        self.parts = TILE // self.keys  # of a block, each a step
 
     def _load(self, name: str, step: Array, source: Any) -> None:
-        slot = lax.rem(step, self.stages)
+        stages = self.smem[name].shape[0]
+        slot = lax.rem(step, stages)
 
-        @pl.when(step >= self.stages)
+        @pl.when(step >= stages)
         def _() -> None:
             plgpu.barrier_wait(self.bars[f"{name}_free"].at[slot])
 
@@ -49,11 +58,12 @@ class Producer:
         )
 
     def load_item(self, it: QueryItem, step: Array) -> Array:
-        refs, walk = self.walk.refs, self.walk
+        refs, walk, keys, parts = self.walk.refs, self.walk, self.keys, self.parts
+        tiles = it.tiles * parts
         kv_head = lax.div(it.head, walk.group)
 
         def tile(name: str, number: Array, head: Array) -> Any:
-            return refs[name].at[it.batch, pl.ds(number * TILE, TILE), head]
+            return refs[name].at[it.batch, pl.ds(number * keys, keys), head]
 
         def load_values(s: Array, number: Array) -> None:
             self._load("v", step + s, tile("v", number, kv_head))
@@ -64,14 +74,18 @@ class Producer:
 
             def load_block(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 previous, number = carry
-                self._load("k", step + begin + s, tile("k", number, kv_head))
-                if self.lag:
-                    pl.when(begin + s > 0)(lambda: load_values(begin + s - 1, previous))
-                else:
-                    load_values(begin + s, number)
+                for part in range(parts):
+                    at, own = (begin + s) * parts + part, number * parts + part
+                    self._load("k", step + at, tile("k", own, kv_head))
+                    if not self.lag:
+                        load_values(at, own)
+                    elif part:
+                        load_values(at - 1, own - 1)
+                    else:
+                        pl.when(at > 0)(functools.partial(load_values, at - 1, previous))
                 # The next list entry is prefetched: the waits hide its latency.
                 following = walk.listed_block(it, first + lax.min(s + 1, count - 1))
-                return number, following
+                return number * parts + parts - 1, following
 
             start = lax.cond(count > 0, lambda: walk.listed_block(it, first), lambda: previous)
             last, _ = lax.fori_loop(0, count, load_block, (previous, start))
@@ -82,24 +96,27 @@ class Producer:
         else:
             _, last = lax.fori_loop(0, walk.runs, load_run, (jnp.int32(0), jnp.int32(0)))
         if self.lag:
-            pl.when(it.tiles > 0)(lambda: load_values(it.tiles - 1, last))
+            pl.when(it.tiles > 0)(lambda: load_values(tiles - 1, last))
         if walk.has_columns:
-            walked = it.from_first(it.column_tiles)
+            walked = it.from_first(it.column_tiles) * parts
+
+            def column_tile(s: Array) -> Array:
+                return it.column_tile(jnp.int32(0)) * parts + s
 
             def load_column_values(s: Array) -> None:
-                self._load("v", step + it.tiles + s, tile("vc", it.column_tile(s), it.head))
+                self._load("v", step + tiles + s, tile("vc", column_tile(s), it.head))
 
             def read_words(s: Array) -> list[Array]:
-                words = TILE // WORD
-                return keep_words(refs["keep"], it, it.block, it.column_tile(s) * words, words)
+                words = keys // WORD
+                return keep_words(refs["keep"], it, it.block, column_tile(s) * words, words)
 
             def load_columns(s: Array, words: list[Array]) -> list[Array]:
                 # The next tile's words are prefetched, to hide the latency.
                 following = read_words(lax.min(s + 1, walked - 1))
-                self._load("k", step + it.tiles + s, tile("kc", it.column_tile(s), it.head))
+                self._load("k", step + tiles + s, tile("kc", column_tile(s), it.head))
                 # The keys' slot is free, and with it the slot of their bias.
-                slot = lax.rem(step + it.tiles + s, self.stages)
-                index = lax.iota(jnp.int32, TILE)
+                slot = lax.rem(step + tiles + s, self.smem["bias"].shape[0])
+                index = lax.iota(jnp.int32, TILE) if parts == 1 else key_numbers()
                 self.smem["bias"][slot] = keep_bias(words, index)
                 plgpu.barrier_arrive(self.bars["bias_full"].at[slot])
                 if self.lag:
@@ -114,7 +131,12 @@ class Producer:
 
             if self.lag:
                 pl.when(walked > 0)(lambda: load_column_values(walked - 1))
-        return step + it.steps
+        return step + it.steps * parts
 
     def drain(self, steps: Array) -> None:
-        await_last((self.bars["k_free"], self.bars["v_free"]), steps, self.stages)
+        free = {name: self.bars[f"{name}_free"] for name in ("k", "v")}
+        slots = {name: self.smem[name].shape[0] for name in free}
+        if slots["k"] == slots["v"]:
+            return await_last([*free.values()], steps, slots["k"])
+        for name, barrier in free.items():
+            await_last([barrier], steps, slots[name])

@@ -50,7 +50,8 @@ class KeyWalk:
     def load_all(self, stream: Any) -> Array:
         return self._either(lambda: self._load_columns(stream), lambda: self._load_block(stream))
 
-    def run_all(self, warpgroup: Array, run_step: RunStep) -> Array:
+    def run_all(self, warpgroup: Array | None, run_step: RunStep) -> Array:
+        """Runs the steps for the keys of a warpgroup; with None, masks mask nothing."""
         args = warpgroup, run_step
         return self._either(lambda: self._run_columns(*args), lambda: self._run_block(*args))
 
@@ -111,9 +112,9 @@ class KeyWalk:
 
         return lax.fori_loop(0, count - it.first_row, entry, jnp.int32(0))
 
-    def _run_block(self, warpgroup: Array, run_step: RunStep) -> Array:
+    def _run_block(self, warpgroup: Array | None, run_step: RunStep) -> Array:
         """Implements `run_all` for a block of keys: only a list's first entry can be diagonal."""
-        keys = masks.key_numbers() + warpgroup * ROWS
+        keys = None if warpgroup is None else masks.key_numbers() + warpgroup * ROWS
 
         def visit(head: Array, first: Array, last: Array, step: Array) -> Array:
             def masked(s: Array, step: Array) -> Array:
@@ -146,8 +147,14 @@ class KeyWalk:
 
         return self._over_heads(visit)
 
-    def _run_columns(self, warpgroup: Array, run_step: RunStep) -> Array:
+    def _run_columns(self, warpgroup: Array | None, run_step: RunStep) -> Array:
         it, refs, count = self.it, self.refs, self.end_row
+        if warpgroup is None:
+
+            def unmasked(n: Array, step: Array) -> Array:
+                return self._parts(step, run_step, lambda part: KeyMask())
+
+            return lax.fori_loop(0, count - it.first_row, unmasked, jnp.int32(0))
         rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
         tokens = plgpu.load(
             refs["tokens"].at[it.batch, it.head, rows], layout=ROW_LAYOUT, optimized=False

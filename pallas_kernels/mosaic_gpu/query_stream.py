@@ -15,14 +15,20 @@ class QueryStream:
     """The copy side: keys and values once, then the queries and `rows` [B, Hq, nq] of each step."""
 
     def __init__(
-        self, refs: dict[str, Any], smem: dict[str, Any], bars: dict[str, Any], rows: Sequence[str]
+        self,
+        refs: dict[str, Any],
+        smem: dict[str, Any],
+        bars: dict[str, Any],
+        rows: Sequence[str],
+        first_key: Array | int = 0,  # of a block
     ):
         self.refs, self.smem, self.bars, self.rows = refs, smem, bars, rows
+        self.first_key, self.keys = first_key, smem["k"].shape[0]
         self.stages, self.queries = smem["q"].shape[:2]
 
     def load_keys(self, batch: Array, block: Array, head: Array, suffix: str = "") -> None:
-        """Loads 128 keys and values of the operands k and v, or kc and vc with the suffix."""
-        keys = pl.ds(block * TILE, TILE)
+        """Loads keys and values of the operands k and v, or kc and vc with the suffix."""
+        keys = pl.ds(block * TILE + self.first_key, self.keys)
         for name in ("k", "v"):
             plgpu.copy_gmem_to_smem(
                 self.refs[name + suffix].at[batch, keys, head],
@@ -54,10 +60,10 @@ class QueryStream:
 
 
 def key_memory(
-    stages: int, queries: int, head_dim: int, dtype: Any, rows: Sequence[str]
+    stages: int, queries: int, head_dim: int, dtype: Any, rows: Sequence[str], keys: int = TILE
 ) -> dict[str, Any]:
     """Shared memory for a tile of keys and values, and for the steps in flight."""
-    smem = {name: tiled((TILE, head_dim), dtype) for name in ("k", "v")}
+    smem = {name: tiled((keys, head_dim), dtype) for name in ("k", "v")}
     smem |= {name: tiled((stages, queries, head_dim), dtype) for name in ("q", "dout")}
     smem |= {name: plgpu.SMEM((stages, queries), jnp.float32) for name in rows}
     return smem

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.checks import Shaped, unsupported_operands
+from pallas_kernels.checks import NARROW_HEAD_DIMS, Shaped, unsupported_operands
 from pallas_kernels.gradients import Gradients, whole_keys
 from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
 from pallas_kernels.masses import LOG2E
@@ -48,7 +48,7 @@ class Triton(Backend):
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         if self.run is run_on_gpu and (reason := device.cannot_run()):
             return reason
-        return unsupported_operands(q, block_size)
+        return unsupported_operands(q, block_size, NARROW_HEAD_DIMS)
 
     def plan(
         self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool

@@ -385,7 +385,7 @@ def test_an_unsupported_gpu_call_warns_once(caplog):
         for tokens in (32, 64):
             traced_for("NVIDIA of the test", jnp.float16, 40, tokens)
     (message,) = warnings_in(caplog)
-    assert "XLA backend" in message and "head dim 40 (must be 64 or 128)" in message
+    assert "XLA backend" in message and "head dim 40 (must be 64, 128, 192 or 256)" in message
 
 
 def test_a_cpu_is_not_warned(caplog):

@@ -52,7 +52,7 @@ def _long(dim: int) -> tuple[np.random.Generator, Size, VerticalSlashIndex]:
     return rng, size, cases.vertical_slash(rng, size, max_slashes=32, max_verticals=1000)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
     """All sums are integers, so two correct backends are bit-identical."""
     rng, size, index = _long(dim)
@@ -69,7 +69,7 @@ def test_counts_the_same_pairs_as_xla_at_64k_tokens(dim):
         np.testing.assert_array_equal(x, getattr(grads["xla"], name), err_msg=name)
 
 
-@pytest.mark.parametrize(("dim", "window"), [(64, 1000), (128, 1024)])
+@pytest.mark.parametrize(("dim", "window"), [(64, 1000), (128, 1024), (256, 1024)])
 def test_windows_count_the_same_pairs_as_xla_at_64k_tokens(dim, window):
     rng = np.random.default_rng(dim)
     size = Size(2, 8, 2, LONG // 128, LONG // 128, block_size=128, dim=dim)
@@ -89,7 +89,7 @@ def test_windows_count_the_same_pairs_as_xla_at_64k_tokens(dim, window):
             np.testing.assert_array_equal(x, first, err_msg=f"{name}, {gradient}")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_errors_at_64k_tokens_match_xla(dim):
     """Compared with XLA in fp32, each head's error is at most 1.5 times that of XLA in bf16."""
     rng, size, index = _long(dim)
@@ -111,7 +111,10 @@ def _by_head(x: jax.Array) -> np.ndarray:
     return np.asarray(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=(1, 3))))
 
 
-@pytest.mark.parametrize(("dim", "heads", "dtype"), [(64, 7, "float16"), (128, 6, "bfloat16")])
+@pytest.mark.parametrize(
+    ("dim", "heads", "dtype"),
+    [(64, 7, "float16"), (128, 6, "bfloat16"), (192, 6, "float16"), (256, 6, "bfloat16")],
+)
 def test_matches_the_oracle_at_8k_tokens(dim, heads, dtype):
     rng = np.random.default_rng(dim)
     size = Size(1, heads, 1, query_blocks=64, key_blocks=64, block_size=128, dim=dim)
@@ -137,7 +140,7 @@ def test_vmap_is_bit_identical_to_separate_calls():
         assert_same_bits(alone, {name: x[entry] for name, x in mapped.items()})
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_a_hundred_random_masks(dim):
     """Compared with the oracle, in memory full of NaN, and bit-identical twice."""
     rng = np.random.default_rng(1000 + dim)

@@ -1,10 +1,12 @@
 """Hopper backward kernel for dk and dv of blocks and gathered columns; runs before the one for dq.
 
 A thread block owns 128 keys and iterates over the query blocks that see them, in a fixed order.
+With wider heads it owns 64 keys, half of an item: one warpgroup computes dv, the other one dk.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,8 +24,10 @@ from pallas_kernels.mosaic_gpu.common import (
     WARPGROUPS,
     BackwardOperands,
     Config,
+    await_last,
     gathered_columns,
     launch,
+    tiled,
 )
 from pallas_kernels.mosaic_gpu.interpreter import (
     AddProduct,
@@ -39,6 +43,7 @@ from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts
 
 _STEP = 64  # queries per step
 _ROW_OPERANDS = ("base", "minus_delta")
+_WEIGHTS = 2  # tiles of weights that wait for the warpgroup of dk
 
 
 def dkdv_kernel(
@@ -53,6 +58,8 @@ def dkdv_kernel(
     work: KeyWork = call.plan.work.keys
     q, k, v, dout, base, delta = operands
     head_dim, stages, interpreted = q.shape[-1], config.stages, bool(interpret)
+    wide = head_dim > TILE  # dk and dv of 128 keys do not fit in registers
+    halves = 2 if wide else 1
     has_columns = columns is not None
     heavy = work.heavy
     has_parts = heavy is not None
@@ -79,30 +86,43 @@ def dkdv_kernel(
 
         # One item per thread block: items differ so much in length that the hardware's scheduling,
         # longest first, balances better than any fixed assignment.
-        it = read(KeyItem, refs["items"], lax.axis_index("block"))
+        block = lax.axis_index("block")
+        it = read(KeyItem, refs["items"], lax.div(block, halves) if wide else block)
+        own = lax.rem(block, halves) if wide else warpgroup  # half of the item's keys
         walk = KeyWalk(refs, it, work, _STEP)
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            stream = QueryStream(refs, smem, bars, _ROW_OPERANDS)
+            first_key = own * ROWS if wide else 0
+            stream = QueryStream(refs, smem, bars, _ROW_OPERANDS, first_key)
             stream.drain(walk.load_all(stream))
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            steps = _Steps(smem, bars, warpgroup, stages, scale * LOG2E, interpreted)
             plgpu.barrier_wait(bars["keys_full"])
-            dk, dv, end = accumulate_keys(
+            shared = smem, bars, warpgroup, stages, scale * LOG2E, interpreted
+            if not wide:
+                return accumulate(_Steps(*shared), ("dk", "dv"))
+            pl.when(warpgroup == 0)(lambda: accumulate(_WeightSteps(*shared), ("dv",)))
+            pl.when(warpgroup == 1)(lambda: accumulate(_KeySteps(*shared), ("dk",), masks=False))
+
+        def accumulate(steps, sums, masks=True):
+            *found, end = accumulate_keys(
                 smem,
                 warpgroup,
                 interpreted,
-                lambda add: walk.run_all(warpgroup, functools.partial(steps.run, add)),
+                lambda add: walk.run_all(own if masks else None, functools.partial(steps.run, add)),
+                sums,
             )
             steps.release(end - 1)
+            steps.drain(end)
+            found = dict(zip(sums, found, strict=True))
 
             def store(suffix, block):
-                rows = pl.ds(block * TILE + warpgroup * ROWS, ROWS)
-                refs["dk" + suffix].at[it.batch, rows, it.head][...] = dk * scale
-                refs["dv" + suffix].at[it.batch, rows, it.head][...] = dv
+                rows = pl.ds(block * TILE + own * ROWS, ROWS)
+                for name, x in found.items():
+                    out = refs[name + suffix].at[it.batch, rows, it.head]
+                    out[...] = x * scale if name == "dk" else x
 
             if len(shapes) == 1:
                 store("", it.block)
@@ -116,13 +136,19 @@ def dkdv_kernel(
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
-    smem = key_memory(stages, _STEP, head_dim, q.dtype, _ROW_OPERANDS)
+    smem = key_memory(stages, _STEP, head_dim, q.dtype, _ROW_OPERANDS, TILE // halves)
+    if wide:
+        smem["weights"] = tiled((_WEIGHTS, ROWS, _STEP), q.dtype)
     if interpreted:
         smem |= key_scratch(_STEP, head_dim, q.dtype)
     inputs = dict(q=q, k=k, v=v, dout=dout, base=base, minus_delta=-delta)
     inputs |= work.operands | (columns.operands if has_columns else {})
     bars = key_barriers(stages)
-    num_blocks = work.items.shape[0]
+    if wide:
+        bars |= dict.fromkeys(
+            ("weights_full", "weights_free"), plgpu.Barrier(num_barriers=_WEIGHTS)
+        )
+    num_blocks = work.items.shape[0] * halves
     results = launch(attention_dkdv, inputs, outputs, smem, bars, num_blocks, interpret)
 
     def of(suffix):
@@ -151,28 +177,73 @@ class _Steps:
         def _() -> None:
             plgpu.barrier_arrive(self.bars["free"].at[lax.rem(step, self.stages)])
 
+    def drain(self, steps: Array) -> None: ...
+
     def run(self, add: AddProduct, step: Array, mask: KeyMask) -> None:
         """Adds the gradients from 64 queries; its last products overlap with the next step's."""
-        smem, slot = self.smem, lax.rem(step, self.stages)
+        q_tile, dout_tile = self.tiles(step)
         own = pl.ds(self.warpgroup * ROWS, ROWS)
-        q_tile, dout_tile = smem["q"].at[slot], smem["dout"].at[slot]
-        plgpu.barrier_wait(self.bars["full"].at[slot])
-
-        def columns(name: str) -> Array:
-            values = plgpu.load(smem[name].at[slot], layout=COLUMN_LAYOUT)
-            return lax.broadcast_in_dim(values, (ROWS, _STEP), [1])
-
-        def product_from(name: str, keys: Any, tile: Any) -> Array:
-            """Starts the accumulator from values that would otherwise be subtracted per element."""
-            return product_plus(
-                lambda: columns(name), keys, tile.T, (ROWS, _STEP), self.interpreted
-            )
-
-        logits = product_from("base", smem["k"].at[own], q_tile)
+        logits = self.product("base", step, self.smem["k"].at[own], q_tile)
         # The products of the previous step are older than this one's.
         self.release(step - 1)
+        p = self.weights(logits, mask)
+        add("dv", p.astype(q_tile.dtype), dout_tile)
+        dp = self.product("minus_delta", step, self.smem["v"].at[own], dout_tile)
+        add("dk", (p * dp).astype(q_tile.dtype), q_tile)
+
+    def tiles(self, step: Array) -> tuple[Any, Any]:
+        slot = lax.rem(step, self.stages)
+        plgpu.barrier_wait(self.bars["full"].at[slot])
+        return self.smem["q"].at[slot], self.smem["dout"].at[slot]
+
+    def product(
+        self, start: str, step: Array, keys: Any, tile: Any, meanwhile: Any = None
+    ) -> Array:
+        """Starts the accumulator from values that would otherwise be subtracted per element."""
+
+        def columns() -> Array:
+            row = self.smem[start].at[lax.rem(step, self.stages)]
+            values = plgpu.load(row, layout=COLUMN_LAYOUT)
+            return lax.broadcast_in_dim(values, (ROWS, _STEP), [1])
+
+        return product_plus(columns, keys, tile.T, (ROWS, _STEP), self.interpreted, meanwhile)
+
+    def weights(self, logits: Array, mask: KeyMask) -> Array:
         logits, bias = mask.apply(logits)
-        p = jnp.exp2(add_bias(logits * self.log2_scale, bias))
-        add("dv", p.astype(smem["k"].dtype), dout_tile)
-        dp = product_from("minus_delta", smem["v"].at[own], dout_tile)
-        add("dk", (p * dp).astype(smem["k"].dtype), q_tile)
+        return jnp.exp2(add_bias(logits * self.log2_scale, bias))
+
+    def release_early(self, step: Array) -> Callable[[], None]:
+        """Releases the previous step as soon as its products are done: few are in flight."""
+        return lambda: self.release(step - 1)
+
+
+class _WeightSteps(_Steps):
+    """The steps of the warpgroup that computes P and dv of a thread block's 64 keys."""
+
+    def run(self, add: AddProduct, step: Array, mask: KeyMask) -> None:
+        q_tile, dout_tile = self.tiles(step)
+        logits = self.product("base", step, self.smem["k"], q_tile, self.release_early(step))
+        p = self.weights(logits, mask).astype(q_tile.dtype)
+        slot = lax.rem(step, _WEIGHTS)
+        pl.when(step >= _WEIGHTS)(lambda: plgpu.barrier_wait(self.bars["weights_free"].at[slot]))
+        self.smem["weights"][slot] = p
+        plgpu.barrier_arrive(self.bars["weights_full"].at[slot])
+        add("dv", p, dout_tile)
+
+    def drain(self, steps: Array) -> None:
+        await_last([self.bars["weights_free"]], steps, _WEIGHTS)
+
+
+class _KeySteps(_Steps):
+    """The steps of the warpgroup that computes dP and, with the other one's P, dk."""
+
+    def run(self, add: AddProduct, step: Array, mask: KeyMask) -> None:
+        q_tile, dout_tile = self.tiles(step)
+        early = self.release_early(step)
+        dp = self.product("minus_delta", step, self.smem["v"], dout_tile, early)
+        slot = lax.rem(step, _WEIGHTS)
+        plgpu.barrier_wait(self.bars["weights_full"].at[slot])
+        weights = self.smem["weights"].at[slot]
+        p = plgpu.load(weights, layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.barrier_arrive(self.bars["weights_free"].at[slot])
+        add("dk", (p.astype(jnp.float32) * dp).astype(q_tile.dtype), q_tile)

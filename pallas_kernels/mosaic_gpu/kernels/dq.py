@@ -18,6 +18,7 @@ from pallas_kernels.mosaic_gpu.common import (
     WARPGROUPS,
     BackwardOperands,
     Config,
+    block_of,
     full,
     gathered_columns,
     launch,
@@ -31,8 +32,7 @@ from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stre
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
 from pallas_kernels.work.query_work import share
 
-_KEYS = 64  # keys per part: two accumulators of a whole tile would not fit
-_PARTS = TILE // _KEYS
+_KEYS = 64  # keys per product: two accumulators of a whole tile would not fit
 
 
 def dq_kernel(
@@ -42,7 +42,7 @@ def dq_kernel(
     work, columns, scale = call.plan.work.queries, gathered_columns(call), call.scale
     q = operands.q
     head_dim, dtype, out_dtype = q.shape[-1], q.dtype, call.dq_dtype
-    stages = config.stages
+    parts, wide = TILE // config.keys, config.keys == _KEYS
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
@@ -71,7 +71,9 @@ def dq_kernel(
                 rows = pl.ds(it.block * TILE, TILE)
                 for name in ("q", "dout"):
                     plgpu.copy_gmem_to_smem(
-                        refs[name].at[it.batch, rows, it.head], smem[name], bars[f"{name}_full"]
+                        refs[name].at[it.batch, rows, it.head],
+                        smem[name].at[0],
+                        bars[f"{name}_full"],
                     )
                 return producer.load_item(it, step)
 
@@ -84,7 +86,8 @@ def dq_kernel(
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
-            q_tile, dout_tile = smem["q"].at[own], smem["dout"].at[own]
+            slots = {name: smem[name].shape[0] for name in ("k", "v")}
+            q_tile, dout_tile = smem["q"].at[0, own], smem["dout"].at[0, own]
 
             def compute_item(n, step):
                 it = item(n)
@@ -94,31 +97,35 @@ def dq_kernel(
                 plgpu.barrier_wait(bars["q_full"])
                 plgpu.barrier_wait(bars["dout_full"])
                 # With dO in registers it is read from shared memory once, not per tile. There is
-                # no room for the queries as well.
+                # no room for the queries as well, nor for dO of wider heads.
                 dout_operand = dout_tile
-                if not interpreted:
+                if not (interpreted or wide):
                     dout_operand = plgpu.load(dout_tile, layout=plgpu.Layout.WGMMA, optimized=False)
 
                 def release(s):
-                    plgpu.barrier_arrive(bars["k_free"].at[lax.rem(step + s, stages)])
+                    plgpu.barrier_arrive(bars["k_free"].at[lax.rem(step + s, slots["k"])])
 
-                def gradient(part, s, slot, mask, prepared):
-                    keys = pl.ds(part * _KEYS, _KEYS)
-                    k_tile, v_tile = smem["k"].at[slot, keys], smem["v"].at[slot, keys]
+                def gradient(first, s, at, mask, prepared, column):
+                    keys = pl.ds(first, _KEYS)
+                    k_tile, v_tile = (smem[name].at[at[name], keys] for name in ("k", "v"))
 
                     def body(qk, dov):
                         zero = full((ROWS, _KEYS), 0.0, plgpu.Layout.WGMMA)
                         dov.start(rows_to_tile(-delta, zero))  # not subtracted per element
-                        qk.add(q_tile, k_tile.T)
-                        dov.add(dout_operand, v_tile.T)
+                        # An index that depends on the step keeps descriptors out of registers.
+                        at_rows = lax.min(step + s, 0) if wide else 0, own
+                        qk.add(smem["q"].at[at_rows], k_tile.T)
+                        if wide:  # fewer values are in flight: they may come later
+                            plgpu.barrier_wait(bars["v_full"].at[at["v"]])
+                        dov.add(smem["dout"].at[at_rows] if wide else dout_operand, v_tile.T)
                         logits = qk.value(younger=1)
-                        if part == 0 and not interpreted:
+                        if first == 0 and not interpreted:
                             # The products of the previous tile are older than this one.
                             pl.when(s > 0)(lambda: release(s - 1))
-                        logits = mask.apply(prepared, logits, part * _KEYS)
+                        logits = mask.apply(prepared, logits, column + first)
                         logits = logits * log2_scale + rows_to_tile(shift, zero)
                         # Added after scaling, the column mask is free.
-                        bias = mask.bias(smem, slot, part * _KEYS, _KEYS)
+                        bias = mask.bias(smem, at["k"], first, _KEYS)
                         p = jnp.exp2(logits if bias is None else logits + bias)
                         return p * dov.value(younger=0)
 
@@ -126,16 +133,18 @@ def dq_kernel(
                     return with_accumulators(body, *shapes, interpreted=interpreted).astype(dtype)
 
                 def tile(s, dq, mask, add):
-                    slot = lax.rem(step + s, stages)
-                    prepared = mask.prepare(s)
-                    plgpu.barrier_wait(bars["k_full"].at[slot])
-                    plgpu.barrier_wait(bars["v_full"].at[slot])
-                    mask.await_bias(bars, slot)
-                    for part in range(_PARTS):
-                        ds = gradient(part, s, slot, mask, prepared)
-                        if part == _PARTS - 1:
-                            plgpu.barrier_arrive(bars["v_free"].at[slot])
-                        dq = add(dq, ds, smem["k"].at[slot, pl.ds(part * _KEYS, _KEYS)])
+                    at = {name: lax.rem(step + s, count) for name, count in slots.items()}
+                    block, column = block_of(s, parts)
+                    prepared = mask.prepare(block)
+                    plgpu.barrier_wait(bars["k_full"].at[at["k"]])
+                    if not wide:
+                        plgpu.barrier_wait(bars["v_full"].at[at["v"]])
+                    mask.await_bias(bars, at["k"])
+                    for first in range(0, config.keys, _KEYS):
+                        ds = gradient(first, s, at, mask, prepared, column)
+                        if first == config.keys - _KEYS:
+                            plgpu.barrier_arrive(bars["v_free"].at[at["v"]])
+                        dq = add(dq, ds, smem["k"].at[at["k"], pl.ds(first, _KEYS)])
                     if interpreted:  # waits for each product
                         release(s)
                     return dq
@@ -153,7 +162,7 @@ def dq_kernel(
                 def walk_tiles(dq, add):
                     for start, stop, mask in segments:
                         body = functools.partial(tile, mask=mask, add=add)
-                        dq = lax.fori_loop(start, stop, body, dq)
+                        dq = lax.fori_loop(start * parts, stop * parts, body, dq)
                     return dq
 
                 if interpreted:
@@ -163,11 +172,11 @@ def dq_kernel(
                         lambda ref: walk_tiles(ref, in_place)[...],
                         plgpu.ACC((ROWS, head_dim), jnp.float32),
                     )
-                    pl.when(it.steps > 0)(lambda: release(it.steps - 1))
+                    pl.when(it.steps > 0)(lambda: release(it.steps * parts - 1))
                 dq = (dq * scale).astype(out_dtype)
                 store_rows(dq, refs["dq"].at[it.batch, rows, it.head], q_tile)
                 plgpu.barrier_arrive(bars["q_free"])
-                return step + it.steps
+                return step + it.steps * parts
 
             lax.fori_loop(0, count, compute_item, jnp.int32(0))
 
@@ -175,9 +184,9 @@ def dq_kernel(
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
 
     smem = {
-        "q": tiled((WARPGROUPS * ROWS, head_dim), dtype),
-        "dout": tiled((WARPGROUPS * ROWS, head_dim), dtype),
-        **stream_memory(stages, head_dim, dtype, columns is not None),
+        "q": tiled((1, WARPGROUPS * ROWS, head_dim), dtype),
+        "dout": tiled((1, WARPGROUPS * ROWS, head_dim), dtype),
+        **stream_memory(config, head_dim, dtype, columns is not None),
     }
     if interpreted:
         smem["ds"] = tiled((WARPGROUPS, ROWS, _KEYS), dtype)
@@ -185,7 +194,7 @@ def dq_kernel(
         "q_full": plgpu.Barrier(),
         "dout_full": plgpu.Barrier(),
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        **stream_barriers(stages, columns is not None),
+        **stream_barriers(config, columns is not None),
     }
     inputs = operands._asdict() | work_operands(work, columns)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, out_dtype)}

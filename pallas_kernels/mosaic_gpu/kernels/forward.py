@@ -20,6 +20,7 @@ from pallas_kernels.mosaic_gpu.common import (
     WARPGROUPS,
     Config,
     await_last,
+    block_of,
     fold,
     full,
     gathered_columns,
@@ -51,9 +52,9 @@ def forward_kernel(
     # Faster for lists, slower for diagonals: docs/design/hopper-flash-attention.md.
     turns = work.listed
     # Items of windows are short: their outputs leave during the next item.
-    late = work.window is not None
+    late = work.window is not None and config.query_slots > 1
     head_dim, dtype = q.shape[-1], q.dtype
-    stages, query_slots = config.stages, config.query_slots
+    query_slots, parts = config.query_slots, TILE // config.keys
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
@@ -129,7 +130,7 @@ def forward_kernel(
                 staging = smem["p"].at[warpgroup] if interpreted else None
                 shared = smem, bars, q_tile, staging
                 turn = warpgroup if turns else None
-                tiles = _Tiles(step, it.steps, *shared, log2_scale, config.keys_late, turn)
+                tiles = _Tiles(step, it.steps * parts, *shared, log2_scale, config.keys_late, turn)
                 first = walk.first_masks(it, warpgroup)
 
                 def run(state):
@@ -145,7 +146,7 @@ def forward_kernel(
                 store(it, rows, q_tile, state)
                 if not late:
                     end_store(n)
-                return step + it.steps, following
+                return step + it.steps * parts, following
 
             def store(it, rows, q_tile, state):
                 acc, peak, total = state
@@ -168,14 +169,14 @@ def forward_kernel(
 
     smem = {
         "q": tiled((query_slots, WARPGROUPS * ROWS, head_dim), dtype),
-        **stream_memory(stages, head_dim, dtype, columns is not None),
+        **stream_memory(config, head_dim, dtype, columns is not None),
     }
     if interpreted:
-        smem["p"] = tiled((WARPGROUPS, ROWS, TILE), dtype)
+        smem["p"] = tiled((WARPGROUPS, ROWS, config.keys), dtype)
     bars = {
         "q_full": plgpu.Barrier(num_barriers=query_slots),
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=query_slots),
-        **stream_barriers(stages, columns is not None),
+        **stream_barriers(config, columns is not None),
     }
     if turns:
         bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
@@ -194,8 +195,8 @@ def forward_kernel(
 class _Tiles:
     """The steps of one item in one compute warpgroup; state is (acc, peak, total [64, 8])."""
 
-    step: Array  # tiles before this item, since the start of the kernel
-    steps: Array  # tiles of this item
+    step: Array  # tiles of keys before this item, since the start of the kernel
+    steps: Array  # tiles of keys of this item
     smem: dict[str, Any]
     bars: dict[str, Any]
     q_tile: Any
@@ -205,6 +206,14 @@ class _Tiles:
     # The number of this warpgroup if the two alternate: products of one run during the softmax of
     # the other. None if each starts its products as soon as it can.
     turn: Array | None
+
+    @property
+    def parts(self):
+        return TILE // self.smem["k"].shape[1]
+
+    @property
+    def logits_shape(self):
+        return ROWS, self.smem["k"].shape[1]
 
     @property
     def interpreted(self):
@@ -229,7 +238,7 @@ class _Tiles:
         prepared = mask.prepare(s)
         plgpu.barrier_wait(self.bars["k_full"].at[slot])
         mask.await_bias(self.bars, slot)
-        bias = mask.bias(self.smem, slot, 0, TILE)
+        bias = mask.bias(self.smem, slot, 0, self.logits_shape[1])
 
         def qk(product):
             if bias is not None:
@@ -237,7 +246,7 @@ class _Tiles:
             product.add(self.q_tile, self.smem["k"].at[slot].T)
             return product.value(younger=0)
 
-        logits = with_accumulators(qk, (ROWS, TILE), **self.interpreted)
+        logits = with_accumulators(qk, self.logits_shape, **self.interpreted)
         plgpu.barrier_arrive(self.bars["k_free"].at[slot])
         return mask.apply(prepared, logits)
 
@@ -256,7 +265,8 @@ class _Tiles:
         state = *state, slot, following
         for start, stop, mask in segments:
             body = functools.partial(self.overlapped_step, mask=mask)
-            state = lax.fori_loop(lax.max(1, start), stop, body, state)
+            steps = lax.max(1, start * self.parts), stop * self.parts
+            state = lax.fori_loop(*steps, body, state)
         acc, peak, total, weights, slot, _ = state
         return self.add_values(acc, weights, slot), peak, total
 
@@ -277,7 +287,8 @@ class _Tiles:
     def overlapped_step(self, s, state, mask):
         acc, peak, total, weights, previous, slot = state
         following = self.following(slot)
-        prepared = mask.prepare(s)
+        block, column = block_of(s, self.parts)
+        prepared = mask.prepare(block)
         if not self.keys_late:
             plgpu.barrier_wait(self.bars["k_full"].at[slot])
         if self.turn is None:
@@ -288,7 +299,7 @@ class _Tiles:
 
         def body(qk, pv):
             pv.start(acc)
-            bias = mask.bias(self.smem, slot, 0, TILE)
+            bias = mask.bias(self.smem, slot, 0, self.logits_shape[1])
             if bias is not None:
                 qk.start(bias)
             qk.add(self.q_tile, self.smem["k"].at[slot].T)
@@ -301,7 +312,7 @@ class _Tiles:
             plgpu.barrier_arrive(self.bars["k_free"].at[slot])
             # Barriers keep the compiler from moving arithmetic across the waits.
             logits = lax.optimization_barrier(logits)
-            logits = mask.apply(prepared, logits)
+            logits = mask.apply(prepared, logits, column)
             parts = lax.optimization_barrier(self.softmax(logits, peak, total))
             # The branch also keeps ptxas from moving the next wait before the softmax.
             if self.keys_late:
@@ -311,7 +322,7 @@ class _Tiles:
             return lax.optimization_barrier(new_acc), *parts
 
         acc, weights, peak, total, decay = with_accumulators(
-            body, (ROWS, TILE), acc.shape, **self.interpreted
+            body, self.logits_shape, acc.shape, **self.interpreted
         )
         acc = acc * rows_to_tile(decay, acc)
         return acc, peak, total, weights.astype(self.q_tile.dtype), slot, following

@@ -71,6 +71,14 @@ class TestWideHeadsInterpreted(_Interpreted):
     detect_races = False
 
 
+class TestWidestHeadsInterpreted(_Interpreted):
+    """Tiles of 64 keys, and dk and dv in separate warpgroups."""
+
+    dim = 256
+    backend = registered("interpreted, widest heads", interpret=WATCHED)
+    kept = ("test_vertical_slash_matches_oracle", "test_block_sparse_matches_oracle")
+
+
 class TestOneBackwardKernelInterpreted(_Interpreted):
     """Items run one after another here; an item that runs before its turn leaves NaN."""
 
@@ -86,7 +94,12 @@ class TestOneBackwardKernelInterpreted(_Interpreted):
     detect_races = False
 
 
-for _class in (TestInterpreted, TestWideHeadsInterpreted, TestOneBackwardKernelInterpreted):
+for _class in (
+    TestInterpreted,
+    TestWideHeadsInterpreted,
+    TestWidestHeadsInterpreted,
+    TestOneBackwardKernelInterpreted,
+):
     for _name in dir(AttentionContract):
         if _name.startswith("test_") and _name not in _class.kept:
             setattr(_class, _name, None)
