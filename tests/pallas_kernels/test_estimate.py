@@ -24,9 +24,12 @@ def kernels():
 
 # A group of even size, and one of odd size with an incomplete last pair of heads. In the second
 # case the last queries precede padding: one block is after all of them and one after some.
-@pytest.mark.parametrize(("heads", "kv_heads", "valid_len"), [(2, 1, None), (3, 1, 430)])
-def test_matches_brute_force(heads, kv_heads, valid_len, kernels):
-    check_sums(kernels, heads, kv_heads, valid_len)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "valid_len", "dim"),
+    [(2, 1, None, 64), (3, 1, 430, 64), (2, 1, None, 256)],
+)
+def test_matches_brute_force(heads, kv_heads, valid_len, dim, kernels):
+    check_sums(kernels, heads, kv_heads, valid_len, dim=dim)
 
 
 def test_each_block_may_have_separate_queries_and_ends(kernels):
@@ -35,7 +38,7 @@ def test_each_block_may_have_separate_queries_and_ends(kernels):
 
 @pytest.mark.parametrize(
     ("group", "dim", "dtype"),
-    [(1, 128, jnp.bfloat16), (5, 64, jnp.float16), (8, 128, jnp.bfloat16)],
+    [(1, 128, jnp.bfloat16), (5, 64, jnp.float16), (8, 128, jnp.bfloat16), (2, 256, jnp.bfloat16)],
 )
 def test_lowers_for_a_hopper_gpu(group, dim, dtype):
     num_blocks = 1024

@@ -95,7 +95,7 @@ class HopperEstimate(Estimate):
             rows={"peak": peak, "to_mass": to_mass},
             outputs=("columns", "own", "beyond"),
             size=TILE,
-            scratch={"scratch": plgpu.SMEM((_MOST_HEADS, ROWS, _PITCH), jnp.float32)},
+            scratch={"scratch": plgpu.SMEM((_most_heads(call.q), ROWS, _PITCH), jnp.float32)},
             width=_HALF,
         )
 
@@ -119,7 +119,7 @@ class HopperEstimate(Estimate):
         _, num_heads, _, head_dim = q.shape
         batch, kv_heads, num_local = k.shape[0], k.shape[2], block_ids.shape[0]
         group = num_heads // kv_heads
-        heads = min(group, _MOST_HEADS)
+        heads = min(group, _most_heads(q))
         parts = -(-group // heads)
         columns = batch * kv_heads * parts
         share = min(max(multiprocessors(self.interpret) // columns, 1), num_local)
@@ -211,3 +211,8 @@ class HopperEstimate(Estimate):
                 interpret=self.interpret,
             )(q, k, shifts, *rows.values(), *(() if queries is None else (queries,)))
         )
+
+
+def _most_heads(q: Array) -> int:
+    """Returns how many heads share a key block; wider ones do not fit in shared memory."""
+    return 1 if q.shape[-1] > TILE else _MOST_HEADS
