@@ -41,7 +41,7 @@ def attention_dkdv(
     state = tl.zeros([KEYS, DIM], tl.float32), tl.zeros([KEYS, DIM], tl.float32)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    FAR: tl.constexpr = WINDOW // BLOCK if WINDOW > BLOCK else 1  # as `work.lists.far_entry`
+    FAR: tl.constexpr = WINDOW // BLOCK if WINDOW > BLOCK else 1  # work.lists.far_entry(WINDOW)
     SPLIT: tl.constexpr = BLOCK // ROWS
     query_offsets = offsets(ROWS, HEADS, DIM)
     blocks = key_length // BLOCK

@@ -47,7 +47,7 @@ def over_keys(
     """
     n, batch, head, kv_head, head_at, block, blocks, rows, _ = place
     SPLIT: tl.constexpr = BLOCK // KEYS
-    FAR: tl.constexpr = WINDOW // BLOCK if WINDOW > BLOCK else 1  # as `work.lists.far_entry`
+    FAR: tl.constexpr = WINDOW // BLOCK if WINDOW > BLOCK else 1  # work.lists.far_entry(WINDOW)
     if HAS_TILES:
         key_offsets = offsets(KEYS, KV_HEADS, DIM)
         k_head = rows_of(k, batch, 0, key_length, kv_head, KV_HEADS, DIM)
