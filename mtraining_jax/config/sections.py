@@ -309,9 +309,10 @@ class OptimizerConfig:
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the first moment. bfloat16, rounded to nearest, saves 2 of the 16 bytes per trained
     parameter and changes results slightly; the second moment is always float32."""
-    offload: bool = False
+    offload: bool | Literal["all"] = False
     """Keep both moments in pinned host memory and update one layer at a time: saves 8 of the 16
-    bytes per trained parameter and device for the time of the copies. Results do not change."""
+    bytes per trained parameter and device for the time of the copies. all: parameters of layers and
+    their gradients as well, which saves the other 8. Results do not change."""
     accumulation_steps: PositiveInt = 1
     """Gradient accumulation: micro-batches per optimizer step, to save memory."""
     trainable: TextList = ()

@@ -39,6 +39,7 @@ def validate(config: Config, device_count: int | None = None, platform: str = ""
     problems = [
         *_run(config),
         *spec_problems(config.model, prefix="model."),
+        *(offload_problems(config) if config.optimizer.offload == "all" else ()),
         *_sequence(config),
         *_sparsity(config),
         *_dense_steps(config),
@@ -111,6 +112,21 @@ def _run(config: Config) -> Iterator[str]:
     if profile.start is not None and (last := profile.start + profile.steps - 1) > run.steps:
         traced = f"{named.profile.start} and {named.profile.steps}"
         yield f"{traced} end at step {last}, after {named.run.steps}"
+
+
+def offload_problems(config: Config) -> Iterator[str]:
+    """Yields what makes `optimizer.offload = "all"` impossible."""
+    named, offload = _Named(config), 'optimizer.offload = "all"'
+    for name, least in (("parallel.replicas", 1), ("audit.gradient_interval", 0)):
+        if attrgetter(name)(config) > least:
+            way = f"set {name} = {least}, or optimizer.offload = true"
+            why = f"needs all gradients on the device, unlike {offload}"
+            yield f"{attrgetter(name)(named)} {why}; {way}"
+    if len({*layer_windows(config.model)}) > 1:
+        yield (
+            f"{offload} is not possible if only some layers have a sliding window, as in this "
+            "model; set optimizer.offload = true"
+        )
 
 
 def _sequence(config: Config) -> Iterator[str]:

@@ -35,6 +35,7 @@ from mtraining_jax.models.sharding import (
 )
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.swiglu import chunked_swiglu, gated
+from mtraining_jax.parallel.host_memory import to_device
 
 # (q_BSHD, k_BSHkD, v_BSHkD[, AttentionInputs of the layer])
 # -> (out_BSHD, fp32 scalars or trees by name)
@@ -326,6 +327,7 @@ class Transformer(nnx.Module):
             window: int | None, x_BSE: Array, inputs: tuple[Any, Any, Any]
         ) -> tuple[Array, dict[str, Any]]:
             parameters, layer_inputs, number = inputs
+            parameters = jax.tree.map(to_device, parameters)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
             seeds = () if dropout_seeds is None else Dropout.of_layer(dropout_seeds, number)
             with jax.named_scope("attention_inputs"):

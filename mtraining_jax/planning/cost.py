@@ -120,7 +120,11 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         result["copies of heads"] = moved / gpu.copy_bytes
     if memory.host:
         activations = offloaded(config)
-        moved = activations * micro_batches + memory.host - activations
+        moved = activations * micro_batches + (state := memory.host - activations)
+        if config.optimizer.offload == "all":
+            # Of four parts, parameters and gradients are copied 7 times instead of 4, and 6 times
+            # more in each further micro-batch.
+            moved += state / 4 * (7 - 4 + 6 * (micro_batches - 1)) / 2
         result["offload copies"] = 2 * moved / gpu.offload_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
     # Frozen parameters take no part in it.

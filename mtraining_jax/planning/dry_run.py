@@ -176,8 +176,9 @@ def _memory_lines(
     yield f"  {'total':<17} {memory.total / scale:8.2f}  {verdict}: {of}"
     host = memory.host if compiled is None else compiled.host
     if host:
-        what = ["moments"] * config.optimizer.offload
-        what += ["activations"] * (config.model.remat == "attention_offload")
+        what = ["moments"] * bool(config.optimizer.offload)
+        what += ["parameters", "gradients"] * (config.optimizer.offload == "all")
+        what += ["activations"] * config.model.remat.endswith("offload")
         note = f"per device, for offloaded {' and '.join(what)}"
         yield f"  {'host memory':<17} {host / scale:8.2f}  {note}"
     if not virtual:

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from mtraining_jax.config import Config
 from mtraining_jax.config.sections import ModelConfig
+from mtraining_jax.config.validate import offload_problems
 from mtraining_jax.models.chunks import num_chunks
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
@@ -62,8 +63,9 @@ def fastest(
     pairs = planned_pairs(config) if pairs is None else pairs
     timed = rates_missing(config, gpu) is None
     states, found = {}, []
-    for changed in _settings(config):
-        kind = changed.parallel.fsdp, changed.optimizer.offload
+    for changed in _settings(config, timed):
+        optimizer = changed.optimizer
+        kind = changed.parallel.fsdp, optimizer.offload, optimizer.accumulation_steps > 1
         if kind not in states:
             states[kind] = state_bytes(changed)
         memory = estimate_memory(changed, states[kind])
@@ -107,7 +109,7 @@ def other_runs(
                 break
 
 
-def _settings(config: Config) -> Iterator[Config]:
+def _settings(config: Config, timed: bool) -> Iterator[Config]:
     """Yields the run with all settings that change its memory and time, but no result."""
     model, rows = config.model, config.data.batch_size // config.parallel.replicas
     mlp_chunks = {model.mlp_chunk_size, max(4096, model.mlp_chunk_size // 4)}
@@ -115,6 +117,8 @@ def _settings(config: Config) -> Iterator[Config]:
     steps = config.optimizer.accumulation_steps
     splits = [steps << n for n in range(rows.bit_length()) if rows % (steps << n) == 0]
     fsdp, offload = {config.parallel.fsdp, config.devices > 1}, {config.optimizer.offload, True}
+    if timed and not any(offload_problems(config)):  # else its copies would seem to take no time
+        offload |= {"all"}
     for split, sharded, moments in itertools.product(splits, fsdp, offload):
         outer = _with(config, "optimizer", accumulation_steps=split, offload=moments)
         outer = _with(outer, "parallel", fsdp=sharded)

@@ -37,6 +37,7 @@ _LIST_ARRAYS = 5  # of up to BYTES_AT_ONCE, while work lists are built
 # If heads are computed in parts: wide arrays, those of all parts together, those of norms of q and
 # k, and those during the MLP (2026-11-26, benchmarks/results/memory-formulas-2026-11-25.md).
 _WIDE_IN_PARTS, _WIDE_OF_PARTS, _WIDE_OF_NORMS, _WIDE_IN_MLP = 7.7, 4.5, 2, 8
+_UPDATE_ARRAYS = 5  # of the head's size, while it is updated with moments from the host
 _WIDE_OF_SUMS = 2  # of these for fp32 sums of dq over kernels; one device has none
 
 _OFFLOADS = "attention_offload", "full_offload"
@@ -50,7 +51,7 @@ class StateBytes:
     parameters: int  # local shards of trained ones, fp32
     optimizer: int  # both moments, if they are on the device
     gradients: int  # of trainable parameters, fp32
-    host: int  # host memory per device for moments; in `Memory` also for activations
+    host: int  # host memory per device for any of these; in `Memory` also for activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,10 @@ def state_bytes(config: Config) -> StateBytes:
     builder = planned_state(config)
     state = builder.abstract()
     trained, frozen = map(shard_bytes, builder.split(state.model))
-    host = shard_bytes(state.opt_state, on_host=True)
+    host = shard_bytes((state.opt_state, state.model), on_host=True)
+    # Gradients, and their sums over micro-batches.
+    copies = 1 if config.optimizer.accumulation_steps == 1 else 2
+    host += copies * shard_bytes(builder.split(state.model)[0], on_host=True)
     optimizer = shard_bytes(state.opt_state)
     return StateBytes(frozen, trained, optimizer, gradients=trained, host=host)
 
@@ -98,8 +102,10 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     index += _work_lists(config)
     # The loss comes before the layers' gradients. The update comes after activations; it keeps old
     # values until the new ones are known to be finite, but one layer at a time with offloading.
-    update = 0 if config.optimizer.offload else gradients
-    update += 4 * head_products(config) if _trains_head(config) else 0
+    head = 4 * head_products(config) if _trains_head(config) else 0
+    shards = config.ranks if config.parallel.fsdp else 1
+    of_all = _UPDATE_ARRAYS * head // shards
+    update = {False: gradients + head, True: head, "all": of_all}[config.optimizer.offload]
     host = state.host + offloaded(config)
     return Memory(
         **dataclasses.asdict(state) | {"host": host},
@@ -225,6 +231,8 @@ def _layer(config: Config) -> int:
     matrices = sum(products.values()) * size + sum(trained.values()) * 4
     if not model.num_experts:  # XLA keeps no others of experts (compiled as above)
         matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))
+    elif config.optimizer.offload == "all":
+        matrices += 4 * sum(trained.values())  # their parameters
     num_blocks = config.data.seq_len // config.sparsity.block_size
     copies = pattern_costs.query_copies(config.sparsity.pattern, num_blocks)
     copied = _COPY_ARRAYS * copies * tokens * queries * size

@@ -63,7 +63,8 @@ def _cell(best: Proposal | None) -> str:
     length = short_power(best.config.data.seq_len)
     seconds = f"{best.cost:.3g}" if best.cost < 1000 else f"{best.cost:.0f}"
     host = f" (+{best.host / 2**30:.0f})" if best.host else ""
-    moments = ", moments" if best.config.optimizer.offload else ""
+    offload = best.config.optimizer.offload
+    moments = ", all" if offload == "all" else ", moments" if offload else ""
     return f"**{length}** {seconds} s {best.config.model.remat}{moments}{host}"
 
 

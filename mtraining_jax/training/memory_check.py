@@ -48,8 +48,8 @@ def check_memory(
     if pinned > (free := free_host_memory()):
         left = min((left for _, left, _ in _memory_of(devices)), default=needed)
         raise DoesNotFit(
-            f"{what} needs {_gib(pinned)} of host memory for offloaded activations, but this "
-            f"machine has only {_gib(free)} free of {_gib(host_memory())}",
+            f"{what} needs {_gib(pinned)} of host memory for offloaded activations or gradients, "
+            f"but this machine has only {_gib(free)} free of {_gib(host_memory())}",
             excess=needed - left if is_step else None,
         )
     # XLA allocates temporary memory as one block, and free memory may be fragmented.
@@ -83,7 +83,7 @@ def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
     pinned = len(devices) * shard_bytes(state, on_host=True)
     if pinned and pinned > (free := free_host_memory()):
         raise DoesNotFit(
-            f"optimizer.offload = true needs {_gib(pinned)} of host memory for the moments, but "
+            f"optimizer.offload needs {_gib(pinned)} of host memory for the training state, but "
             f"this machine has only {_gib(free)} free of {_gib(host_memory())}",
             free=min((left for _, left, _ in _memory_of(devices)), default=host_memory()),
         )

@@ -10,10 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax, memory
+from jax import Array, lax
 
 from mtraining_jax.config.sections import OptimizerConfig
 from mtraining_jax.models.parameters import LAYERS
+from mtraining_jax.parallel.host_memory import (
+    by_memory,
+    map_layers,
+    move_to,
+    over_layers,
+    to_device,
+)
 from mtraining_jax.utils.errors import UserError
 
 Parameters = dict[str, Array]  # fp32 by dotted name: "layers.self_attn.q_proj.weight"
@@ -92,10 +99,13 @@ def update(
     parameters: Parameters,
     rate: Array,
     applied: Array,
+    scale: Array | float = 1.0,
 ) -> tuple[Parameters, Any]:
     """Returns new parameters and optimizer state; the old ones where `applied` is false."""
     # Products with a bf16 moment would be rounded.
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
+    # Without a product that compilers could fuse with sums of the optimizer.
+    gradients = lax.optimization_barrier(jax.tree.map(lambda x: x * scale, gradients))
     updates, after = optimizer.update(gradients, exact, parameters)
     updated = jax.tree.map(lambda parameter, u: parameter - rate * u, parameters, updates)
     return jax.tree.map(
@@ -112,62 +122,69 @@ def update_from_host(
     parameters: Parameters,
     rate: Array,
     applied: Array,
+    scale: Array | float = 1.0,
 ) -> tuple[Parameters, Any]:
-    """Computes `update` with moments in host memory, for one layer at a time on the device."""
+    """Computes `update` with arrays in host memory, for one layer at a time on the device."""
     adam, *others = state
 
-    def part(gradients: Parameters, old: tuple[Parameters, ...]) -> tuple[Parameters, ...]:
-        parameters, *moments = old
-        mu, nu = jax.device_put(moments, memory.Space.Device)
+    def part(old: tuple[Parameters, ...], gradients: Parameters) -> tuple[Parameters, ...]:
+        parameters, mu, nu = old
         on_device = adam._replace(mu=mu, nu=nu), *others
-        after, (new, *_) = update(optimizer, gradients, on_device, parameters, rate, applied)
-        return after, *jax.device_put((new.mu, new.nu), memory.Space.Host)
-
-    def one_layer(arrays: tuple[Parameters, ...], layer: Array) -> tuple[Any, None]:
-        def of_layer(x: Array) -> Array:
-            return lax.dynamic_index_in_dim(x, layer, keepdims=False)
-
-        new = part(*jax.tree.map(of_layer, (stacked_gradients, arrays)))
-        # In place, also on the host.
-        put = functools.partial(lax.dynamic_update_index_in_dim, index=layer, axis=0)
-        return jax.tree.map(put, arrays, new), None
+        how = rate, applied, scale
+        after, (new, *_) = update(optimizer, gradients, on_device, parameters, *how)
+        return after, new.mu, new.nu
 
     def named(tree: Parameters, names: Iterable[str]) -> Parameters:
         return {name: tree[name] for name in names}
 
     arrays = parameters, adam.mu, adam.nu
     stacked = sorted(name for name in parameters if name.startswith(LAYERS))
-    stacked_gradients = named(gradients, stacked)
     done = tuple(named(tree, stacked) for tree in arrays)
-    if stacked:
-        numbers = jnp.arange(len(parameters[stacked[0]]))
-        done, _ = lax.scan(one_layer, done, numbers)
+    done = over_layers(part, done, named(gradients, stacked))
     for name in sorted(parameters.keys() - set(stacked)):
         own = tuple(named(tree, [name]) for tree in arrays)
         # XLA would copy them to the device earlier, all at the same time.
         own, done, applied = lax.optimization_barrier((own, done, applied))
-        new = part(named(gradients, [name]), own)
-        done = tuple(x | y for x, y in zip(done, new, strict=True))
+        new = part(jax.tree.map(to_device, own), named(gradients, [name]))
+        done = tuple(x | y for x, y in zip(done, jax.tree.map(move_to, new, own), strict=True))
     updated, mu, nu = done
     count = jnp.where(applied, optax.safe_increment(adam.count), adam.count)
     return updated, (adam._replace(count=count, mu=mu, nu=nu), *others)
 
 
-def clip(gradients: Parameters, clip_norm: float) -> tuple[Parameters, Array, dict[str, Array]]:
-    """Clips gradients to a global norm, 0 disables that.
+def clip(gradients: Parameters, clip_norm: float) -> tuple[Array | float, Array, dict[str, Array]]:
+    """Returns the factor that clips gradients to a global norm, 0 disables that.
 
-    Returns them, their norm before, and that of each parameter, fp32 [] or [L] of layers.
+    Also their norm before, and that of each parameter, fp32 [] or [L] of layers.
     """
-    sums = {
-        name: jnp.sum(
-            jnp.square(gradient.astype(jnp.float32)),
-            axis=tuple(range(1 if name.startswith(LAYERS) else 0, gradient.ndim)),
-        )
-        for name, gradient in gradients.items()
-    }
+
+    def squares(x: Array, first: int = 0) -> Array:
+        square = jnp.square(to_device(x).astype(jnp.float32))
+        return jnp.sum(square, axis=tuple(range(first, x.ndim)))
+
+    here, there = by_memory(gradients)
+    sums = {name: squares(x, int(name.startswith(LAYERS))) for name, x in here.items()}
+    sums |= map_layers(functools.partial(jax.tree.map, squares), there)
+    # Summed in the same order, wherever gradients are.
+    sums = lax.optimization_barrier({name: sums[name] for name in gradients})
     norm = jnp.sqrt(sum(jnp.sum(x) for x in sums.values()))
-    if clip_norm:
-        scale = clip_norm / jnp.maximum(norm, clip_norm)
-        gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
-    # Without a product that compilers could fuse with sums of the optimizer.
-    return lax.optimization_barrier(gradients), norm, jax.tree.map(jnp.sqrt, sums)
+    scale = clip_norm / jnp.maximum(norm, clip_norm) if clip_norm else 1.0
+    return scale, norm, jax.tree.map(jnp.sqrt, sums)
+
+
+def zeros_like(parameters: Parameters) -> Parameters:
+    """Zeros in the same memory as parameters."""
+    here, there = by_memory(parameters)
+
+    def of_layer(x: Array) -> Array:
+        return move_to(jnp.zeros(x.shape, x.dtype), x)
+
+    zeros = map_layers(functools.partial(jax.tree.map, of_layer), there)
+    return jax.tree.map(jnp.zeros_like, here) | zeros
+
+
+def add(sums: Parameters, gradients: Parameters) -> Parameters:
+    """Adds gradients to sums, those in host memory for one layer at a time."""
+    (here, there), (new, new_there) = by_memory(sums), by_memory(gradients)
+    add_trees = functools.partial(jax.tree.map, jnp.add)
+    return add_trees(here, new) | over_layers(add_trees, there, new_there)

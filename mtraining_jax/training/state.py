@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from mtraining_jax.config import Config
 from mtraining_jax.models.huggingface.read import load_parameters, load_peft
 from mtraining_jax.models.lora.adapters import is_adapter
+from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.sharding import lm_head_name, lm_head_spec, over_replicas
 from mtraining_jax.models.sharding import parameter_names as names_of
 from mtraining_jax.models.spec import ModelSpec
@@ -97,9 +98,11 @@ class StateBuilder:
             # Parameters and their moments are dicts by name; all else is replicated.
             name = getattr(path[-1], "key", "")
             sharding = self._shardings.get(name, everywhere)
+            on_host = self._offloads == "all" and name.startswith(LAYERS)
             if name and path[0].name == "opt_state":
                 sharding = over_replicas(sharding, x.shape)
-                sharding = _on_host(sharding) if self._offloads else sharding
+                on_host = bool(self._offloads)
+            sharding = _on_host(sharding) if on_host else sharding
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         shapes = jax.eval_shape(self._around, self._shapes)
@@ -119,6 +122,8 @@ class StateBuilder:
         else:
             parameters = self.base() | self._drawn(self._adapters)
         abstract, opt_state = self.abstract(), ()
+        places = {name: x.sharding for name, x in abstract.model.items()}
+        parameters = jax.device_put(parameters, places)
         if self._offloads:  # never on the device, where they may not fit
             opt_state = jax.tree.map(_zeros, abstract.opt_state)
             abstract = dataclasses.replace(abstract, opt_state=())

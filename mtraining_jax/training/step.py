@@ -26,10 +26,12 @@ from mtraining_jax.parallel.replicas import constrain, per_replica
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.training.optimizer import (
     Parameters,
+    add,
     clip,
     make_schedule,
     update,
     update_from_host,
+    zeros_like,
 )
 from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
 
@@ -81,7 +83,7 @@ def make_train_step(
         layers = jax.tree.map(_over_parts, by_group) if several else dict(by_group)
         others = {x: layers.pop(x) for x in ("audit", "masks", AUXILIARY_LOSS) if x in layers}
         with jax.named_scope("optimizer"):
-            gradients, norm, norms = clip(gradients, config.optimizer.clip_norm)
+            scale, norm, norms = clip(gradients, config.optimizer.clip_norm)
             usable = jnp.isfinite(loss) & jnp.isfinite(norm)
             if config.optimizer.skip_norm:
                 usable &= norm <= config.optimizer.skip_norm
@@ -90,7 +92,7 @@ def make_train_step(
             lr = schedule(state.step)
             take = update_from_host if config.optimizer.offload else update
             updated, opt_state = take(
-                builder.optimizer, gradients, state.opt_state, trained, lr, applied
+                builder.optimizer, gradients, state.opt_state, trained, lr, applied, scale
             )
             after = dataclasses.replace(
                 state,
@@ -206,12 +208,14 @@ def make_gradients(
         if parts == 1:
             return differentiate(trained, frozen, batch, *rest)
 
-        def add(sums: tuple[Array, Parameters], micro: Batch):
+        def add_micro_batch(sums: tuple[Array, Parameters], micro: Batch):
             loss, gradients, layers = differentiate(trained, frozen, micro, *rest)
-            return jax.tree.map(jnp.add, sums, (loss, gradients)), layers
+            return (sums[0] + loss, add(sums[1], gradients)), layers
 
-        zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, trained)
-        (loss, gradients), layers = lax.scan(add, zeros, micro_batches(batch, parts, mesh))
+        zeros = jnp.zeros((), jnp.float32), zeros_like(trained)
+        (loss, gradients), layers = lax.scan(
+            add_micro_batch, zeros, micro_batches(batch, parts, mesh)
+        )
         return loss, gradients, jax.tree.map(_over_parts, layers)
 
     def summed_over_replicas(*args: Any):

@@ -647,6 +647,11 @@ def test_wrong_overrides(minimal):
             'optimizer.mu_dtype = "float32"',
         ),
         (
+            {"optimizer__offload": "all", "parallel__replicas": "2", "data__batch_size": "2"},
+            "parallel.replicas = 2 needs all gradients on the device, unlike optimizer.offload = "
+            '"all"; set parallel.replicas = 1, or optimizer.offload = true',
+        ),
+        (
             {"optimizer__schedule": "linear", "optimizer__warmup_steps": "1001"},
             "optimizer.warmup_steps = 1001 is more than run.steps = 1000, where the schedule ends; "
             "use at most that, e.g. --optimizer.warmup_steps=100",

@@ -136,7 +136,11 @@ def test_query_copies_are_counted(config, top_k, copies):
 
 @pytest.mark.parametrize(
     ("fsdp", "trainable", "optimizer"),
-    [(False, (), {"mu_dtype": "bfloat16"}), (True, ("mlp",), {"offload": True})],
+    [
+        (False, (), {"mu_dtype": "bfloat16"}),
+        (True, ("mlp",), {"offload": True}),
+        (True, ("mlp", "norm"), {"offload": "all"}),
+    ],
 )
 def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainable, optimizer):
     how = {"model": {"dtype": "bfloat16"}, "parallel": {"fsdp": fsdp}}
@@ -155,7 +159,8 @@ def test_memory_of_parameters_and_moments_matches_the_run(config, fsdp, trainabl
     assert memory.parameters == held(trained)
     assert memory.frozen == held(frozen)
     assert memory.optimizer == held(state.opt_state)
-    assert memory.host == held(state.opt_state, "pinned_host")
+    on_host = held((trained, trained, frozen, state.opt_state), "pinned_host")  # with gradients
+    assert memory.host == on_host
     assert memory.gradients == held(trained)
     assert planned_state(config).count_parameters() == tuple(
         sum(x.size for x in tree.values()) for tree in (state.parameters, trained)

@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +7,14 @@ from jax.sharding import SingleDeviceSharding
 
 from mtraining_jax.config.sections import OptimizerConfig
 from mtraining_jax.training.optimizer import (
+    add,
     clip,
     make_optimizer,
     make_schedule,
     trainable_names,
     update,
     update_from_host,
+    zeros_like,
 )
 from mtraining_jax.utils.errors import UserError
 
@@ -90,7 +90,7 @@ def test_adamw_equals_optax_adamw_and_spares_biases_and_norms():
 
 
 @pytest.mark.parametrize("mu_dtype", ["float32", "bfloat16"])
-def test_moments_on_the_host_change_no_bit(mu_dtype):
+def test_arrays_on_the_host_change_no_bit(mu_dtype):
     shapes = {"layers.x.weight": (3, 40, 24), "layers.norm.weight": (3, 24), "x.weight": (61, 24)}
     rng = np.random.default_rng(0)
 
@@ -100,33 +100,52 @@ def test_moments_on_the_host_change_no_bit(mu_dtype):
 
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1, mu_dtype=mu_dtype))
     start, gradients, found = draw(), [draw() for _ in range(3)], []
-    for take, kind in ((update, "device"), (update_from_host, "pinned_host")):
-        place = SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
-        step = jax.jit(functools.partial(take, optimizer))
-        parameters, (adam, *others) = start, optimizer.init(start)
-        adam = adam._replace(mu=jax.device_put(adam.mu, place), nu=jax.device_put(adam.nu, place))
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+    def layers_on_host(tree):
+        return {
+            name: jax.device_put(x, host) if name.startswith("layers.") else x
+            for name, x in tree.items()
+        }
+
+    def kinds(tree):
+        return {x.sharding.memory_kind for name, x in tree.items() if name.startswith("layers.")}
+
+    for take, offload in ((update, False), (update_from_host, True), (update_from_host, "all")):
+
+        @jax.jit
+        def step(gradients, state, parameters, applied, take=take):
+            sums = add(zeros_like(parameters), gradients)
+            sums = add(sums, gradients)
+            scale, norm, norms = clip(sums, 0.5)
+            return *take(optimizer, sums, state, parameters, 0.1, applied, scale), norm, norms
+
+        place = layers_on_host if offload == "all" else dict
+        parameters, (adam, *others) = place(start), optimizer.init(start)
+        if offload:
+            moments = jax.device_put((adam.mu, adam.nu), host)
+            adam = adam._replace(mu=moments[0], nu=moments[1])
         state = adam, *others
         for number, gradient in enumerate(gradients):
-            clipped, *_ = clip(gradient, 0.5)
-            parameters, state = step(clipped, state, parameters, 0.1, number != 1)
-        assert {x.sharding.memory_kind for x in jax.tree.leaves((state[0].mu, state[0].nu))} == {
-            kind
-        }
+            parameters, state, *norms = step(place(gradient), state, parameters, number != 1)
+        where = "pinned_host" if offload else "device"
+        assert kinds(state[0].mu) == kinds(state[0].nu) == {where}
+        assert kinds(parameters) == {"pinned_host" if offload == "all" else "device"}
         assert {x.dtype.name for x in state[0].mu.values()} == {mu_dtype}
         assert state[0].count == 2
-        found.append(jax.device_get((parameters, state)))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+        found.append(jax.device_get((parameters, state, norms)))
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
 def test_clip_scales_to_the_norm_and_reports_the_norms_before():
     gradients = {"a": jnp.array([3.0, 0.0]), "layers.b": jnp.array([[4.0], [12.0]])}
-    clipped, norm, norms = clip(gradients, 1.0)
+    scale, norm, norms = clip(gradients, 1.0)
     assert float(norm) == 13.0
     assert jax.tree.map(np.ndarray.tolist, jax.device_get(norms)) == {
         "a": 3.0,
         "layers.b": [4.0, 12.0],
     }
-    np.testing.assert_allclose(clipped["layers.b"][:, 0], [4 / 13, 12 / 13], rtol=1e-6)
+    np.testing.assert_allclose(scale, 1 / 13, rtol=1e-6)
     for limit in (20.0, 0.0):
-        untouched, *_ = clip(gradients, limit)
-        np.testing.assert_array_equal(untouched["a"], gradients["a"])
+        assert float(clip(gradients, limit)[0]) == 1

@@ -141,6 +141,22 @@ def test_accumulation_over_data_groups_equals_one_big_batch(dense, groups):
         assert error < 1e-6 or "k_proj.bias" in name, name  # its gradient is 0 except for rounding
 
 
+def test_parameters_in_host_memory_change_no_bit(folder):
+    config = untied(
+        folder,
+        sparsity={"kind": "dense"},
+        parallel={"nodes": 1, "devices_per_node": 2, "fsdp": True},
+        optimizer={"accumulation_steps": 2},
+    )
+    expected, before = Parts(config).train(2)
+    found, after = Parts(changed(config, optimizer={"offload": "all"})).train(2)
+    assert {name for name, x in after.model.items() if x.sharding.memory_kind == "pinned_host"} == {
+        name for name in after.model if name.startswith("layers.")
+    }
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
 def test_replicas_synchronize_once_a_step(groups):
     parts, _, state = groups
     program = parts.step.lower(state, next(parts.batches)).compile()

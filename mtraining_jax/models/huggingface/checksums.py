@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtraining_jax.parallel.host_memory import to_device
+
 
 def checksum(x: Array) -> Array:
     """Sums bits * (2 * position + 1), mod 2^32: exact in any order. Numbers have 16 or 32 bits."""
@@ -27,5 +29,5 @@ def digest(parameters: Mapping[str, Array]) -> str:
 @jax.jit
 def _rounded(parameters: dict[str, Array]) -> dict[str, Array]:
     bf16 = {"exponent_bits": 8, "mantissa_bits": 7}
-    as_fp32 = jax.tree.map(lambda x: x.astype(jnp.float32), parameters)
+    as_fp32 = jax.tree.map(lambda x: to_device(x).astype(jnp.float32), parameters)
     return jax.tree.map(lambda x: checksum(lax.reduce_precision(x, **bf16)), as_fp32)

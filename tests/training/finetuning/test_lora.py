@@ -62,7 +62,8 @@ def test_a_run_resumes_exactly_exports_and_loads(config):
     base = StateBuilder(config, build_mesh(config)).base()
     assert base["layers.mlp.up_proj.weight"].dtype == jnp.bfloat16
 
-    part = adapted(config, run={"name": "part"}, checkpoint={"export_hf": False})
+    offload = {"optimizer": {"accumulation_steps": 2, "offload": "all"}}
+    part = adapted(config, run={"name": "part"}, checkpoint={"export_hf": False}, **offload)
     folder = part.run.folder
     shutil.copytree(config.run.folder, folder)
     shutil.rmtree(checkpoint_folder(part) / "4")

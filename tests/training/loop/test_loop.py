@@ -61,11 +61,14 @@ def test_resumed_run_has_bit_identical_losses(whole, capsys):
     assert "resuming from the checkpoint of step 2" in capsys.readouterr().out
 
 
-def test_a_run_with_moments_on_the_host_has_the_same_losses_and_resumes_without(plain_config):
+@pytest.mark.parametrize("offload", [True, "all"])
+def test_a_run_on_the_host_has_the_same_losses_and_resumes_without(plain_config, offload):
     whole = losses(run(plain_config))
     saves = {"interval": 1, "keep": 9}
     config = changed(plain_config, run={"name": "host"}, checkpoint=saves)
-    np.testing.assert_array_equal(losses(run(changed(config, optimizer={"offload": True}))), whole)
+    np.testing.assert_array_equal(
+        losses(run(changed(config, optimizer={"offload": offload}))), whole
+    )
     for step in (3, 4):  # the state of step 2 was written while steps 3 and 4 ran
         shutil.rmtree(folder_of(config, step))
     np.testing.assert_array_equal(losses(run(config)), whole[2:])
