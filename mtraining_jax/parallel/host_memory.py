@@ -1,4 +1,4 @@
-"""Arrays in host memory, one layer of which is on the device at a time."""
+"""Arrays in host memory, copied to the device for one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -177,9 +177,9 @@ def _memory_lines(
     host = memory.host if compiled is None else compiled.host
     if host:
         what = ["moments"] * bool(config.optimizer.offload)
-        what += ["parameters", "gradients"] * (config.optimizer.offload == "all")
+        what += ["parameters and gradients of layers"] * (config.optimizer.offload == "all")
         what += ["activations"] * config.model.remat.endswith("offload")
-        note = f"per device, for offloaded {' and '.join(what)}"
+        note = f"per device, for offloaded {', '.join(what)}"
         yield f"  {'host memory':<17} {host / scale:8.2f}  {note}"
     if not virtual:
         yield "  not included: CUDA context and NCCL buffers, which are outside of JAX's limit"

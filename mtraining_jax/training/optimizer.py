@@ -176,10 +176,12 @@ def zeros_like(parameters: Parameters) -> Parameters:
     """Zeros in the same memory as parameters."""
     here, there = by_memory(parameters)
 
-    def of_layer(x: Array) -> Array:
-        return move_to(jnp.zeros(x.shape, x.dtype), x)
+    def of_layer(arrays: Parameters) -> Parameters:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+        # XLA would copy equal ones in host memory.
+        return jax.tree.map(move_to, lax.optimization_barrier(zeros), arrays)
 
-    zeros = map_layers(functools.partial(jax.tree.map, of_layer), there)
+    zeros = map_layers(of_layer, there)
     return jax.tree.map(jnp.zeros_like, here) | zeros
 
 

@@ -33,6 +33,7 @@ from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec
 from mtraining_jax.models.products import dot32
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ComputeDtype, ModelSpec
+from mtraining_jax.parallel.host_memory import to_device
 from mtraining_jax.utils.errors import UserError
 
 _SPARSE_FILE = Path(__file__).with_name("sparse_attention.py")
@@ -220,7 +221,7 @@ def _merged(
 ) -> Array:
     for place in index:
         found = tuple(jax.lax.dynamic_index_in_dim(x, place, keepdims=False) for x in found)
-    x, *factors = found
+    x, *factors = map(to_device, found)
     if factors:
         x = x.astype(jnp.float32) + scale * dot32("ri,or->oi", *factors)
     x = x.astype(dtype)
