@@ -109,7 +109,7 @@ TINY = [
 
 def test_a_run_on_cpu_gives_a_table(tmp_path, monkeypatch):
     # A head so small that unoptimised programs run in little time; others have groups.
-    monkeypatch.setitem(attention.HEADS, 16, (1, 1))
+    monkeypatch.setitem(attention.ALL_HEADS, 16, (1, 1))
     out = tmp_path / "table.md"
     text = attention.main([*TINY, "--workers", "1", "--out", str(out)])
     assert out.read_text() == text and "seed 7" in text
@@ -132,7 +132,7 @@ def test_other_backends_have_rows_of_their_own(monkeypatch):
 
     monkeypatch.setattr(attention, "Case", Case)
     monkeypatch.setattr(attention, "random_inputs", lambda *_: [])
-    monkeypatch.setitem(attention.HEADS, 16, (1, 1))
+    monkeypatch.setitem(attention.ALL_HEADS, 16, (1, 1))
     options = ["--backend", "triton", "--also", "xla", "--workers", "0"]
     names, rows = rows_of(attention.main([*TINY, *options]))
     assert names == [["A", OWN], ["A", "xla"]]
