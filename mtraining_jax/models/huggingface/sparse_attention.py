@@ -255,7 +255,7 @@ def _heaviest(mass: Tensor, rows: Tensor, length: int, options: _Options) -> Ten
     causal, sinks = distance >= 0, numbers < options.sink_blocks
     forced = causal & (dense[:, None] | sinks | (distance < options.local_blocks))
     mass = mass.double() / mass.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1e-30)
-    mass = (mass * _MASS_ONE).round().long().masked_fill_(~causal, 0)
+    mass = (mass * _MASS_ONE).round().int().masked_fill_(~causal, 0)
     tau, least = round(options.tau * _TAU_ONE), max(round(options.min_block_mass * _MASS_ONE), 1)
     missing = -(-mass.sum(-1, keepdim=True) * tau // _TAU_ONE)
     missing -= mass.masked_fill(~forced, 0).sum(-1, keepdim=True)
