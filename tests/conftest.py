@@ -49,7 +49,7 @@ if not ON_GPU:
     elif flags not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     # Equal programs of several processes are compiled once: of those that tests start, and of tests
-    # of training, whose conftest.py enables the cache. Programs of other tests are all different,
+    # of training (their conftest.py enables the cache). Programs of other tests are all different,
     # and storing them takes time. With a size limit JAX locks the folder while it writes.
     options = {
         "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],

@@ -120,7 +120,8 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         result["copies of heads"] = moved / gpu.copy_bytes
     if memory.host:
         activations = offloaded(config)
-        moved = activations * micro_batches + (state := memory.host - activations)
+        state = memory.host - activations
+        moved = activations * micro_batches + state
         if config.optimizer.offload == "all":
             # Of four parts, parameters and gradients are copied 7 times instead of 4, and 6 times
             # more in each further micro-batch.

@@ -7,7 +7,7 @@ mirror image. Rising causal items get longer, falling ones shorter: sequences al
 items end together. Documents shorter than a wave always rise: falling, each would wait for the
 previous one. Column tiles come first at every query block, from the last query block to the first;
 with columns all sequences rise, one wave of every head after another, so that few items need query
-blocks that the columns have not passed. So they do with a window, whose items are equally long.
+blocks that the columns have not passed. With a window all rise as well: items are equally long.
 """
 
 import dataclasses

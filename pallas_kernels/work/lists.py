@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
 
 def far_entry(window: int) -> int:
-    """Returns the first offset, after the causal diagonal, whose tiles a window cuts."""
+    """Returns the first offset after the causal diagonal with tiles that a window cuts."""
     return max(window // BLOCK_SIZE, 1)
 
 

@@ -170,7 +170,7 @@ def fused_kernel(
         memory_warpgroups=2 if interpreted else 1,
     )
     dq = lax.optimization_barrier(jax.freeze(dq_ref))
-    if work.window is not None:  # blocks of padding are never stored
+    if windowed:  # blocks of padding are never stored
         seen = work.last[:, :, -(q.shape[1] // TILE) :] > 0
         seen = jnp.repeat(seen.swapaxes(1, 2), TILE, axis=1)
         dq = jnp.where(seen[..., None], dq, 0.0)
