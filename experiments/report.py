@@ -26,8 +26,7 @@ from experiments.compare import (
     scores_of,
 )
 from experiments.decision import EARLY, cell, task_verdicts, verdicts
-from experiments.result_lines import Line
-from experiments.steps import count
+from experiments.result_lines import Line, count_steps
 from experiments.variants import own_pattern
 from mtraining_jax.models.position_buckets import bucket_names
 from mtraining_jax.utils.errors import UserError
@@ -134,7 +133,7 @@ def training_table(lines: Iterable[Line], tier: str) -> list[str]:
         recall = [x["recall"] for x in steps if x.get("recall") is not None]
         density = [x["density"] for x in own[-len(last) :] if x.get("density") is not None]
         rows.append([
-            arm, str(seed), str(count(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
+            arm, str(seed), str(count_steps(steps)), f"{np.mean([x['loss'] for x in last]):.4f}",
             f"{np.median(seconds):.3f}" if seconds else "–",
             f"{np.mean(density):.3f}" if density else "–",
             f"{recall[-1]:.3f}" if recall else "–",

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mtraining_jax.utils.errors import UserError
 
 Line = dict[str, Any]
@@ -32,6 +34,10 @@ COLUMNS = {
     },
     "task": {"number": 0, "depth": 3, "score": 6, "density": 5, "loss": 4},
 }  # fmt: skip
+# Fields of a step's metrics that the report reads; "steps" is added to groups.
+STEP_FIELDS = tuple(name for name in COLUMNS["train"] if name != "steps")
+# Approximate number of training records of a run, as results are committed.
+TRAINING_LINES = 400
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -114,3 +120,44 @@ def _rounded(value: Any, decimals: int) -> Any:
         return value
     short = round(value, decimals)
     return int(short) if short.is_integer() else short
+
+
+def training_lines(folder: Path, about: Line) -> list[Line]:
+    """Training records of a run. Of a step that ran twice, the last record counts.
+
+    Each record starts with the fields `about`. A run of more than `TRAINING_LINES` steps is reduced
+    to groups: means over the `steps` steps that end with `step`.
+    """
+    steps = {x["step"]: x for x in read_lines(folder / "metrics.jsonl") if "loss" in x}
+    lines = [{name: x[name] for name in STEP_FIELDS if name in x} for _, x in sorted(steps.items())]
+    return [{"what": "train", **about, **line} for line in _grouped(lines)]
+
+
+def _grouped(lines: list[Line]) -> list[Line]:
+    size = -(-len(lines) // TRAINING_LINES)
+    if size <= 1:
+        return lines
+    groups: list[list[Line]] = []
+    for line in lines:
+        last = groups[-1] if groups else []
+        alike = last and last[-1].get("dense_step") == line.get("dense_step")
+        # Groups end at multiples of their size, so a resumed run has the same groups.
+        if alike and (line["step"] - 1) // size == (last[-1]["step"] - 1) // size:
+            last.append(line)
+        else:
+            groups.append([line])
+    return [_mean(group) for group in groups]
+
+
+def _mean(group: list[Line]) -> Line:
+    found: Line = {"step": group[-1]["step"], "steps": len(group)}
+    for name in STEP_FIELDS[1:]:
+        values = [x[name] for x in group if x.get(name) is not None]
+        if values:
+            found[name] = values[0] if name == "dense_step" else float(np.mean(values))
+    return found
+
+
+def count_steps(lines: Iterable[Line]) -> int:
+    """Total number of steps in the records of a run."""
+    return sum(line.get("steps", 1) for line in lines)

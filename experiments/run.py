@@ -19,8 +19,7 @@ from benchmarks.options import make_parser
 from experiments import variants
 from experiments.data import FOLDER
 from experiments.measure import LATER, START
-from experiments.result_lines import append_lines, read_lines
-from experiments.steps import KEPT, training_lines
+from experiments.result_lines import STEP_FIELDS, append_lines, read_lines, training_lines
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
@@ -136,7 +135,7 @@ def probe(budget: TimeBudget, args: argparse.Namespace, overrides: variants.Over
         if not _succeeds(budget, args, command, f"the probe of {arm}"):
             return False
         last = [x for x in training_lines(run, {}) if not x.get("dense_step")][-1]
-        numbers = ", ".join(f"{name} {last[name]:.4g}" for name in KEPT if name in last)
+        numbers = ", ".join(f"{name} {last[name]:.4g}" for name in STEP_FIELDS if name in last)
         print(f"probe of {arm}: {numbers}", flush=True)
     return True
 

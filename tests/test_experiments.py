@@ -19,7 +19,6 @@ from experiments import (
     report,
     result_lines,
     run,
-    steps,
     synthetic,
     variants,
 )
@@ -502,7 +501,7 @@ def test_intervals_follow_the_spread_of_sequences_and_seeds():
 def test_a_repeated_step_is_kept_once(tmp_path):
     written = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
     result_lines.append_lines(tmp_path / "metrics.jsonl", written)
-    found = steps.training_lines(tmp_path, {"trained": "dense"})
+    found = result_lines.training_lines(tmp_path, {"trained": "dense"})
     assert found == [
         {"what": "train", "trained": "dense", "step": 1, "loss": 3.0},
         {"what": "train", "trained": "dense", "step": 2, "loss": 1.0},
@@ -510,13 +509,13 @@ def test_a_repeated_step_is_kept_once(tmp_path):
 
 
 def test_a_long_run_is_reduced_to_means_over_groups_of_steps(tmp_path):
-    count = 2 * steps.LINES + 1  # groups of three
+    count = 2 * result_lines.TRAINING_LINES + 1  # groups of three
     written = [{"step": n, "loss": float(n), "step_seconds": 0.5} for n in range(1, count + 1)]
     for line in written[4:5]:
         line["dense_step"] = True
     written[0]["recall"] = 0.9
     result_lines.append_lines(tmp_path / "metrics.jsonl", written)
-    found = steps.training_lines(tmp_path, {"seed": 1})
+    found = result_lines.training_lines(tmp_path, {"seed": 1})
     assert found[0] == {
         "what": "train",
         "seed": 1,
@@ -533,7 +532,7 @@ def test_a_long_run_is_reduced_to_means_over_groups_of_steps(tmp_path):
         (6, 1, None),
         (9, 3, None),
     ]
-    assert steps.count(found) == count == found[-1]["step"]
+    assert result_lines.count_steps(found) == count == found[-1]["step"]
     assert np.average([x["loss"] for x in found], weights=[x["steps"] for x in found]) == (
         pytest.approx((count + 1) / 2)
     )
