@@ -115,7 +115,10 @@ def test_a_signal_before_the_first_step_stops_resumed_processes(whole, tmp_path)
     config = changed(whole.copy("early"), audit={"interval": 0, "masks": ()})
     shutil.rmtree(checkpoint_folder(config) / "4")
     config = changed(
-        config, run={"steps": 5000}, parallel={"nodes": 1, "devices_per_node": 2, "cpu_devices": 1}
+        config,
+        run={"steps": 5000},
+        sparsity={"kind": "dense"},
+        parallel={"nodes": 1, "devices_per_node": 2, "cpu_devices": 1},
     )
     processes = started_together(config, tmp_path)
     try:
