@@ -59,24 +59,27 @@ def attention_dkdv(
         if LISTED:
             entries = lists + block_at * capacity
         queries = _head_of(q, dout, shift, delta, batch, query_length, head, HEADS, DIM)
-        # Only the first entry can be the diagonal.
+        # Only the first entry can be the diagonal. Those that a window cuts share its loop, since
+        # two loops with masks spill registers.
         one = tl.minimum(first + 1, last)
-        for s in range(first * SPLIT, one * SPLIT):
+        stop = last
+        if WINDOW > 0:
+            stop = tl.minimum(tl.maximum(one, FAR), last)
+        for s in range(first * SPLIT, (one + last - stop) * SPLIT):
             entry = s // SPLIT
             inside = (s - entry * SPLIT) * ROWS
+            if WINDOW > 0:
+                entry += tl.where(entry < one, 0, stop - one)
             query = _query_block(entries, entry, block, LISTED)
             passing = tl.where(query - block == tl.load(diagonal), 0, BLOCK)
             if WINDOW > 0:
-                passing = entry * BLOCK
+                passing = (query - block - tl.load(diagonal)) * BLOCK
             at = query.to(tl.int64) * BLOCK + inside
             rows = _rows_at(queries, at, HEADS, DIM)
             positions = inside + passing + tl.arange(0, ROWS)
             state = _step(
                 state, keys, rows, query_offsets, numbers, positions, log2_scale, True, WINDOW
             )
-        stop = last
-        if WINDOW > 0:
-            stop = tl.minimum(tl.maximum(one, FAR), last)
         query = block  # arbitrary for an empty list
         if one < last:
             query = _query_block(entries, one, block, LISTED)
@@ -87,17 +90,6 @@ def attention_dkdv(
             query = _query_block(entries, following, block, LISTED)
             rows = _rows_at(queries, at, HEADS, DIM)
             state = _step(state, keys, rows, query_offsets, numbers, numbers, log2_scale, False, 0)
-        if WINDOW > 0:
-            for s in range(stop * SPLIT, last * SPLIT):
-                entry = s // SPLIT
-                inside = (s - entry * SPLIT) * ROWS
-                query = _query_block(entries, entry, block, LISTED)
-                at = query.to(tl.int64) * BLOCK + inside
-                rows = _rows_at(queries, at, HEADS, DIM)
-                positions = inside + entry * BLOCK + tl.arange(0, ROWS)
-                state = _step(
-                    state, keys, rows, query_offsets, numbers, positions, log2_scale, True, WINDOW
-                )
 
     if PARTS == 0:
         _store(dk, dv, state, scale, batch, row, key_length, kv_head, KV_HEADS)

@@ -56,19 +56,30 @@ def over_keys(
         entries = lists + head_at * capacity
         if LISTED:
             entries = lists + (head_at * blocks + block) * capacity
-        # The only tile that may be on the diagonal: the last of a list, the first of offsets.
+        # The only tile that may be on the diagonal: the last of a list, the first of offsets. Tiles
+        # that a window cuts share its loop, since two loops with masks spill registers.
         last = first + count
         masked = first
         if LISTED:
             masked = last - 1
         one = tl.minimum(count, 1)
-        for s in range(0, one * SPLIT):
-            keys = key_block(entries, masked, block, LISTED)
+        steps = one * SPLIT
+        if WINDOW > 0:
+            cut = tl.minimum(first + FAR, last)
+            steps += (last - cut) * SPLIT
+        for s in range(0, steps):
+            entry, part = masked, s
+            if WINDOW > 0:
+                part = s - s // SPLIT * SPLIT
+                entry = tl.where(s < SPLIT, first, cut - 1 + s // SPLIT)
+            keys = key_block(entries, entry, block, LISTED)
             passing = tl.where(block - keys == tl.load(diagonal), 0, BLOCK)
-            at = (keys.to(tl.int64) * BLOCK + s * KEYS) * (KV_HEADS * DIM)
+            if WINDOW > 0:
+                passing = (block - keys - tl.load(diagonal)) * BLOCK
+            at = (keys.to(tl.int64) * BLOCK + part * KEYS) * (KV_HEADS * DIM)
             k_tile = tl.load(k_head + at + key_offsets)
             v_tile = tl.load(v_head + at + key_offsets)
-            limits = s * KEYS + tl.arange(0, KEYS) - passing
+            limits = part * KEYS + tl.arange(0, KEYS) - passing
             state = STEP(state, queries, k_tile, v_tile, rows, limits, log2_scale, True, WINDOW)
         heads = k_head, v_head, entries
         if RUNS == 0:
@@ -76,23 +87,11 @@ def over_keys(
             if not LISTED:
                 start, stop = first + one, last
             if WINDOW > 0:
-                stop = tl.minimum(first + FAR, last)
+                stop = cut
             state = _over_run(
                 STEP, state, queries, heads, start, stop, block, rows, log2_scale,
                 KV_HEADS, DIM, LISTED, KEYS,
             )  # fmt: skip
-            if WINDOW > 0:
-                for s in range(stop * SPLIT, last * SPLIT):
-                    entry = s // SPLIT
-                    keys = key_block(entries, entry, block, LISTED)
-                    inside = (s - entry * SPLIT) * KEYS
-                    at = (keys.to(tl.int64) * BLOCK + inside) * (KV_HEADS * DIM)
-                    k_tile = tl.load(k_head + at + key_offsets)
-                    v_tile = tl.load(v_head + at + key_offsets)
-                    limits = inside + tl.arange(0, KEYS) - (entry - first) * BLOCK
-                    state = STEP(
-                        state, queries, k_tile, v_tile, rows, limits, log2_scale, True, WINDOW
-                    )
         else:
             for run in range(RUNS):
                 at = (head_at * RUNS + run) * blocks + block
