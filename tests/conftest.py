@@ -4,6 +4,7 @@ Tests run on 8 virtual CPU devices. With `MTRAINING_TEST_GPU=1` JAX selects the 
 tests in tests/gpu.
 """
 
+import contextlib
 import gc
 import importlib
 import os
@@ -66,12 +67,8 @@ if not ON_GPU:
     # files this takes 0.06 s under the lock.
     LRUCache._evict_if_needed = lambda self, additional_size=0: None
 
-if not FIRST:
-    # Without bytecode, each process starts with a different one of these modules and writes it.
-    large = ["orbax.checkpoint", "flax.nnx", "jax.experimental.pallas.mosaic_gpu", "hypothesis"]
-    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    for place in range(len(large)):
-        importlib.import_module(large[(number + place) % len(large)])
+# Modules that take long to compile to bytecode.
+LARGE = ["orbax.checkpoint", "flax.nnx", "jax.experimental.pallas.mosaic_gpu", "hypothesis"]
 
 # Tracing creates many long-lived objects. Garbage collection takes 4 % of the time, and another 1 %
 # with Python's default thresholds for the older generations.
@@ -83,6 +80,24 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") and not ON_GPU:
         # Everything is reported by then: the first added cleanup runs last, after pytest's own.
         config.add_cleanup(lambda: os._exit(0))
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Imports what all tests need, starting in each process with other modules.
+
+    Without bytecode, the first process that imports a module compiles it for all.
+    """
+    if FIRST or session.config.args != session.config.getini("testpaths"):
+        return
+    tests = sorted(session.config.rootpath.glob("tests/**/test_*.py"))
+    names = [".".join(x.relative_to(session.config.rootpath).with_suffix("").parts) for x in tests]
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for modules in (LARGE, names):
+        first = len(modules) * number // count
+        for name in modules[first:] + modules[:first]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collection reports them
+                importlib.import_module(name)
 
 
 def pytest_collection_finish() -> None:
