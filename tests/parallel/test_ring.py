@@ -126,7 +126,7 @@ def test_block_lists(nodes, devices, kind, ring):
         (2, 1, "striped", "gather"),  # a node of one device has nothing to gather
         (4, 2, "striped", "flat"),
         (2, 2, "striped", "hierarchical"),
-        (1, 4, "zigzag", "hierarchical"),
+        (1, 2, "zigzag", "hierarchical"),
     ],
 )
 def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind, ring):
