@@ -14,6 +14,8 @@ from tests.pallas_kernels.helpers.contract import AttentionContract
 class TestXla(AttentionContract):
     backend = "xla"
     other_block_sizes = (16,)
+    other_dims = (64,)
+    group_heads = ((2, 2), (5, 1), (14, 2))  # no kernels, where each group is another case
 
 
 @pytest.fixture(scope="module")
