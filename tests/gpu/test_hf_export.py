@@ -118,12 +118,13 @@ def test_flex_attention(attention, dtype, length, with_columns):
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_scores_of_probe_queries(attention, width):
     torch.manual_seed(0)
-    rows, keys = (torch.randn(2, h, n, width, device=CUDA) for h, n in ((4, 200), (2, 640)))
-    rows, keys = rows.bfloat16(), keys.bfloat16()
-    positions = torch.randint(-1, 640, (200,), device=CUDA).sort()[0]
-    exact = attention._block_lse(rows.float(), keys.float(), positions, 128, 0.1)
-    found = attention._block_lse_on_gpu(rows, keys, positions, 128, 0.1)
-    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-5)
+    rows = torch.randn(2, 4, 500, 5, width, device=CUDA).bfloat16()
+    keys = torch.randn(2, 2, 80 * 128, width, device=CUDA).bfloat16()
+    positions = torch.randint(-1, 80 * 128, (2500,), device=CUDA).sort()[0].view(500, 5)
+    exact = attention._block_masses(rows.float(), keys.float(), positions, 128, 0.1)
+    found = attention._block_masses_on_gpu(rows, keys, positions, 128, 0.1)
+    torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-4)
+    assert found.equal(attention._block_masses_on_gpu(rows, keys, positions, 128, 0.1))
 
 
 @compiles

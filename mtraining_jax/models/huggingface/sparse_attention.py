@@ -9,7 +9,7 @@ the attention implementation "mtraining_sparse":
 A forward pass over a whole prompt attends to the pairs selected by the pattern in
 `config.sparse_attention` (the entry of config.json); every later token attends to all earlier ones.
 Selected blocks are those of mtraining-jax, but for blocks with equal mass up to rounding. On a GPU,
-FlexAttention and a Triton kernel compute; on a CPU, PyTorch operations on some rows at a time.
+FlexAttention and Triton kernels compute; on a CPU, PyTorch operations on some rows at a time.
 
 Letters in shapes: B batch, S tokens, Hq and Hk query and key/value heads, D head width, NB blocks.
 """
@@ -47,8 +47,9 @@ _Selected = tuple[Tensor, Tensor | None]  # blocks and columns
 _Scored = tuple[Tensor, Tensor, Tensor, float]  # rows, keys, positions, scale
 _MASS_ONE = 1 << 30
 _TAU_ONE = 1 << 15
-_STEP_BYTES = 1 << 28  # of logits or masks in memory at a time
+_STEP_SIZE = 1 << 28  # elements of logits or masks in memory at a time
 _TILE = 128  # tokens per block of the GPU kernels
+_CHUNK = 64  # key blocks per program of a GPU kernel
 
 
 def sparse_attention(
@@ -143,16 +144,15 @@ def _select(q: Tensor, k: Tensor, scale: float, options: _Options) -> _Selected:
     (batch, heads, num_blocks, per_row, _), length = rows.shape, q.shape[2]
     per_block = keys.shape[2] // num_blocks
     kernel = rows.is_cuda and per_block == _TILE
-    block_masses = _block_lse_on_gpu if kernel else _block_lse
-    bytes_per_row = 4 * batch * heads * per_row * (num_blocks if kernel else keys.shape[2])
-    step = max(_STEP_BYTES // bytes_per_row, 1)
+    block_masses = _block_masses_on_gpu if kernel else _block_masses
+    # The kernels store a number per row and key block, PyTorch about four per row and key.
+    size_per_block = batch * heads * per_row * (num_blocks if kernel else 4 * keys.shape[2])
+    step = max(_STEP_SIZE // size_per_block, 1)
     blocks = torch.zeros(batch, heads, num_blocks, num_blocks, dtype=torch.bool, device=q.device)
     for first in range(0, num_blocks, step):
         end = min(first + step, num_blocks)
-        part = rows[:, :, first:end].flatten(2, 3), keys[:, :, : end * per_block]
-        lse = block_masses(*part, positions[first:end].flatten(), per_block, scale)
-        lse = lse.unflatten(2, (end - first, per_row))
-        mass = torch.exp(lse - torch.logsumexp(lse, -1, keepdim=True)).nan_to_num(0).mean(3)
+        part = rows[:, :, first:end], keys[:, :, : end * per_block], positions[first:end]
+        mass = block_masses(*part, per_block, scale)
         numbers = torch.arange(first, end, device=q.device)
         blocks[:, :, first:end, :end] = _heaviest(mass, numbers, length, options)
     return blocks, None
@@ -192,18 +192,19 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return x.float() @ y.float().transpose(-1, -2)
 
 
-def _block_lse(
+def _block_masses(
     rows: Tensor, keys: Tensor, positions: Tensor, per_block: int, scale: float
 ) -> Tensor:
-    """Log-sum-exp of rows [B, Hq, R, E] in each block of keys [B, Hk, T, E]: fp32 [B, Hq, R, NB].
+    """Mean mass of rows [B, Hq, n, r, E] in each block of keys [B, Hk, T, E]: fp32 [B, Hq, n, NB].
 
-    Row i sees keys up to `positions[i]`.
+    A row sees keys up to its entry of `positions` [n, r].
     """
-    logits = _product(rows.reshape(len(rows), keys.shape[1], -1, rows.shape[3]), keys)
-    logits = logits.reshape(*rows.shape[:3], -1)
-    seen = positions[:, None] >= torch.arange(keys.shape[2], device=keys.device)
+    logits = _product(rows.reshape(len(rows), keys.shape[1], -1, rows.shape[4]), keys)
+    logits = logits.reshape(*rows.shape[:4], -1)
+    seen = positions[..., None] >= torch.arange(keys.shape[2], device=keys.device)
     logits = (logits * scale).masked_fill_(~seen, -torch.inf)
-    return torch.logsumexp(logits.unflatten(3, (-1, per_block)), -1)
+    lse = torch.logsumexp(logits.unflatten(4, (-1, per_block)), -1)
+    return torch.exp(lse - torch.logsumexp(lse, -1, keepdim=True)).nan_to_num(0).mean(3)
 
 
 if triton is not None:
@@ -211,38 +212,79 @@ if triton is not None:
     @triton.jit
     def _block_lse_kernel(
         rows, keys, positions, lse, scale, num_rows, num_blocks, group, width,
-        WIDTH: tl.constexpr, TILE: tl.constexpr,
+        WIDTH: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     ):  # fmt: skip
-        head = tl.program_id(1).to(tl.int64)  # of all sequences
-        row, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+        """Stores binary log-sum-exp of TILE rows in each of at most CHUNK key blocks."""
+        tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)  # head of all sequences
+        first = tl.program_id(2) * CHUNK
+        row, column = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
         seen = tl.load(positions + row, row < num_rows, -1)
+        end = tl.minimum(first + CHUNK, tl.max(seen) // TILE + 1)
+        if first >= end:
+            return
         mask = (row < num_rows)[:, None] & (column < width)
         q = tl.load(rows + (head * num_rows + row[:, None]) * width + column, mask, 0.0)
         keys += head // group * num_blocks * TILE * width
-        lse += head * num_blocks * num_rows
-        for block in range(0, tl.max(seen) // TILE + 1):
-            token = block * TILE + tl.arange(0, TILE)
-            k = tl.load(keys + token[None] * width + column[:, None], column[:, None] < width, 0.0)
-            logits = tl.dot(q, k, input_precision="ieee") * (scale * 1.4426950408889634)
-            logits = tl.where(seen[:, None] >= token, logits, float("-inf"))
-            peak = tl.max(logits, 1)
-            peak = tl.where(peak == float("-inf"), 0.0, peak)
-            total = tl.log2(tl.sum(tl.exp2(logits - peak[:, None]), 1)) + peak
-            tl.store(lse + block * num_rows + row, total * 0.6931471805599453, row < num_rows)
+        lse += (head * tl.num_programs(0) + tile) * num_blocks * TILE + tl.arange(0, TILE)
+        scale *= 1.4426950408889634
+        # All rows see all keys of the blocks before this one.
+        middle = tl.minimum(tl.maximum((tl.min(seen) + 1) // TILE, first), end)
+        for masked in tl.static_range(2):
+            for block in range(middle if masked else first, end if masked else middle):
+                token = block * TILE + tl.arange(0, TILE)
+                at = token[None] * width + column[:, None]
+                k = tl.load(keys + at, column[:, None] < width, 0.0)
+                logits = tl.dot(q, k, input_precision="ieee")
+                if masked:
+                    logits = tl.where(seen[:, None] >= token, logits, float("-inf"))
+                peak = tl.maximum(tl.max(logits, 1) * scale, -1e30)  # never -inf
+                total = tl.sum(tl.exp2(logits * scale - peak[:, None]), 1)
+                tl.store(lse + block * TILE, tl.log2(total) + peak)
+
+    @triton.jit
+    def _block_mass_kernel(
+        lse, positions, mass, num_tiles, num_blocks, count, COUNT: tl.constexpr, TILE: tl.constexpr
+    ):
+        """Stores the mean mass of `count` rows in each key block, from `_block_lse_kernel`."""
+        query_block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        row = query_block * count + tl.arange(0, COUNT)
+        seen = tl.load(positions + row, tl.arange(0, COUNT) < count, -1)
+        end = tl.max(seen) // TILE + 1
+        lse += (head * num_tiles + row // TILE) * num_blocks * TILE + row % TILE
+        mass += (head * tl.num_programs(0) + query_block) * num_blocks
+        peak, total = tl.full([COUNT], -1e30, tl.float32), tl.zeros([COUNT], tl.float32)
+        for first in range(0, end, TILE):
+            token = (first + tl.arange(0, TILE))[:, None] * TILE  # the first of each block
+            x = tl.load(lse + token, token <= seen, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(x, 0))
+            total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(x - new_peak), 0)
+            peak = new_peak
+        total = tl.maximum(total, 1.0) * count  # less than 1 only if a row sees nothing
+        for first in range(0, end, TILE):
+            block = first + tl.arange(0, TILE)
+            token = block[:, None] * TILE
+            x = tl.load(lse + token, token <= seen, float("-inf"))
+            tl.store(mass + block, tl.sum(tl.exp2(x - peak) / total, 1), block < end)
 
 
-def _block_lse_on_gpu(
+def _block_masses_on_gpu(
     rows: Tensor, keys: Tensor, positions: Tensor, per_block: int, scale: float
 ) -> Tensor:
-    """Computes `_block_lse` without storing logits."""
-    (batch, heads, num_rows, width), num_blocks = rows.shape, keys.shape[2] // per_block
-    lse = rows.new_full((batch, heads, num_blocks, num_rows), -torch.inf, dtype=torch.float32)
-    grid = triton.cdiv(num_rows, per_block), batch * heads
-    sizes = num_rows, num_blocks, heads // keys.shape[1], width
-    shape = triton.next_power_of_2(width), per_block
-    tensors = rows.contiguous(), keys.contiguous(), positions.int(), lse
-    _block_lse_kernel[grid](*tensors, scale, *sizes, *shape, num_warps=8, num_stages=2)
-    return lse.transpose(2, 3)
+    """Computes `_block_masses` without storing logits."""
+    (batch, heads, count, per_row, width), num_blocks = rows.shape, keys.shape[2] // per_block
+    num_tiles, all_heads = triton.cdiv(count * per_row, per_block), batch * heads
+    lse = rows.new_empty(all_heads, num_tiles, num_blocks, per_block, dtype=torch.float32)
+    mass = rows.new_zeros(batch, heads, count, num_blocks, dtype=torch.float32)
+    rows, keys, positions = rows.contiguous(), keys.contiguous(), positions.int()
+    grid = num_tiles, all_heads, triton.cdiv(num_blocks, _CHUNK)
+    sizes = count * per_row, num_blocks, heads // keys.shape[1], width
+    shape = triton.next_power_of_2(width), per_block, _CHUNK
+    _block_lse_kernel[grid](
+        rows, keys, positions, lse, scale, *sizes, *shape, num_warps=8, num_stages=2
+    )
+    sizes = num_tiles, num_blocks, per_row, triton.next_power_of_2(per_row), per_block
+    _block_mass_kernel[count, all_heads](lse, positions, mass, *sizes)
+    return mass
 
 
 def _heaviest(mass: Tensor, rows: Tensor, length: int, options: _Options) -> Tensor:
@@ -342,7 +384,7 @@ def _attend(
 ) -> Tensor:
     """Attends to the selected blocks and columns, some rows of blocks at a time."""
     batch, heads, length, _ = q.shape
-    step = max(_STEP_BYTES // (batch * heads * length * size * 8), 1)
+    step = max(_STEP_SIZE // (batch * heads * length * size * 8), 1)
     tokens, out = torch.arange(length, device=q.device), []
     for first in range(0, blocks.shape[2], step):
         rows = tokens[first * size : (first + step) * size]

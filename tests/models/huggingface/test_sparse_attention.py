@@ -274,16 +274,18 @@ _KERNEL = """
 import torch
 import sparse_attention
 torch.manual_seed(0)
-for width in 24, 64:
-    rows, keys = torch.randn(2, 4, 200, width), torch.randn(2, 2, 640, width)
-    arguments = rows, keys, torch.randint(-1, 640, (200,)).sort()[0], 128, 0.3
-    expected = sparse_attention._block_lse(*arguments)
-    found = sparse_attention._block_lse_on_gpu(*arguments)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+sparse_attention._CHUNK = 2  # of five blocks
+rows, keys = torch.randn(2, 4, 56, 5, 24), torch.randn(2, 2, 640, 24)
+positions = torch.randint(-1, 640, (56 * 5,)).sort()[0].view(56, 5)
+positions[:2] = -1
+arguments = rows, keys, positions, 128, 0.3
+expected = sparse_attention._block_masses(*arguments)
+found = sparse_attention._block_masses_on_gpu(*arguments)
+torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 """
 
 
-def test_the_triton_kernel_computes_the_same(torch):
+def test_the_triton_kernels_compute_the_same(torch):
     """In Triton's interpreter, which must be chosen before the first import."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(FILE.parent)}
