@@ -113,7 +113,7 @@ def work(names: Sequence[str], times: int) -> int:
     from pallas_kernels.mosaic_gpu import device
     from tests.gpu_tools import small_problems
 
-    device.multiprocessors = lambda: MULTIPROCESSORS
+    device.multiprocessors = lambda interpret: MULTIPROCESSORS
     spoil = jax.jit(overwrite_shared_memory)
     for problem in small_problems.problems(BLOCKS):
         if problem.name not in names:

@@ -96,7 +96,7 @@ def work(name: str, out: Path, expect: bool) -> int:
     from pallas_kernels.mosaic_gpu import device
     from tests.gpu_tools import small_problems
 
-    device.multiprocessors = lambda: MULTIPROCESSORS
+    device.multiprocessors = lambda interpret: MULTIPROCESSORS
     problem = next(p for p in small_problems.problems() if p.name == name)
     texts = []
 
