@@ -97,7 +97,8 @@ class Flash4(Torch):
         sparse = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
         mask, size = self.mask(), (BLOCK, BLOCK)
         by_keys = mask.transpose(-1, -2).contiguous()
-        forward, backward = (self.problem.listed, mask), (None, by_keys)
+        longest = int(self.problem.widths(self.seed).max())
+        forward, backward = (longest, mask), (None, by_keys)
         return [sparse(*self.lists(x, width), block_size=size) for width, x in (forward, backward)]
 
     def lists(self, mask: Any, width: int | None) -> tuple[Any, ...]:
@@ -146,7 +147,8 @@ class CudnnSparse(Torch):
     packages = "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"
 
     def build(self) -> Any:
-        counts, numbers = lists(self.xp, self.mask(), self.problem.listed)
+        longest = int(self.problem.widths(self.seed).max())
+        counts, numbers = lists(self.xp, self.mask(), longest)
         index = dict(q2k_block_index=numbers.contiguous(), q2k_block_nums=counts, layout="bshd")
         return index | dict(block_sparse_num=numbers.shape[-1], sparse_block_size=BLOCK)
 

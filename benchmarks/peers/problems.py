@@ -27,7 +27,8 @@ _WORD = 32
 class Problem:
     """One shape with `listed` blocks in a row of blocks, or "dense" (causal), or "A" or "B".
 
-    The latter are block diagonals and columns of `benchmarks.kernels.masks`, in a batch of 1.
+    The latter are block diagonals and columns of `benchmarks.kernels.masks`, in a batch of 1. "~64"
+    lists 64 blocks on average, in rows as uneven as those that a model selects (`widths`).
     """
 
     seq_len: int
@@ -40,12 +41,12 @@ class Problem:
     @classmethod
     def parse(cls, name: str) -> "Problem":
         """Reads a name, also as the type of a command's option."""
-        pattern = r"(\d+)x(\d+),(\d+)/(\d+),D(\d+),([1-9]\d*|dense|A|B)"
+        pattern = r"(\d+)x(\d+),(\d+)/(\d+),D(\d+),(~?[1-9]\d*|dense|A|B)"
         found = re.fullmatch(pattern, name)
         if not found or int(found[1]) % BLOCK or int(found[3]) % int(found[4]):
             raise argparse.ArgumentTypeError(
                 f"{name!r} must look like 32768x2,16/2,D128,64 or 8192x8,4/2,D64,dense: tokens (a "
-                f"multiple of {BLOCK}) x batch, heads/key-value heads, head dim, blocks a row"
+                f"multiple of {BLOCK}) x batch, heads/key-value heads, head dim, blocks in a row"
             )
         *sizes, listed = found.groups()
         return cls(*map(int, sizes), int(listed) if listed.isdigit() else listed)
@@ -60,7 +61,7 @@ class Problem:
         """What it has: "lists", "dense" (nothing) or "columns"."""
         if self.listed == "dense":
             return "dense"
-        return "lists" if isinstance(self.listed, int) else "columns"
+        return "columns" if self.listed in ("A", "B") else "lists"
 
     @property
     def num_blocks(self) -> int:
@@ -74,9 +75,25 @@ class Problem:
         """Computed blocks and columns of all heads; blocks of the diagonal count in full."""
         if self.kind == "columns":
             return self.slashes(seed).work()
-        width = self.listed if isinstance(self.listed, int) else self.num_blocks
-        rows = np.minimum(np.arange(1, self.num_blocks + 1), width)
-        return Work(int(rows.sum()) * self.heads * self.batch)
+        return Work(int(self.widths(seed).sum()))
+
+    def widths(self, seed: int) -> np.ndarray:
+        """Numbers of listed blocks, int [B, Hq, NB].
+
+        Uneven ones grow with the row, by 0.5 to 1.5 of the mean in the heads, times a log-normal
+        factor (sigma 0.5) in each row; the last row, a dense suffix, lists all blocks.
+        """
+        rows = np.arange(1, self.num_blocks + 1)
+        shape = self.batch, self.heads, self.num_blocks
+        if not isinstance(self.listed, str) or not self.listed.startswith("~"):
+            width = self.listed if isinstance(self.listed, int) else self.num_blocks
+            return np.broadcast_to(np.minimum(rows, width), shape)
+        rng = np.random.default_rng(seed)
+        heads = rng.permutation(np.linspace(0.5, 1.5, self.heads))[:, None]
+        factors = rng.lognormal(-0.125, 0.5, shape)
+        uneven = 2 * int(self.listed[1:]) * rows / self.num_blocks * heads * factors
+        uneven[..., -1] = self.num_blocks
+        return np.clip(uneven.round().astype(int), np.minimum(rows, 2), rows)
 
     def figures(self, seed: int) -> dict[str, float]:
         """Density, and FLOP of the forward pass: 4 D per computed pair, half of S x S if dense."""
@@ -109,10 +126,10 @@ def draw_bits(problem: Problem, seed: int) -> np.ndarray:
     rng, size = np.random.default_rng(seed), problem.num_blocks
     words = np.zeros((problem.batch, problem.heads, size, -(-size // _WORD)), np.uint32)
     diagonals = problem.slashes(seed).diagonals if problem.kind == "columns" else ()
-    width = problem.listed if isinstance(problem.listed, int) else size
+    widths = problem.widths(seed)
     for where in np.ndindex(words.shape[:3]):
         _, head, row = where
-        earlier = rng.choice(max(row, 1), min(width, row + 1) - 1, replace=False, shuffle=False)
+        earlier = rng.choice(max(row, 1), widths[where] - 1, replace=False, shuffle=False)
         if diagonals:
             earlier = row - diagonals[head][diagonals[head] <= row]
         marked = np.zeros(words.shape[3] * _WORD, bool)
@@ -168,7 +185,8 @@ def samples(problem: Problem, name: str) -> list[tuple[int, int, int]]:
     if name in ("out", "dq"):
         return [(0, 0, size // 2), (batch, problem.heads - 1, size - 1)]
     # Each row that sees the keys is computed; where these are many and long, only a few.
-    early = size // 2 if problem.kind == "lists" and problem.listed * 8 <= size else size - 4
+    few = problem.kind == "lists" and problem.widths(0).mean() * 8 <= size
+    early = size // 2 if few else size - 4
     return [(batch, problem.kv_heads - 1, block) for block in (max(early, 0), size - 1)]
 
 
