@@ -56,9 +56,10 @@ def fused_kernel(
     windowed = work.window is not None
     start = lax.empty(q.shape, jnp.float32) if windowed else jnp.full(q.shape, zero)
     dq_ref = jax.new_ref(lax.optimization_barrier(start))
-    counters = jax.new_ref(jnp.zeros((batch, heads, q.shape[1] // queries, 1), jnp.int32))
+    none = zero.astype(jnp.int32)
+    counters = jax.new_ref(jnp.full((batch, heads, q.shape[1] // queries, 1), none))
     key_shape = (batch, kv_heads, k.shape[1] // ROWS, 1) if split else (1, 1, 1, 1)
-    key_counters = jax.new_ref(jnp.zeros(key_shape, jnp.int32))
+    key_counters = jax.new_ref(jnp.full(key_shape, none))
 
     def attention_backward(refs):
         smem, bars = refs["smem"], refs["bars"]
