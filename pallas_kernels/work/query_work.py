@@ -4,7 +4,6 @@ Items are sorted by work, short ones last. Adjacent blocks of heads that share k
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,10 @@ from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
 from pallas_kernels.work.items import ITEM_FIELDS, QueryItem, column_of, pack
 from pallas_kernels.work.lists import Sizes, walked_lists
 
-# From this number of query blocks on, the keys of one head are processed after those of another:
-# those of all heads together would not stay in the L2 cache. 256 blocks of keys and values take 8
-# (head dim 64) or 16 MiB.
-LONG = 256
+# The L2 cache holds the keys and values of so many blocks: 8 (head dim 64) or 16 MiB. Key/value
+# heads with more are processed one after another, those of lists as many at a time as fit.
+CACHED_BLOCKS = 256
+LONGEST = 1 / 1024  # items of lists with more than this part of all work come first
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +58,13 @@ def query_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> Qu
             past_tiles = jnp.maximum(past_tiles, first_column_tile)
     walked = count, column_tiles, past_tiles, first_column_tile
     window = None if tiles is None else tiles.window
-    items = _row_items(first, *walked, sizes.kv_heads, in_order=window is not None)
+    sequences = sizes.batch * sizes.kv_heads
+    parts = sequences if sizes.query_blocks >= CACHED_BLOCKS else 1
+    if listed:
+        most = sequences * sizes.key_blocks / CACHED_BLOCKS
+        fits = (n for n in range(1, sequences) if sequences % n == 0 and n >= most)
+        parts = next(fits, sequences)
+    items = _row_items(first, *walked, parts, listed, in_order=window is not None)
     skips = first_column_tile is not None
     return QueryWork(items, lists, diagonal, *runs, listed, skips, window)
 
@@ -76,38 +81,39 @@ def _row_items(
     column_tiles: Array,
     past_tiles: Array,
     first_column_tile: Array | None,
-    kv_heads: int,
+    parts: int,
+    listed: bool,
     in_order: bool,
 ) -> Array:
-    """Returns the items [n, 8] in order of work; long sequences: one key/value head after another.
+    """Returns the items [n, 8], one of `parts` of the heads after another, each in order of work.
 
-    Heads then alternate between rising and falling lengths. Ties go to later blocks. `in_order`:
-    items are about equally long, and all stay in the order of ties.
+    Parts alternate between rising and falling lengths. The longest items of lists come first. Ties
+    go to later blocks. `in_order`: items are about equally long, and all stay in the order of ties.
     """
     entry, head, block = jnp.indices(first.shape, jnp.int32, sparse=True)
     walked = tiles, column_tiles, past_tiles, first_column_tile
     item = QueryItem(entry, head, block, first, *walked)
-    batch, _, blocks = first.shape
     items = jnp.flip(pack(item), axis=2)
-    parts = batch * kv_heads if blocks >= LONG else 1
-    items = items.reshape(parts, -1, blocks, ITEM_FIELDS).swapaxes(1, 2)
+    items = items.reshape(parts, -1, first.shape[2], ITEM_FIELDS).swapaxes(1, 2)
     if in_order:
         return items.reshape(-1, ITEM_FIELDS)
     items = items.reshape(parts, -1, ITEM_FIELDS)
-    work = sum(items[..., column_of(QueryItem, name)] for name in ("tiles", "column_tiles"))
+    tiles_of, columns_of = (column_of(QueryItem, name) for name in ("tiles", "column_tiles"))
+    work = items[..., tiles_of] + items[..., columns_of]
     if first_column_tile is not None:
         work -= items[..., column_of(QueryItem, "first_column_tile")]
-    from_last = jnp.arange(parts)[::-1, None]
-    order = jnp.argsort(jnp.where(from_last % 2 == 0, -work, work), axis=1, stable=True)
-    return jnp.take_along_axis(items, order[..., None], axis=1).reshape(-1, ITEM_FIELDS)
+    number = jnp.arange(parts)[:, None]
+    apart = 2 * work.max() + 1
+    order = number * apart + jnp.where((parts - 1 - number) % 2 == 0, -work, work)
+    if listed:  # the longest, begun late, would outlast all others
+        longest = work > work.sum(dtype=jnp.float32) * LONGEST
+        order = jnp.where(longest, -apart - work, order)
+    return items.reshape(-1, ITEM_FIELDS)[jnp.argsort(order.ravel(), stable=True)]
 
 
-def share(block: Array, num_items: int, num_blocks: int) -> tuple[Array, Callable[[Array], Array]]:
-    """Returns how many items a thread block has, and the index of its nth; in alternating order."""
-    rounds, rest = divmod(num_items, num_blocks)
+def assigned_item(n: Array, block: Array, num_blocks: int) -> Array:
+    """Returns the number of a thread block's nth item if each has a fixed part of them.
 
-    def place(n: Array) -> Array:
-        return jnp.where(n & 1 == 0, block, num_blocks - 1 - block)
-
-    count = rounds + jnp.where(place(jnp.int32(rounds)) < rest, 1, 0)
-    return count, lambda n: n * num_blocks + place(n)
+    In alternating order; from the number of items on there are none left.
+    """
+    return n * num_blocks + jnp.where(n & 1 == 0, block, num_blocks - 1 - block)

@@ -125,19 +125,28 @@ def test_matches_the_oracle_at_8k_tokens(dim, heads, dtype):
     compare_on_device(actual, expected)
 
 
-def test_vmap_is_bit_identical_to_separate_calls():
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("around", ["vmap", "scan"])
+def test_calls_together_are_bit_identical_to_separate_ones(around, lists):
     rng = np.random.default_rng(0)
     size = Size(3, 4, 2, query_blocks=8, key_blocks=8, block_size=128, dim=64)
-    index = cases.vertical_slash(rng, size, max_slashes=3, max_verticals=150, garbage=rng)
+    if lists:
+        index = cases.block_sparse(rng, size, causal=True, garbage=rng)
+    else:
+        index = cases.vertical_slash(rng, size, max_slashes=3, max_verticals=150, garbage=rng)
     inputs = *cases.qkv_dout(rng, size, "bfloat16"), index
+    run = functools.partial(_value_and_gradients, backend="mosaic_gpu")
     # An axis of 3 before a batch of 1.
-    mapped = jax.vmap(functools.partial(_value_and_gradients, backend="mosaic_gpu"))(
-        *jax.tree.map(lambda x: x[:, None], inputs)
-    )
+    stacked = jax.tree.map(lambda x: x[:, None], inputs)
+    _fill_free_memory_with_nan(list(stacked[:4]))
+    if around == "vmap":
+        together = jax.jit(jax.vmap(run))(*stacked)
+    else:
+        scanned = jax.jit(lambda *x: jax.lax.scan(lambda _, x: (None, run(*x)), None, x)[1])
+        together = scanned(*stacked)
     for entry in range(3):
-        one = jax.tree.map(lambda x, at=entry: x[at : at + 1], inputs)
-        alone = _value_and_gradients(*one, backend="mosaic_gpu")
-        assert_same_bits(alone, {name: x[entry] for name, x in mapped.items()})
+        alone = run(*jax.tree.map(lambda x, at=entry: x[at : at + 1], inputs))
+        assert_same_bits(alone, {name: x[entry] for name, x in together.items()})
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,13 @@ from pallas_kernels.tiles import COLUMN_TILE, Tiles
 from pallas_kernels.work.items import KEY_COLUMNS, KeyItem, QueryItem
 from pallas_kernels.work.key_work import KeyWork, key_work
 from pallas_kernels.work.lists import Sizes
-from pallas_kernels.work.query_work import LONG, QueryWork, query_work, share
+from pallas_kernels.work.query_work import (
+    CACHED_BLOCKS,
+    LONGEST,
+    QueryWork,
+    assigned_item,
+    query_work,
+)
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 
@@ -54,7 +61,7 @@ def _fields(items: np.ndarray) -> QueryItem:
 
 
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("blocks", [24, LONG])
+@pytest.mark.parametrize("blocks", [24, CACHED_BLOCKS])
 def test_every_block_of_every_head_is_one_item(blocks, dense):
     size, items = _items(blocks, dense)
     of = _fields(items)
@@ -70,7 +77,7 @@ def test_items_of_a_short_sequence_descend_in_work(dense):
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_items_of_a_long_sequence_are_grouped_by_key_head_in_alternating_order(dense):
-    size, items = _items(LONG, dense)
+    size, items = _items(CACHED_BLOCKS, dense)
     parts = size.batch * size.kv_heads
     group = size.heads // size.kv_heads
     key_head = _fields(items).batch * size.kv_heads + _fields(items).head // group
@@ -80,23 +87,37 @@ def test_items_of_a_long_sequence_are_grouped_by_key_head_in_alternating_order(d
     assert (steps[0::2] >= 0).all()
 
 
+@pytest.mark.parametrize(("blocks", "together"), [(CACHED_BLOCKS, 1), (100, 2)])
+def test_lists_begin_with_the_longest_then_go_by_heads_that_fit_into_the_cache(blocks, together):
+    size = Size(2, 6, 3, blocks, blocks, block_size=128, dim=8)
+    index = cases.block_sparse(np.random.default_rng(0), size, causal=True)
+    items = np.asarray(_query_work(index.tiles(), None, size).items)
+    work, long = _work(items), _work(items) > LONGEST * _work(items).sum()
+    assert 0 < long.sum() < len(items) and long[: long.sum()].all()
+    assert (np.diff(work[long]) <= 0).all()
+    of, group = _fields(items[~long]), size.heads // size.kv_heads
+    part = (of.batch * size.kv_heads + of.head // group) // together
+    assert (np.diff(part) >= 0).all()
+    falling = [np.diff(work[~long][part == n]).mean() < 0 for n in range(6 // together)]
+    assert falling[::-1] == [n % 2 == 0 for n in range(6 // together)]
+
+
+def _assigned(block, num_items, num_blocks):
+    numbers = (int(assigned_item(n, jnp.int32(block), num_blocks)) for n in itertools.count())
+    return list(itertools.takewhile(lambda number: number < num_items, numbers))
+
+
 @pytest.mark.parametrize(("num_items", "num_blocks"), [(1, 1), (5, 5), (7, 3), (8, 3), (96, 10)])
 def test_every_item_is_assigned_to_one_block(num_items, num_blocks):
-    assigned = []
-    for block in range(num_blocks):
-        count, number = share(jnp.int32(block), num_items, num_blocks)
-        assigned += [int(number(jnp.int32(n))) for n in range(int(count))]
-    assert sorted(assigned) == list(range(num_items))
+    assigned = [_assigned(block, num_items, num_blocks) for block in range(num_blocks)]
+    assert sorted(sum(assigned, [])) == list(range(num_items))
 
 
-@pytest.mark.parametrize("blocks", [24, LONG])
+@pytest.mark.parametrize("blocks", [24, CACHED_BLOCKS])
 def test_thread_blocks_get_equal_work_and_advance_in_step(blocks):
     _, items = _items(blocks)
     work, num_blocks = _work(items), 20
-    ends = []
-    for block in range(num_blocks):
-        count, number = share(jnp.int32(block), len(work), num_blocks)
-        ends.append(np.cumsum([work[int(number(jnp.int32(n)))] for n in range(int(count))]))
+    ends = [np.cumsum(work[_assigned(block, len(work), num_blocks)]) for block in range(num_blocks)]
     rounds = min(len(x) for x in ends)
     apart = np.ptp([x[:rounds] for x in ends], axis=0)
     assert apart.max() <= work.max() / 4

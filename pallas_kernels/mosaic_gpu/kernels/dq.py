@@ -30,7 +30,12 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
-from pallas_kernels.work.query_work import share
+from pallas_kernels.mosaic_gpu.work_queue import (
+    WorkQueue,
+    queue_barriers,
+    queue_memory,
+    queue_operands,
+)
 
 _KEYS = 64  # keys per product: two accumulators of a whole tile would not fit
 
@@ -46,28 +51,28 @@ def dq_kernel(
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
+    drawn = work.listed and not interpreted  # as in the forward kernel
     log2_scale = scale * LOG2E
 
     def attention_dq(refs):
         smem, bars = refs["smem"], refs["bars"]
         walk = QueryWalk(refs, work)
-        warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
-        count, number = share(block, num_items, num_blocks)
-
-        def item(n):
-            return walk.item(number(n))
+        warpgroup = lax.axis_index("wg")
+        queue = WorkQueue(refs, num_items, num_blocks)
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             producer = Producer(walk, smem, bars, lag=False)
 
-            def load_item(n, step):
-                it = item(n)
+            def load_item(carry):
+                n, number, step = carry
+                it = walk.item(number)
 
                 @pl.when(n >= 1)
                 def _():
                     plgpu.barrier_wait(bars["q_free"])
 
+                queue.draw_after(n)
                 rows = pl.ds(it.block * TILE, TILE)
                 for name in ("q", "dout"):
                     plgpu.copy_gmem_to_smem(
@@ -75,13 +80,14 @@ def dq_kernel(
                         smem[name].at[0],
                         bars[f"{name}_full"],
                     )
-                return producer.load_item(it, step)
+                step = producer.load_item(it, step)
+                return n + 1, queue.after(n, bars["q_full"]), step
 
-            producer.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
-
-            @pl.when(count > 0)
-            def _():
-                plgpu.barrier_wait(bars["q_free"])
+            queue.draw_first()
+            state = jnp.int32(0), queue.first(), jnp.int32(0)
+            n, _, steps = lax.while_loop(lambda x: x[1] < num_items, load_item, state)
+            producer.drain(steps)
+            pl.when(n > 0)(lambda: plgpu.barrier_wait(bars["q_free"]))
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -89,8 +95,9 @@ def dq_kernel(
             slots = {name: smem[name].shape[0] for name in ("k", "v")}
             q_tile, dout_tile = smem["q"].at[0, own], smem["dout"].at[0, own]
 
-            def compute_item(n, step):
-                it = item(n)
+            def compute_item(carry):
+                n, number, step = carry
+                it = walk.item(number)
                 rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
                 shift = load_rows(refs["base"].at[it.batch, it.head, rows]) * log2_scale
                 delta = load_rows(refs["delta"].at[it.batch, it.head, rows])
@@ -175,10 +182,12 @@ def dq_kernel(
                     pl.when(it.steps > 0)(lambda: release(it.steps * parts - 1))
                 dq = (dq * scale).astype(out_dtype)
                 store_rows(dq, refs["dq"].at[it.batch, rows, it.head], q_tile)
+                following = queue.after(n)
                 plgpu.barrier_arrive(bars["q_free"])
-                return step + it.steps * parts
+                return n + 1, following, step + it.steps * parts
 
-            lax.fori_loop(0, count, compute_item, jnp.int32(0))
+            state = jnp.int32(0), queue.first(), jnp.int32(0)
+            lax.while_loop(lambda x: x[1] < num_items, compute_item, state)
 
         pl.when(warpgroup == WARPGROUPS)(memory_warpgroup)
         pl.when(warpgroup < WARPGROUPS)(compute_warpgroup)
@@ -186,6 +195,7 @@ def dq_kernel(
     smem = {
         "q": tiled((1, WARPGROUPS * ROWS, head_dim), dtype),
         "dout": tiled((1, WARPGROUPS * ROWS, head_dim), dtype),
+        **queue_memory(drawn),
         **stream_memory(config, head_dim, dtype, columns is not None),
     }
     if interpreted:
@@ -194,8 +204,10 @@ def dq_kernel(
         "q_full": plgpu.Barrier(),
         "dout_full": plgpu.Barrier(),
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        **queue_barriers(drawn),
         **stream_barriers(config, columns is not None),
     }
     inputs = operands._asdict() | work_operands(work, columns)
+    inputs |= queue_operands(drawn, q, work.items)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, out_dtype)}
     return launch(attention_dq, inputs, outputs, smem, bars, num_blocks, interpret)["dq"]

@@ -34,7 +34,12 @@ from pallas_kernels.mosaic_gpu.common import (
 from pallas_kernels.mosaic_gpu.interpreter import add_product, with_accumulators
 from pallas_kernels.mosaic_gpu.key_stream import Producer, stream_barriers, stream_memory
 from pallas_kernels.mosaic_gpu.query_walk import QueryWalk, work_operands
-from pallas_kernels.work.query_work import share
+from pallas_kernels.mosaic_gpu.work_queue import (
+    WorkQueue,
+    queue_barriers,
+    queue_memory,
+    queue_operands,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,8 @@ def forward_kernel(
     work, columns = plan.work.queries, gathered_columns(call)
     # Faster for lists, slower for diagonals: docs/design/hopper-flash-attention.md.
     turns = work.listed
+    # The next item when free: even, but thread blocks with diagonals would no longer be in step.
+    drawn = work.listed and not interpret
     # Items of windows are short: their outputs leave during the next item.
     late = work.window is not None and config.query_slots > 1
     head_dim, dtype = q.shape[-1], q.dtype
@@ -63,34 +70,37 @@ def forward_kernel(
     def attention_forward(refs):
         smem, bars = refs["smem"], refs["bars"]
         walk = QueryWalk(refs, work)
-        warpgroup, block = lax.axis_index("wg"), lax.axis_index("block")
-        count, number = share(block, num_items, num_blocks)
-
-        def item(n):
-            return walk.item(number(n))
+        warpgroup = lax.axis_index("wg")
+        queue = WorkQueue(refs, num_items, num_blocks)
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             producer = Producer(walk, smem, bars, lag=True)
 
-            def load_item(n, step):
-                it = item(n)
+            def load_item(carry):
+                n, number, step = carry
+                it = walk.item(number)
                 slot = lax.rem(n, query_slots)
 
                 @pl.when(n >= query_slots)
                 def _():
                     plgpu.barrier_wait(bars["q_free"].at[slot])
 
+                queue.draw_after(n)
                 rows = pl.ds(it.block * TILE, TILE)
                 plgpu.copy_gmem_to_smem(
                     refs["q"].at[it.batch, rows, it.head],
                     smem["q"].at[slot],
                     bars["q_full"].at[slot],
                 )
-                return producer.load_item(it, step)
+                step = producer.load_item(it, step)
+                return n + 1, queue.after(n, bars["q_full"].at[slot]), step
 
-            producer.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
-            await_last([bars["q_free"]], count, query_slots)
+            queue.draw_first()
+            state = jnp.int32(0), queue.first(), jnp.int32(0)
+            n, _, steps = lax.while_loop(lambda x: x[1] < num_items, load_item, state)
+            producer.drain(steps)
+            await_last([bars["q_free"]], n, query_slots)
 
         def compute_warpgroup():
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -106,9 +116,15 @@ def forward_kernel(
                 if late:
                     pl.when(n > 0)(lambda: end_store(n - 1))
 
-            def compute_item(n, carry):
-                step, it = carry  # read during the item before, which hides the latency
-                following = item(lax.min(n + 1, count - 1))
+            def item(number):
+                """Reads an item; its batch is -1 if there is none."""
+                it = walk.item(lax.min(number, num_items - 1))
+                return it._replace(batch=jnp.where(number < num_items, it.batch, -1))
+
+            def compute_item(carry):
+                n, step, it = carry
+                if not drawn:  # read during the item before, which hides the latency
+                    following = item(queue.after(n))
                 slot = lax.rem(n, query_slots)
                 q_tile = smem["q"].at[slot, pl.ds(warpgroup * ROWS, ROWS)]
                 rows = pl.ds(it.block * TILE + warpgroup * ROWS, ROWS)
@@ -126,6 +142,8 @@ def forward_kernel(
                     total = jnp.where(peak > -jnp.inf, 1 / EDGE, 0.0)
                     state = acc, peak, rows_to_tile(total, partial_sums(0.0))
                 plgpu.barrier_wait(bars["q_full"].at[slot])
+                if drawn:
+                    following = item(queue.after(n))
                 segments = walk.segments(it, warpgroup)
                 staging = smem["p"].at[warpgroup] if interpreted else None
                 shared = smem, bars, q_tile, staging
@@ -146,7 +164,7 @@ def forward_kernel(
                 store(it, rows, q_tile, state)
                 if not late:
                     end_store(n)
-                return step + it.steps * parts, following
+                return n + 1, step + it.steps * parts, following
 
             def store(it, rows, q_tile, state):
                 acc, peak, total = state
@@ -159,8 +177,9 @@ def forward_kernel(
                 out = acc.astype(out_dtype)
                 store_rows(out, refs["out"].at[it.batch, rows, it.head], q_tile, wait=not late)
 
-            lax.fori_loop(0, count, compute_item, (jnp.int32(0), item(jnp.int32(0))))
-            end_previous(count)
+            state = jnp.int32(0), jnp.int32(0), item(queue.first())
+            n, *_ = lax.while_loop(lambda x: x[2].batch >= 0, compute_item, state)
+            end_previous(n)
             if turns:
                 pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(bars["turn"].at[0]))
 
@@ -169,6 +188,7 @@ def forward_kernel(
 
     smem = {
         "q": tiled((query_slots, WARPGROUPS * ROWS, head_dim), dtype),
+        **queue_memory(drawn),
         **stream_memory(config, head_dim, dtype, columns is not None),
     }
     if interpreted:
@@ -176,11 +196,13 @@ def forward_kernel(
     bars = {
         "q_full": plgpu.Barrier(num_barriers=query_slots),
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=query_slots),
+        **queue_barriers(drawn),
         **stream_barriers(config, columns is not None),
     }
     if turns:
         bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
     inputs = {"q": q, "k": k, "v": v, **work_operands(work, columns)}
+    inputs |= queue_operands(drawn, q, work.items)
     if init is not None:
         inputs |= {"out0": init[0].astype(jnp.float32), "lse0": init[1].astype(jnp.float32)}
     outputs = {

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.context import SelectionContext
-from pallas_kernels import DenseIndex, VerticalSlashIndex, attention
+from pallas_kernels import BlockMaskIndex, DenseIndex, VerticalSlashIndex, attention
 from pallas_kernels.mosaic_gpu.configs import CONFIGS
 from tests.pallas_kernels.mosaic_gpu.hopper import described_h200s
 
@@ -122,3 +122,26 @@ def test_the_kernel_that_adds_to_dq_in_place_is_not_fused_with_slices(h200, arou
     holders = [x.split()[0] for x in re.split(r"\n(?=%|ENTRY)", text) if kernel.search(x)]
     assert len(holders) == 1
     assert f"calls={holders[0]}" not in text
+
+
+@pytest.mark.parametrize("around", ["scan", "vmap"])
+def test_the_counter_of_work_items_is_no_other_operand(h200, around):
+    """It is written. XLA joins equal operands, and fusions with slices ignore what is in place."""
+    layers, blocks, heads, dim = 3, 8, 2, 64
+    stacked = _shape(h200, layers, 1, blocks * BLOCK, heads, dim)
+    bits = _shape(h200, layers, 1, heads, blocks, 1, dtype=jnp.uint32)
+
+    def gradients(q, k, v, dout, bits):
+        index = BlockMaskIndex(bits, blocks, BLOCK)
+        return jax.vjp(lambda *qkv: attention(*qkv, index), q, k, v)[1](dout)
+
+    def scanned(*args):
+        return jax.lax.scan(lambda _, x: (None, gradients(*x)), None, args)[1]
+
+    together = {"vmap": jax.vmap(gradients), "scan": scanned}
+    text = _compile(h200, together[around], *[stacked] * 4, bits).as_text()
+    calls = re.findall(r'custom-call\((.*?)\), custom_call_target="mosaic_gpu', text)
+    assert len(calls) == 4
+    for call in calls:
+        operands = re.findall(r"%[\w.]+(?:#\d+)?", call)
+        assert len(set(operands)) == len(operands)
