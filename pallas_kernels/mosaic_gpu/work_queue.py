@@ -23,7 +23,8 @@ _SLOTS = 4  # for numbers: with fewer, a slow warp could read a later one
 
 
 def queue_memory(drawn: bool) -> dict[str, Any]:
-    return {"number": plgpu.SMEM((_SLOTS,), jnp.int32)} if drawn else {}
+    """Returns the memory of numbers, which by its name comes before that of copies."""
+    return {"ahead": plgpu.SMEM((_SLOTS,), jnp.int32)} if drawn else {}
 
 
 def queue_barriers(drawn: bool) -> dict[str, Any]:
@@ -60,12 +61,12 @@ class WorkQueue:
         if self._counter is None:
             return self._assigned(jnp.int32(0))
         plgpu.barrier_wait(self._bars["first"])
-        return self._smem["number"][_SLOTS - 1]
+        return self._smem["ahead"][_SLOTS - 1]
 
     def draw_after(self, n: Array) -> None:
         """Draws the item after the nth, in the memory warpgroup, before it copies queries."""
         if self._counter is not None:
-            slot = self._smem["number"].at[pl.ds(lax.rem(n, _SLOTS), 1)]
+            slot = self._smem["ahead"].at[pl.ds(lax.rem(n, _SLOTS), 1)]
             _draw(self._last)(self._counter, slot)
 
     def after(self, n: Array, queries_full: Any = None) -> Array:
@@ -77,7 +78,7 @@ class WorkQueue:
             return self._assigned(n + 1)
         if queries_full is not None:
             plgpu.barrier_wait(queries_full)
-        return self._smem["number"][lax.rem(n, _SLOTS)]
+        return self._smem["ahead"][lax.rem(n, _SLOTS)]
 
     def _assigned(self, n: Array) -> Array:
         return assigned_item(n, lax.axis_index("block"), self._num_blocks)
