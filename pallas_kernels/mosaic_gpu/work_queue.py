@@ -70,7 +70,7 @@ class WorkQueue:
             _draw(self._last)(self._counter, slot)
 
     def after(self, n: Array, queries_full: Any = None) -> Array:
-        """Returns the number of the item after the nth, whose queries have arrived.
+        """Returns the number of the item after the nth, once the queries of the nth have arrived.
 
         The memory warpgroup passes the barrier of these queries.
         """
