@@ -1,6 +1,8 @@
 """Checks that a program fits into device memory before it runs."""
 
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from mtraining_jax.training.state import PINNED_HOST
 from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.jax_platform import free_host_memory, host_memory
 
+_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _WIDTH = 1 << 18  # row length, in 4-byte numbers, of a trial allocation
 
 
@@ -52,6 +55,8 @@ def check_memory(
             f"but this machine has only {_gib(free)} free of {_gib(host_memory())}",
             excess=needed - left if is_step else None,
         )
+    if pinned:
+        _check_pool(sizes.host_temp_size_in_bytes + sizes.host_argument_size_in_bytes, what)
     # XLA allocates temporary memory as one block, and free memory may be fragmented.
     block = sizes.temp_size_in_bytes
     for device, left, _ in _memory_of(devices):
@@ -87,6 +92,27 @@ def check_state_memory(state: Any, devices: Iterable[Any]) -> None:
             f"this machine has only {_gib(free)} free of {_gib(host_memory())}",
             free=min((left for _, left, _ in _memory_of(devices)), default=host_memory()),
         )
+    if pinned and devices[0].platform != "cpu":
+        _check_pool(shard_bytes(state, on_host=True), "optimizer.offload")
+
+
+def _check_pool(needed: int, what: str) -> None:
+    """Compares bytes of one GPU with XLA's limit, which is in GiB."""
+    if needed > 2**30 * int(limit := os.environ.get(_POOL, "64")):
+        raise UserError(
+            f"{what} needs {_gib(needed)} of pinned host memory for each GPU, but the environment "
+            f"variable {_POOL} = {limit} (GiB); raise it, with a reserve for unused parts of blocks"
+        )
+
+
+def check_pool_error(error: Exception, way: str) -> None:
+    """Raises an error that ends with `way` if XLA found no free block of pinned host memory."""
+    if found := re.search(r"allocate (\S+) with allocator xla_gpu_host_bfc", str(error)):
+        raise UserError(
+            f"XLA found no free block of {found[1]} in pinned host memory; raise the environment "
+            f"variable {_POOL} = {os.environ.get(_POOL, '64')} (GiB for each GPU, including unused "
+            f"parts of blocks) or free host memory; {way}"
+        ) from error
 
 
 def shard_bytes(tree: Any, *, on_host: bool = False) -> int:

@@ -24,12 +24,13 @@ from tests.training.common import changed
 GIB = 2**30
 
 
-def program(temp: int, output: int, alias: int, host: int = 0):
+def program(temp: int, output: int, alias: int, host: int = 0, host_arguments: int = 0):
     sizes = types.SimpleNamespace(
         temp_size_in_bytes=temp,
         output_size_in_bytes=output,
         alias_size_in_bytes=alias,
         host_temp_size_in_bytes=host,
+        host_argument_size_in_bytes=host_arguments,
     )
     return types.SimpleNamespace(memory_analysis=lambda: sizes)
 
@@ -129,6 +130,10 @@ def test_moments_on_the_host_are_compared_with_its_free_memory(monkeypatch):
     with pytest.raises(DoesNotFit, match=sentence) as it:
         check_state_memory(state, [gpu] * 2)
     assert it.value.free == GIB
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "3")
+    sentence = r"optimizer\.offload needs 4\.0 GiB of pinned .*_LIMIT_GB = 3 \(GiB\); raise"
+    with pytest.raises(UserError, match=sentence):
+        check_state_memory(state, [gpu])
 
 
 def test_a_command_names_settings_that_fit(config, tmp_path, capsys, monkeypatch):
@@ -150,6 +155,13 @@ def test_offloading_is_compared_with_free_host_memory(monkeypatch):
     with pytest.raises(DoesNotFit, match=r"needs 36\.0 GiB of host memory .* only 30\.0 GiB") as it:
         check_memory(program(37 * GIB, 0, 0, host=18 * GIB), [gpu] * 2, take=nothing)
     assert it.value.excess == -9 * GIB  # of a GPU: it has more than the step needs
+    # The state is already pinned. The limit is of each GPU.
+    step = program(37 * GIB, 0, 0, host=15 * GIB, host_arguments=GIB)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "16")
+    check_memory(step, [gpu] * 2, take=nothing)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "15")
+    with pytest.raises(UserError, match=r"step needs 16\.0 GiB of pinned .*_LIMIT_GB = 15 \(GiB"):
+        check_memory(step, [gpu] * 2, take=nothing)
 
 
 def test_an_offload_that_the_host_cannot_hold_is_not_proposed(monkeypatch):

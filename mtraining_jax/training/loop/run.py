@@ -4,6 +4,8 @@ import contextlib
 import functools
 from collections.abc import Callable
 
+from jax.errors import JaxRuntimeError
+
 from mtraining_jax.config import Config
 from mtraining_jax.config.load import with_steps
 from mtraining_jax.reporting.banner import banner
@@ -22,6 +24,7 @@ from mtraining_jax.training.checkpoint.same_model import changed_fields, check_s
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop.trainer import Trainer
+from mtraining_jax.training.memory_check import check_pool_error
 from mtraining_jax.training.processes import distributed
 from mtraining_jax.training.processes.agreement import (
     assert_same_on_all_processes,
@@ -107,6 +110,9 @@ def _run(
             history, places = trainer.train()
         except KeyboardInterrupt as error:
             raise UserError(trainer.with_way_to_resume("interrupted")) from error
+        except JaxRuntimeError as error:
+            check_pool_error(error, trainer.way_to_resume())
+            raise
     if config.metrics.report and config.metrics.jsonl and distributed.is_first():
         places.append(page_of_finished_run(config.run.folder))
     display.say(*summary(config, history, places))

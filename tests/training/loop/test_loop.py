@@ -267,6 +267,20 @@ def test_unwritable_metrics_are_reported(plain_config, monkeypatch):
         run(changed(plain_config, run={"steps": 1}))
 
 
+def test_a_full_pool_of_pinned_memory_is_reported(plain_config, monkeypatch):
+    """The blocks of XLA grow, so a limit that passes the check may still be too small."""
+    message = "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 48.02GiB with "
+
+    def fail(self, record, line):
+        raise jax.errors.JaxRuntimeError(f"{message}allocator xla_gpu_host_bfc on device 0.")
+
+    monkeypatch.setattr(Display, "step", fail)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "115")
+    wanted = r"block of 48\.02GiB in .*_LIMIT_GB = 115 \(GiB for .* start from scratch"
+    with pytest.raises(UserError, match=wanted):
+        run(changed(plain_config, run={"steps": 1}))
+
+
 def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
     config = changed(plain_config, checkpoint={"interval": 1})
     show = Display.step
