@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels.work.query_work import assigned_item
 
-_SLOTS = 4  # for numbers: with fewer, a slow warp could read a later one
+_SLOTS = 4  # of numbers, for at most 3 slots of queries: else a late one could be overwritten
 
 
 def queue_memory(drawn: bool) -> dict[str, Any]:
@@ -31,16 +31,23 @@ def queue_barriers(drawn: bool) -> dict[str, Any]:
     return {"first": plgpu.Barrier()} if drawn else {}
 
 
-def queue_operands(drawn: bool, q: Array, items: Array) -> dict[str, Array]:
-    """Returns the counter, 0, by formulas that XLA cannot simplify: each call has its own.
+def queue_operands(drawn: bool, inputs: dict[str, Array]) -> dict[str, Array]:
+    """Returns the counter, which begins at 0, for a call with these other operands.
 
-    To XLA it is an input: fusions with slices would ignore that it is written. The last to draw
-    writes 0 again.
+    It is computed from all of them, so that XLA shares it with no other call, and `jax.vmap` maps
+    it. XLA sees an operand that is only read: fusions with slices would ignore that it is written.
+    The last to draw writes 0 again.
     """
     if not drawn:
         return {}
-    bits = lax.bitcast_convert_type(q[0, 0, 0, :1], jnp.uint16)
-    return {"counter": jnp.minimum(bits.astype(jnp.int32) + items[0, :1], 0)}
+    return {"counter": jnp.minimum(sum(_some_bits(x) for x in inputs.values()), 0)}
+
+
+def _some_bits(x: Array) -> Array:
+    """Returns bits of the first element as an integer of at most 24 bits: int32 [1]."""
+    first = x[(0,) * x.ndim][None]
+    bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return (bits.astype(jnp.uint32) >> 8 * (x.dtype.itemsize == 4)).astype(jnp.int32)
 
 
 class WorkQueue:

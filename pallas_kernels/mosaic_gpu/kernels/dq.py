@@ -51,7 +51,7 @@ def dq_kernel(
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
-    drawn = work.listed and not interpreted  # as in the forward kernel
+    drawn = work.listed and not (call.beside_transfers or interpreted)  # as in the forward kernel
     log2_scale = scale * LOG2E
 
     def attention_dq(refs):
@@ -208,6 +208,6 @@ def dq_kernel(
         **stream_barriers(config, columns is not None),
     }
     inputs = operands._asdict() | work_operands(work, columns)
-    inputs |= queue_operands(drawn, q, work.items)
+    inputs |= queue_operands(drawn, inputs)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, out_dtype)}
     return launch(attention_dq, inputs, outputs, smem, bars, num_blocks, interpret)["dq"]

@@ -56,8 +56,8 @@ def forward_kernel(
     work, columns = plan.work.queries, gathered_columns(call)
     # Faster for lists, slower for diagonals: docs/design/hopper-flash-attention.md.
     turns = work.listed
-    # The next item when free: even, but thread blocks with diagonals would no longer be in step.
-    drawn = work.listed and not interpret
+    # Diagonals keep thread blocks in step, and next to transfers they end early.
+    drawn = work.listed and not (call.beside_transfers or interpret)
     # Items of windows are short: their outputs leave during the next item.
     late = work.window is not None and config.query_slots > 1
     head_dim, dtype = q.shape[-1], q.dtype
@@ -202,9 +202,9 @@ def forward_kernel(
     if turns:
         bars["turn"] = plgpu.Barrier(num_barriers=WARPGROUPS)
     inputs = {"q": q, "k": k, "v": v, **work_operands(work, columns)}
-    inputs |= queue_operands(drawn, q, work.items)
     if init is not None:
         inputs |= {"out0": init[0].astype(jnp.float32), "lse0": init[1].astype(jnp.float32)}
+    inputs |= queue_operands(drawn, inputs)
     outputs = {
         "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
         "lse": jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),

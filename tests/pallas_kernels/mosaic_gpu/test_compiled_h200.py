@@ -124,12 +124,14 @@ def test_the_kernel_that_adds_to_dq_in_place_is_not_fused_with_slices(h200, arou
     assert f"calls={holders[0]}" not in text
 
 
-@pytest.mark.parametrize("around", ["scan", "vmap"])
+@pytest.mark.parametrize("around", ["scan", "vmap", "vmap of keys", "two calls"])
 def test_the_counter_of_work_items_is_no_other_operand(h200, around):
     """It is written. XLA joins equal operands, and fusions with slices ignore what is in place."""
     layers, blocks, heads, dim = 3, 8, 2, 64
-    stacked = _shape(h200, layers, 1, blocks * BLOCK, heads, dim)
-    bits = _shape(h200, layers, 1, heads, blocks, 1, dtype=jnp.uint32)
+    one = _shape(h200, 1, blocks * BLOCK, heads, dim)
+    stacked = _shape(h200, layers, *one.shape)
+    bits = _shape(h200, 1, heads, blocks, 1, dtype=jnp.uint32)
+    every_bits = _shape(h200, layers, *bits.shape, dtype=jnp.uint32)
 
     def gradients(q, k, v, dout, bits):
         index = BlockMaskIndex(bits, blocks, BLOCK)
@@ -138,10 +140,24 @@ def test_the_counter_of_work_items_is_no_other_operand(h200, around):
     def scanned(*args):
         return jax.lax.scan(lambda _, x: (None, gradients(*x)), None, args)[1]
 
-    together = {"vmap": jax.vmap(gradients), "scan": scanned}
-    text = _compile(h200, together[around], *[stacked] * 4, bits).as_text()
-    calls = re.findall(r'custom-call\((.*?)\), custom_call_target="mosaic_gpu', text)
-    assert len(calls) == 4
-    for call in calls:
-        operands = re.findall(r"%[\w.]+(?:#\d+)?", call)
-        assert len(set(operands)) == len(operands)
+    def of_keys(q, k, v, dout, bits):
+        return jax.vmap(lambda k, v: gradients(q, k, v, dout, bits))(k, v)
+
+    def two(q, k, v, dout, bits):
+        return gradients(q, k, v, dout, bits), gradients(q, v, k, dout, bits)
+
+    together, args, calls = {
+        "vmap": (jax.vmap(gradients), (*[stacked] * 4, every_bits), 4),
+        "scan": (scanned, (*[stacked] * 4, every_bits), 4),
+        "vmap of keys": (of_keys, (one, stacked, stacked, one, bits), 4),
+        "two calls": (two, (*[one] * 4, bits), 8),
+    }[around]
+    text = _compile(h200, together, *args).as_text()
+    found = re.findall(r'custom-call\((.*?)\), custom_call_target="mosaic_gpu', text)
+    operands = [re.findall(r"%[\w.#-]+", call) for call in found]
+    assert len(operands) == calls
+    assert all(len(set(x)) == len(x) for x in operands)
+    if around == "two calls":
+        # After the constant offset of masked tiles.
+        counters = [x[-1] for x in operands if x[-2].startswith("%constant")]
+        assert len(set(counters)) == len(counters) == 4

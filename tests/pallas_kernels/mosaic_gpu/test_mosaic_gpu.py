@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
+from pallas_kernels.mosaic_gpu.work_queue import queue_operands
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 from tests.pallas_kernels.helpers.contract import AttentionContract, backward, forward
@@ -152,3 +153,16 @@ def test_delta_kernel(dim, dtypes, races):
     np.testing.assert_allclose(delta, expected, rtol=1e-5, atol=1e-5)
     assert delta.dtype == jnp.float32
     assert not races().races_found
+
+
+@pytest.mark.parametrize("mapped", ["q", "lists", "lse0"])
+def test_every_mapped_call_counts_its_items_alone(mapped):
+    rng = np.random.default_rng(0)
+    inputs = {
+        "q": jnp.asarray(rng.standard_normal((1, 4, 2, 8)), jnp.bfloat16),
+        "lists": jnp.asarray(rng.integers(-(2**31), 2**31, (1, 2, 4)), jnp.int32),
+        "lse0": jnp.asarray([[-np.inf, np.nan, -1e30, 1.0]], jnp.float32),
+    }
+    copies = jnp.stack([inputs[mapped], -inputs[mapped], jnp.roll(inputs[mapped], 1, -1)])
+    counters = jax.vmap(lambda x: queue_operands(True, inputs | {mapped: x})["counter"])(copies)
+    assert counters.shape == (3, 1) and counters.dtype == jnp.int32 and not counters.any()
