@@ -28,7 +28,7 @@ class Problem:
     """One shape with `listed` blocks in a row of blocks, or "dense" (causal), or "A" or "B".
 
     The latter are block diagonals and columns of `benchmarks.kernels.masks`, in a batch of 1. "~64"
-    lists 64 blocks on average, in rows as uneven as those that a model selects (`widths`).
+    lists 64 blocks on average, in uneven rows (`widths`).
     """
 
     seq_len: int

@@ -1,6 +1,7 @@
 """Work list of the forward kernel and the one for dq, and its order.
 
-Items are sorted by work, short ones last. Adjacent blocks of heads that share keys run in step.
+Items are sorted by work, short ones last. With diagonals, blocks of heads that share keys run in
+step.
 """
 
 import dataclasses

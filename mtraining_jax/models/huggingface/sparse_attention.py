@@ -47,7 +47,7 @@ _Selected = tuple[Tensor, Tensor | None]  # blocks and columns
 _Scored = tuple[Tensor, Tensor, Tensor, float]  # rows, keys, positions, scale
 _MASS_ONE = 1 << 30
 _TAU_ONE = 1 << 15
-_STEP_SIZE = 1 << 28  # elements of logits or masks in memory at a time
+_STEP_SIZE = 1 << 28  # fp32 logits, or bytes of masks, in memory at a time
 _TILE = 128  # tokens per block of the GPU kernels
 _CHUNK = 64  # key blocks per program of a GPU kernel
 

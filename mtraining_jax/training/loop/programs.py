@@ -63,7 +63,7 @@ def compile_programs(
         display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
         check_memory(compiled[name], devices, what, is_step=name != "compare_gradients")
         if pinned := pinned_bytes(compiled[name], devices) / 2**30:
-            # 0.9 to 1.9 GiB a second: benchmarks/results/offload-h200-2026-11-26.md.
+            # Two hosts: benchmarks/results/offload-h100-2026-11-25.md, offload-h200-2026-11-26.md.
             display.say(
                 f"its first run pins {pinned:.1f} GiB of host memory, which takes "
                 f"{pinned / 1.9:.0f} to {pinned / 0.9:.0f} s"
