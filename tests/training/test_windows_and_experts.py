@@ -22,10 +22,14 @@ MODEL = {
     "router_aux_loss_coef": 0.1, "mlp_chunk_size": 24, "num_heads": 8, "sliding_window": WINDOW,
     "full_attention_interval": 2,
 }  # fmt: skip
-# Windows have a RoPE of their own.
-GEMMA = {
-    "family": "gemma3_text", "sliding_window": WINDOW, "full_attention_interval": 2,
-    "window_rope_theta": 1e4, "query_pre_attn_scalar": 24, "remat": "none",
+OTHERS = {
+    # Windows have a RoPE of their own.
+    "gemma3_text": {
+        "sliding_window": WINDOW, "full_attention_interval": 2, "window_rope_theta": 1e4,
+        "query_pre_attn_scalar": 24,
+    },
+    "mistral": {"sliding_window": WINDOW},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
 }  # fmt: skip
 DENSITY = (WINDOW * 128 - WINDOW * (WINDOW - 1) / 2) / (128 * 129 / 2)
 pytestmark = pytest.mark.usefixtures("drawn_alone")
@@ -77,12 +81,13 @@ def test_eight_devices_equal_an_audited_one(folder, eight):
             assert windowed is None and 0 < full == record[name] < 1
 
 
-def test_gemma_on_eight_devices_equals_one(folder):
-    found = []
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_on_eight_devices_equal_one(folder, family):
+    model, found = {"family": family, "remat": "none"} | OTHERS[family], []
     for devices in (1, 8):
         parallel = {"nodes": 1, "devices_per_node": devices, "fsdp": devices > 1}
         sections = {"data": {"batch_size": 1}, "sparsity": {"kind": "dense"}}
-        parts = Parts(config_of(folder, model=GEMMA, parallel=parallel, **sections))
+        parts = Parts(config_of(folder, model=model, parallel=parallel, **sections))
         found.append([(m["loss"], m["grad_norm"]) for m in parts.train(2)[0]])
         parts.batches.close()
     np.testing.assert_allclose(*found, rtol=2e-5)
