@@ -312,8 +312,8 @@ class OptimizerConfig:
     offload: bool | Literal["all"] = False
     """Keep both moments in pinned host memory and update one layer at a time: saves 8 of the 16
     bytes per trained parameter and device for the time of the copies. all: parameters of layers and
-    their gradients as well, which saves the other 8. Results
-    are the same, but for last bits with all on a GPU."""
+    their gradients as well, which saves the other 8. Results are the same, but for last bits with
+    all on a GPU."""
     accumulation_steps: PositiveInt = 1
     """Gradient accumulation: micro-batches per optimizer step, to save memory."""
     trainable: TextList = ()

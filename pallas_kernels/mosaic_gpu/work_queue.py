@@ -23,7 +23,10 @@ _SLOTS = 4  # of numbers, for at most 3 slots of queries: else a late one could 
 
 
 def queue_memory(drawn: bool) -> dict[str, Any]:
-    """Returns the memory of numbers, which by its name comes before that of copies."""
+    """Returns shared memory for numbers; its name places it below all that copies write.
+
+    There stores need no fence: tests/pallas_kernels/mosaic_gpu/proxy_fences.py.
+    """
     return {"ahead": plgpu.SMEM((_SLOTS,), jnp.int32)} if drawn else {}
 
 
