@@ -1,4 +1,4 @@
-"""Faster replacements, with equal results, for the slowest parts of Pallas in tests."""
+"""Replacements of parts of Pallas in tests: faster ones with equal results, and of products."""
 
 import dataclasses
 import io
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import callback
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental.mosaic.gpu import constraints, layout_inference, layouts
 from jaxlib.mlir import ir
 
@@ -24,6 +24,22 @@ def quicken_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(callback, "io_callback_impl", call)
     monkeypatch.setattr(shared_memory, "_to_int", also_of_numpy)
+
+
+def round_products_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter's products independent of the place in a tile, as they are on a GPU.
+
+    NumPy's BLAS adds in an order that depends on it, on CPUs without AVX-512.
+    """
+
+    class Products:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def matmul(self, a, b, dtype):
+            return np.matmul(a, b, dtype=np.float64).astype(dtype)
+
+    monkeypatch.setattr(gpu_callbacks, "np", Products())
 
 
 def quicken_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
