@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles, count_below
+from pallas_kernels.tiles import COLUMN_TILE, Columns, DiagonalTiles, Tiles, count_below
 from pallas_kernels.work.items import ITEM_FIELDS, QueryItem, column_of, pack
 from pallas_kernels.work.lists import Sizes, walked_lists
 
 # The L2 cache holds the keys and values of so many blocks: 8 (head dim 64) or 16 MiB. Key/value
-# heads with more are processed one after another, those of lists as many at a time as fit.
+# heads with more are processed one after another. Shorter ones are processed as many at a time as
+# fit, if tiles are listed or dense: else keys that few heads share come from memory. Dense ones
+# that many share are faster without, and uneven items are more evenly assigned.
 CACHED_BLOCKS = 256
+SMALL_GROUP = 4
 LONGEST = 1 / 1024  # items of lists with more than this part of all work come first
 
 
@@ -61,7 +64,8 @@ def query_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> Qu
     window = None if tiles is None else tiles.window
     sequences = sizes.batch * sizes.kv_heads
     parts = sequences if sizes.query_blocks >= CACHED_BLOCKS else 1
-    if listed:
+    dense = isinstance(tiles, DiagonalTiles) and tiles.dense and window is None and columns is None
+    if listed or (dense and sizes.group <= SMALL_GROUP):
         most = sequences * sizes.key_blocks / CACHED_BLOCKS
         fits = (n for n in range(1, sequences) if sequences % n == 0 and n >= most)
         parts = next(fits, sequences)

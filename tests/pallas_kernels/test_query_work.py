@@ -17,6 +17,7 @@ from pallas_kernels.work.lists import Sizes
 from pallas_kernels.work.query_work import (
     CACHED_BLOCKS,
     LONGEST,
+    SMALL_GROUP,
     QueryWork,
     assigned_item,
     query_work,
@@ -100,6 +101,17 @@ def test_lists_begin_with_the_longest_then_go_by_heads_that_fit_into_the_cache(b
     assert (np.diff(part) >= 0).all()
     falling = [np.diff(work[~long][part == n]).mean() < 0 for n in range(6 // together)]
     assert falling[::-1] == [n % 2 == 0 for n in range(6 // together)]
+
+
+@pytest.mark.parametrize("group", [1, SMALL_GROUP, 2 * SMALL_GROUP])
+def test_key_heads_of_small_groups_go_as_they_fit_into_the_cache(group):
+    """With blocks of all heads of a batch at once, keys would come from memory."""
+    batch, heads, blocks = 4, 8, CACHED_BLOCKS // 2
+    size = Size(batch, heads, heads // group, blocks, blocks, block_size=128, dim=8)
+    tiles = DiagonalTiles.full(batch, heads, blocks, blocks, 128, causal=True)
+    of = _fields(np.asarray(_query_work(tiles, None, size).items))
+    pairs = (of.batch * heads + of.head) // (2 * group)  # of key heads
+    assert (np.diff(pairs) >= 0).all() == (group <= SMALL_GROUP)
 
 
 def _assigned(block, num_items, num_blocks):
