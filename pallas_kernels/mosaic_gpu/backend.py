@@ -95,14 +95,15 @@ class MosaicGpu(Backend):
     def _two_kernels(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
         configs = self._configs(call.q)
         keys, of_columns = dkdv_kernel(call, operands, configs.dkdv, self.interpret)
+        columns = call.plan.columns
         if call.key_dtype is not None:
-            dk, dv = _whole_keys(keys, of_columns, call.plan.columns, call.key_dtype)
-            of_columns = None
-            # These come first, then dq: their fp32 source, a single array, fits in dq's memory.
-            q, dk, dv = lax.optimization_barrier((operands.q, dk, dv))
+            if of_columns is not None and columns is not None:
+                keys = _whole_keys(keys, of_columns, columns.tokens, call.key_dtype)
+                of_columns = None
+            # These come first, then dq: fp32 sums, of columns a single array, fit in dq's memory.
+            q, *keys = lax.optimization_barrier((operands.q, *keys))
             operands = operands._replace(q=q)
-        else:
-            dk, dv = keys
+        dk, dv = keys
         num_blocks = self._thread_blocks(call.beside_transfers)
         dq = dq_kernel(call, operands, configs.dq, num_blocks, self.interpret)
         if not call.plan.has_tiles:
@@ -119,7 +120,9 @@ class MosaicGpu(Backend):
         def fused(
             operands: BackwardOperands, work: FusedWork, columns: GatheredColumns | None
         ) -> Gradients:
-            return fused_kernel(operands, work, columns, call.scale, config, self.interpret)
+            return fused_kernel(
+                operands, work, columns, call.scale, config, call.key_dtype, self.interpret
+            )
 
         plan = call.plan
         grads = fused(operands, plan.work.keys, gathered_columns(call))
@@ -154,13 +157,9 @@ class MosaicGpu(Backend):
 
 
 def _whole_keys(
-    keys: Array, of_columns: Array | None, columns: Columns | None, dtype: jnp.dtype
+    keys: Array, of_columns: Array, tokens: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     """Applies `whole_keys` to dk and dv in one array [2, B, ...]."""
-    pair = keys.reshape(-1, *keys.shape[2:])
-    if columns is not None and of_columns is not None:
-        of_columns = of_columns.reshape(-1, *of_columns.shape[2:])
-        tokens = jnp.concatenate([columns.tokens] * 2)
-        pair = scatter_columns(pair, of_columns, tokens)
-    dk, dv = pair.reshape(keys.shape)
+    pair, of_columns = (x.reshape(-1, *x.shape[2:]) for x in (keys, of_columns))
+    dk, dv = scatter_columns(pair, of_columns, jnp.concatenate([tokens] * 2)).reshape(keys.shape)
     return dk.astype(dtype), dv.astype(dtype)

@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_kernels.mosaic_gpu.common import Config
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
+from pallas_kernels.mosaic_gpu.kernels.dkdv import KeysConfig
 from pallas_kernels.mosaic_gpu.kernels.forward import ForwardConfig
 
 
@@ -13,7 +14,7 @@ class Configs:
 
     forward: ForwardConfig
     dq: Config
-    dkdv: Config
+    dkdv: KeysConfig
     fused: FusedConfig | None = None
     fused_sparse_bytes: int = 0
 
@@ -27,16 +28,18 @@ CONFIGS = {
     64: Configs(
         ForwardConfig(keys_late=True),
         Config(),
-        Config(stages=3),
+        KeysConfig(stages=3, paired=True),
         FusedConfig(ds_from_memory=False, retire_dk=True, item_heads=1, waves=True),
         fused_sparse_bytes=2**31,
     ),
     128: Configs(
         ForwardConfig(),
         Config(),
-        Config(stages=3),
+        KeysConfig(stages=3),
         FusedConfig(early_shift=True, item_heads=1, waves=True),
     ),
-    192: Configs(ForwardConfig(keys=64), Config(keys=64), Config(stages=3)),
-    256: Configs(ForwardConfig(keys=64, query_slots=1), Config(keys=64, value_stages=1), Config()),
+    192: Configs(ForwardConfig(keys=64), Config(keys=64), KeysConfig(stages=3)),
+    256: Configs(
+        ForwardConfig(keys=64, query_slots=1), Config(keys=64, value_stages=1), KeysConfig()
+    ),
 }

@@ -12,11 +12,13 @@ from pallas_kernels.work.lists import Sizes, walked_lists
 
 # In block lists, the key blocks seen by most query blocks are split into `PARTS` items each: one
 # block of `_HEAVY_SHARE`, and at most `_MOST_HEAVY`. Every query block sees the first keys: as a
-# single item they would take longer than everything else on a GPU with many multiprocessors.
+# single item they would take longer than everything else on a GPU with many multiprocessors, unless
+# there are `_MANY_HEADS` key/value heads.
 PARTS = 8
 _BLOCK = 128  # keys per block
 _MOST_HEAVY = 16
 _HEAVY_SHARE = 16
+_MANY_HEADS = 16
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +57,7 @@ def key_work(tiles: Tiles | None, columns: Columns | None, sizes: Sizes) -> KeyW
             work = (last - first).reshape(*shape[:2], sizes.group, -1).sum(2)
             order = jnp.argsort(-work, axis=-1, stable=True)
             count = min(_MOST_HEAVY, sizes.key_blocks // _HEAVY_SHARE)
+            count *= sizes.kv_heads < _MANY_HEADS
             if count:
                 heavy = order[..., :count].astype(jnp.int32)
             items = jnp.take_along_axis(items, order[..., count:, None], axis=2)
@@ -81,7 +84,7 @@ def join_parts(heavy: Array, keys: Array, parts: Array) -> Array:
     blocks = keys.reshape(-1, batch, keys.shape[-3] // _BLOCK, _BLOCK, kv_heads, head_dim)
     sums = parts.reshape(-1, batch, count, PARTS, _BLOCK, kv_heads, head_dim).sum(3)
     # Separated advanced indices put their axes first: [B, Hk, M, pairs, 128, D].
-    sums = sums.transpose(1, 4, 2, 0, 3, 5)
+    sums = sums.transpose(1, 4, 2, 0, 3, 5).astype(keys.dtype)
     entry, head = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[:, None]
     blocks = blocks.at[:, entry, heavy, :, head].set(sums, unique_indices=True)
     return blocks.reshape(keys.shape)

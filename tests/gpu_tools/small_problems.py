@@ -124,12 +124,15 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
 def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
     rng = functools.partial(np.random.default_rng, dim)
     size = Size(1, 4, 2, blocks, blocks, BLOCK, dim)
+    ungrouped = Size(1, 2, 2, blocks, blocks, BLOCK, dim)
     two, one = HOPPER.values()
     forward, delta = "attention_forward", "attention_delta"
     separate = forward, delta, "attention_dkdv", "attention_dq"
     fused = forward, delta, "attention_backward"
 
-    def attention(kind: str, index: Callable[[], Any], backend: str, **more: Any) -> Problem:
+    def attention(
+        kind: str, index: Callable[[], Any], backend: str, size: Size = size, **more: Any
+    ) -> Problem:
         def inputs() -> Values:
             names = ("q", "k", "v", "dout")
             values = dict(zip(names, cases.qkv_dout(rng(), size, DTYPES[dim]), strict=True))
@@ -163,6 +166,7 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
         attention("columns", vertical_slash, two),
         attention("columns-fused", vertical_slash, one),
         attention("dense-fused", lambda: _dense(size), one),
+        attention("ungrouped-fused", lambda: _dense(ungrouped), one, ungrouped),
         attention("lists", lists, two),
         attention(
             "lists-columns",

@@ -21,6 +21,7 @@ from pallas_kernels.mosaic_gpu.common import (
     BackwardOperands,
     GatheredColumns,
     launch,
+    store_rows,
     tiled,
 )
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig, FusedSteps
@@ -40,9 +41,14 @@ def fused_kernel(
     columns: GatheredColumns | None,
     scale: float,
     config: FusedConfig,
+    key_dtype: jnp.dtype | None,
     interpret: Any,
 ) -> Gradients:
-    """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq = scale dS K."""
+    """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq = scale dS K.
+
+    Sums are fp32, but for those of dk and dv that no further one is added to, if `key_dtype` is
+    given.
+    """
     q, k, v, dout, base, delta = operands
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
     split = work.heads < group
@@ -114,6 +120,11 @@ def fused_kernel(
 
             def own_keys():
                 targets = (refs[name].at[it.batch, rows, kv_head] for name in ("dk", "dv"))
+                if summed:
+                    unused = smem["v"].at[pl.ds(warpgroup * ROWS, ROWS)]  # by the other warpgroup
+                    for target, x in zip(targets, gradients, strict=True):
+                        store_rows(x.astype(target.dtype), target, unused)
+                    return
                 half = it.block * WARPGROUPS + warpgroup
                 counter = key_counters.at[it.batch, kv_head, half, pl.ds(0, 1)] if split else None
                 add_keys(tuple(targets), gradients, staging, counter, it.key_turn, interpreted)
@@ -149,7 +160,8 @@ def fused_kernel(
     }
     inputs = dict(q=q, k=k, v=v, dout=dout, shift=base * (scale * LOG2E), minus_delta=-delta)
     inputs |= work.operands
-    like = jax.ShapeDtypeStruct(k.shape, jnp.float32)
+    summed = not (split or has_columns) and key_dtype is not None
+    like = jax.ShapeDtypeStruct(k.shape, key_dtype if summed else jnp.float32)
     outputs = {"dk": like, "dv": like}
     if has_columns:
         inputs |= columns.operands

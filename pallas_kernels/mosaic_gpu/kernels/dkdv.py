@@ -27,6 +27,7 @@ from pallas_kernels.mosaic_gpu.common import (
     await_last,
     gathered_columns,
     launch,
+    store_rows,
     tiled,
 )
 from pallas_kernels.mosaic_gpu.interpreter import (
@@ -34,6 +35,7 @@ from pallas_kernels.mosaic_gpu.interpreter import (
     accumulate_keys,
     key_scratch,
     product_plus,
+    with_accumulators,
 )
 from pallas_kernels.mosaic_gpu.key_walk import KeyWalk
 from pallas_kernels.mosaic_gpu.masks import KeyMask, add_bias
@@ -46,15 +48,20 @@ _ROW_OPERANDS = ("base", "minus_delta")
 _WEIGHTS = 2  # tiles of weights that wait for the warpgroup of dk
 
 
-def dkdv_kernel(
-    call: BackwardCall, operands: BackwardOperands, config: Config, interpret: Any
-) -> tuple[Any, Any]:
-    """Returns fp32 dk, dv, summed over the query heads of a group, and those of columns or None.
+@dataclasses.dataclass(frozen=True)
+class KeysConfig(Config):
+    paired: bool = False  # dP starts next to S, and not once P is computed
 
-    dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta). If the call returns complete
-    gradients, each pair is an array [2, ...].
+
+def dkdv_kernel(
+    call: BackwardCall, operands: BackwardOperands, config: KeysConfig, interpret: Any
+) -> tuple[Any, Any]:
+    """Returns dk, dv, summed over the query heads of a group, and fp32 ones of columns or None.
+
+    dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta). dk and dv have `call.key_dtype` if
+    they are complete, else fp32. If those of columns complete them, each pair is an array [2, ...].
     """
-    columns, scale, one_array = gathered_columns(call), call.scale, call.key_dtype is not None
+    columns, scale = gathered_columns(call), call.scale
     work: KeyWork = call.plan.work.keys
     q, k, v, dout, base, delta = operands
     head_dim, stages, interpreted = q.shape[-1], config.stages, bool(interpret)
@@ -63,6 +70,10 @@ def dkdv_kernel(
     has_columns = columns is not None
     heavy = work.heavy
     has_parts = heavy is not None
+    one_array = call.key_dtype is not None and has_columns
+    # Those of columns and of parts are still to be added.
+    whole = jnp.float32 if has_columns or call.key_dtype is None else call.key_dtype
+    dtypes = {"": whole, "c": jnp.float32, "p": jnp.float32}
     shapes = {"": k.shape}
     if has_columns:
         shapes["c"] = columns.k.shape
@@ -71,7 +82,7 @@ def dkdv_kernel(
         shapes["p"] = k.shape[0], in_parts, *k.shape[2:]
     names, leading = (("dkv",), (2,)) if one_array else (("dk", "dv"), ())
     outputs = {
-        name + suffix: jax.ShapeDtypeStruct((*leading, *shape), jnp.float32)
+        name + suffix: jax.ShapeDtypeStruct((*leading, *shape), dtypes[suffix])
         for suffix, shape in shapes.items()
         for name in names
     }
@@ -102,7 +113,8 @@ def dkdv_kernel(
             plgpu.barrier_wait(bars["keys_full"])
             shared = smem, bars, warpgroup, stages, scale * LOG2E, interpreted
             if not wide:
-                return accumulate(_Steps(*shared), ("dk", "dv"))
+                steps = _PairedSteps if config.paired else _Steps
+                return accumulate(steps(*shared), ("dk", "dv"))
             pl.when(warpgroup == 0)(lambda: accumulate(_WeightSteps(*shared), ("dv",)))
             pl.when(warpgroup == 1)(lambda: accumulate(_KeySteps(*shared), ("dk",), masks=False))
 
@@ -117,12 +129,17 @@ def dkdv_kernel(
             steps.release(end - 1)
             steps.drain(end)
             found = dict(zip(sums, found, strict=True))
+            # Only this warpgroup's products have read this memory.
+            mine = pl.ds(0 if wide else own * ROWS, ROWS)
+            free = {"dk": "v", "dv": "k"}
 
             def store(suffix, block):
                 rows = pl.ds(block * TILE + own * ROWS, ROWS)
                 for name, x in found.items():
-                    out = refs[name + suffix].at[it.batch, rows, it.head]
-                    out[...] = x * scale if name == "dk" else x
+                    target = refs[name + suffix].at[it.batch, rows, it.head]
+                    x = (x * scale if name == "dk" else x).astype(target.dtype)
+                    store_rows(x, target, smem[free[name]].at[mine], wait=False)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             if len(shapes) == 1:
                 store("", it.block)
@@ -199,14 +216,14 @@ class _Steps:
     def product(
         self, start: str, step: Array, keys: Any, tile: Any, meanwhile: Any = None
     ) -> Array:
-        """Starts the accumulator from values that would otherwise be subtracted per element."""
+        begin = functools.partial(self.begin, start, step)
+        return product_plus(begin, keys, tile.T, (ROWS, _STEP), self.interpreted, meanwhile)
 
-        def columns() -> Array:
-            row = self.smem[start].at[lax.rem(step, self.stages)]
-            values = plgpu.load(row, layout=COLUMN_LAYOUT)
-            return lax.broadcast_in_dim(values, (ROWS, _STEP), [1])
-
-        return product_plus(columns, keys, tile.T, (ROWS, _STEP), self.interpreted, meanwhile)
+    def begin(self, name: str, step: Array) -> Array:
+        """Returns what an accumulator starts from, instead of a subtraction per element."""
+        row = self.smem[name].at[lax.rem(step, self.stages)]
+        values = plgpu.load(row, layout=COLUMN_LAYOUT)
+        return lax.broadcast_in_dim(values, (ROWS, _STEP), [1])
 
     def weights(self, logits: Array, mask: KeyMask) -> Array:
         logits, bias = mask.apply(logits)
@@ -215,6 +232,28 @@ class _Steps:
     def release_early(self, step: Array) -> Callable[[], None]:
         """Releases the previous step as soon as its products are done: few are in flight."""
         return lambda: self.release(step - 1)
+
+
+class _PairedSteps(_Steps):
+    """Steps that start dP next to S, and compute P meanwhile: heads of 64 leave the registers."""
+
+    def run(self, add: AddProduct, step: Array, mask: KeyMask) -> None:
+        q_tile, dout_tile = self.tiles(step)
+        own = pl.ds(self.warpgroup * ROWS, ROWS)
+
+        def body(qk: Any, dov: Any) -> None:
+            qk.start(self.begin("base", step))
+            dov.start(self.begin("minus_delta", step))
+            qk.add(self.smem["k"].at[own], q_tile.T)
+            dov.add(self.smem["v"].at[own], dout_tile.T)
+            logits = qk.value(younger=1)
+            self.release(step - 1)
+            p = self.weights(logits, mask)
+            add("dv", p.astype(q_tile.dtype), dout_tile)
+            dp = dov.value(younger=1)
+            add("dk", (p * dp).astype(q_tile.dtype), q_tile)
+
+        with_accumulators(body, *2 * [(ROWS, _STEP)], interpreted=self.interpreted)
 
 
 class _WeightSteps(_Steps):

@@ -104,9 +104,10 @@ def dq_kernel(
                 plgpu.barrier_wait(bars["q_full"])
                 plgpu.barrier_wait(bars["dout_full"])
                 # With dO in registers it is read from shared memory once, not per tile. There is
-                # no room for the queries as well, nor for dO of wider heads.
+                # no room for the queries as well, nor for dO of wider heads. At 64, ptxas 13.5
+                # would make each product wait for the one before.
                 dout_operand = dout_tile
-                if not (interpreted or wide):
+                if head_dim == 128 and not (interpreted or wide):
                     dout_operand = plgpu.load(dout_tile, layout=plgpu.Layout.WGMMA, optimized=False)
 
                 def release(s):

@@ -53,7 +53,7 @@ def forward(q, k, v, tiles, columns=None, column_kv=None, *, backend, **options)
     return pallas_kernels.forward(q, k, v, plan, column_kv, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "backend"))
+@functools.partial(jax.jit, static_argnames=("scale", "key_dtype", "backend"))
 def backward(
     q, k, v, dout, lse, delta, tiles, columns=None, column_kv=None, *, backend, **options
 ) -> Gradients:

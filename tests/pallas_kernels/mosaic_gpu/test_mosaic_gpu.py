@@ -119,6 +119,33 @@ def test_one_backward_kernel_has_no_races_within_an_item(races):
     assert not races().races_found
 
 
+@pytest.mark.parametrize("one_kernel", [True, False])
+def test_complete_gradients_of_keys_are_written_in_their_dtype(one_kernel, races):
+    """By the kernel that sums them, if no head of a group and no column follows."""
+    size = Size(1, 2, 2, query_blocks=2, key_blocks=1, block_size=128, dim=DIM)
+    q, k, v, dout = cases.qkv_dout(np.random.default_rng(0), size, "bfloat16")
+    tiles = DiagonalTiles.full(1, 2, 2, 1, 128, causal=True)
+    out, lse = forward(q, k, v, tiles, backend="xla")
+    delta = pallas_kernels.delta_of(out, dout)
+    name = f"one kernel: {one_kernel}"
+    kernels = registered(name, interpret=WATCHED, one_backward_kernel=one_kernel)
+    given = q, k, v, dout, lse, delta, tiles
+
+    def gradients(dtype):
+        found = backward(*given, backend=kernels, key_dtype=dtype)
+        return found.dk, found.dv
+
+    for x, y in zip(gradients("bfloat16"), gradients("float32"), strict=True):
+        assert x.dtype == jnp.bfloat16 and y.dtype == jnp.float32
+        np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
+    assert not races().races_found
+    program = jax.make_jaxpr(lambda: gradients("bfloat16"))()
+    assert "bf16[1,128,2,64]" in str(program) and "f32[1,128,2,64]" not in str(program)
+    expected = backward(*given, backend="xla")
+    for x, y in zip(gradients("float32"), (expected.dk, expected.dv), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
+
+
 def test_a_key_block_listed_by_every_row_is_split_into_parts():
     """The gradients of 16 key blocks, the first one seen by all 16 query blocks."""
     size = Size(1, 1, 1, query_blocks=16, key_blocks=16, block_size=128, dim=DIM)
@@ -130,6 +157,9 @@ def test_a_key_block_listed_by_every_row_is_split_into_parts():
     unwatched = MosaicGpu("parts", interpret=UNWATCHED)
     plan = jax.jit(lambda *args: unwatched.plan(*args, None, whole=True))
     assert plan(q, k, tiles).keys.heavy.tolist() == [[[0]]]
+    many = Size(1, 16, 16, query_blocks=16, key_blocks=16, block_size=128, dim=DIM)
+    listed = cases.lists_of_mask(np.repeat(mask, 16, 1), 128).tiles()
+    assert plan(*cases.qkv_dout(rng, many, "bfloat16")[:2], listed).keys.heavy is None
     out, lse = forward(q, k, v, tiles, backend="xla")
     delta = pallas_kernels.delta_of(out, dout)
     found, expected = (
