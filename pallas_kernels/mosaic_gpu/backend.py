@@ -100,7 +100,7 @@ class MosaicGpu(Backend):
             if of_columns is not None and columns is not None:
                 keys = _whole_keys(keys, of_columns, columns.tokens, call.key_dtype)
                 of_columns = None
-            # These come first, then dq: fp32 sums, of columns a single array, fit in dq's memory.
+            # These come first: their fp32 sums (with columns, one array) then fit in dq's memory.
             q, *keys = lax.optimization_barrier((operands.q, *keys))
             operands = operands._replace(q=q)
         dk, dv = keys

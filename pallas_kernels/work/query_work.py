@@ -16,8 +16,8 @@ from pallas_kernels.work.lists import Sizes, walked_lists
 
 # The L2 cache holds the keys and values of so many blocks: 8 (head dim 64) or 16 MiB. Key/value
 # heads with more are processed one after another. Shorter ones are processed as many at a time as
-# fit, if tiles are listed or dense: else keys that few heads share come from memory. Dense ones
-# that many share are faster without, and uneven items are more evenly assigned.
+# fit, where keys would come from memory otherwise: with lists, and with dense attention if at most
+# `SMALL_GROUP` query heads share them. Other diagonals are more evenly assigned all at once.
 CACHED_BLOCKS = 256
 SMALL_GROUP = 4
 LONGEST = 1 / 1024  # items of lists with more than this part of all work come first

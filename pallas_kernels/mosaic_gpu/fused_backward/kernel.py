@@ -46,8 +46,8 @@ def fused_kernel(
 ) -> Gradients:
     """Runs the kernel: dv = P^T dO, dS = P * (dP - delta), dk = scale dS^T Q, dq = scale dS K.
 
-    Sums are fp32, but for those of dk and dv that no further one is added to, if `key_dtype` is
-    given.
+    Results are fp32, but dk and dv have `key_dtype`, if given, where nothing is added to them:
+    without columns, and with one query head for each key/value head (or one item for its group).
     """
     q, k, v, dout, base, delta = operands
     head_dim, group = q.shape[-1], q.shape[2] // k.shape[2]
@@ -120,8 +120,9 @@ def fused_kernel(
 
             def own_keys():
                 targets = (refs[name].at[it.batch, rows, kv_head] for name in ("dk", "dv"))
-                if summed:
-                    unused = smem["v"].at[pl.ds(warpgroup * ROWS, ROWS)]  # by the other warpgroup
+                if complete:
+                    # The other warpgroup does not read these values.
+                    unused = smem["v"].at[pl.ds(warpgroup * ROWS, ROWS)]
                     for target, x in zip(targets, gradients, strict=True):
                         store_rows(x.astype(target.dtype), target, unused)
                     return
@@ -160,8 +161,8 @@ def fused_kernel(
     }
     inputs = dict(q=q, k=k, v=v, dout=dout, shift=base * (scale * LOG2E), minus_delta=-delta)
     inputs |= work.operands
-    summed = not (split or has_columns) and key_dtype is not None
-    like = jax.ShapeDtypeStruct(k.shape, key_dtype if summed else jnp.float32)
+    complete = not (split or has_columns) and key_dtype is not None
+    like = jax.ShapeDtypeStruct(k.shape, key_dtype if complete else jnp.float32)
     outputs = {"dk": like, "dv": like}
     if has_columns:
         inputs |= columns.operands

@@ -58,8 +58,9 @@ def dkdv_kernel(
 ) -> tuple[Any, Any]:
     """Returns dk, dv, summed over the query heads of a group, and fp32 ones of columns or None.
 
-    dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta). dk and dv have `call.key_dtype` if
-    they are complete, else fp32. If those of columns complete them, each pair is an array [2, ...].
+    dv = P^T dO, dk = scale * dS^T Q with dS = P * (dP - delta). Without columns, dk and dv have
+    `call.key_dtype` if it is given. With both, each pair is one fp32 array [2, ...]: the caller
+    adds the gradients of columns.
     """
     columns, scale = gathered_columns(call), call.scale
     work: KeyWork = call.plan.work.keys
@@ -71,7 +72,7 @@ def dkdv_kernel(
     heavy = work.heavy
     has_parts = heavy is not None
     one_array = call.key_dtype is not None and has_columns
-    # Those of columns and of parts are still to be added.
+    # Gradients of columns and of parts are added later.
     whole = jnp.float32 if has_columns or call.key_dtype is None else call.key_dtype
     dtypes = {"": whole, "c": jnp.float32, "p": jnp.float32}
     shapes = {"": k.shape}
@@ -235,7 +236,7 @@ class _Steps:
 
 
 class _PairedSteps(_Steps):
-    """Steps that start dP next to S, and compute P meanwhile: heads of 64 leave the registers."""
+    """Steps that start dP next to S; only heads of 64 leave registers for both."""
 
     def run(self, add: AddProduct, step: Array, mask: KeyMask) -> None:
         q_tile, dout_tile = self.tiles(step)
