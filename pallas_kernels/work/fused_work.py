@@ -4,10 +4,11 @@ Many items add to the dq of one query block, so each addition has a turn. An ite
 items before it in the list, and hardly waits if items of adjacent key blocks start together. Key
 blocks rise from the last to the first, the rows of each from the first to the last; falling is the
 mirror image. Rising causal items get longer, falling ones shorter: sequences alternate, so that
-items end together. Documents shorter than a wave always rise: falling, each would wait for the
-previous one. Column tiles come first at every query block, from the last query block to the first;
-with columns all sequences rise, one wave of every head after another, so that few items need query
-blocks that the columns have not passed. With a window all rise as well: items are equally long.
+items end together. Sequences and documents shorter than a wave always rise: falling, each item
+would wait for the previous one. Column tiles come first at every query block, from the last query
+block to the first; with columns all sequences rise, one wave of every head after another, so that
+few items need query blocks that the columns have not passed. With a window all rise as well: items
+are equally long.
 """
 
 import dataclasses
@@ -71,7 +72,8 @@ def fused_work(
     turns, ranks, window = column_turns, jnp.zeros_like(lists), None
     if tiles is not None:
         wave, window = wave or num_key_blocks, tiles.window
-        alternate, segments = columns is None and window is None, tiles.num_segments
+        alternate = columns is None and window is None and num_key_blocks >= wave
+        segments = tiles.num_segments
         items, falling = _key_items(sizes, step, wave, alternate=alternate, segments=segments)
         falls = jnp.asarray(falling)[..., None]  # per row
         items = jnp.asarray(items)

@@ -58,10 +58,7 @@ def fused_kernel(
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     # Of this call's keys: XLA shares equal zeros of two calls, and copies them for one of the two.
     zero, k = lax.optimization_barrier((jnp.float32(0), k))
-    # The few additions of a window are worth storing the first of them instead.
-    windowed = work.window is not None
-    start = lax.empty(q.shape, jnp.float32) if windowed else jnp.full(q.shape, zero)
-    dq_ref = jax.new_ref(lax.optimization_barrier(start))
+    dq_ref = jax.new_ref(lax.optimization_barrier(lax.empty(q.shape, jnp.float32)))
     none = zero.astype(jnp.int32)
     counters = jax.new_ref(jnp.full((batch, heads, q.shape[1] // queries, 1), none))
     key_shape = (batch, kv_heads, k.shape[1] // ROWS, 1) if split else (1, 1, 1, 1)
@@ -183,9 +180,7 @@ def fused_kernel(
         interpret,
         memory_warpgroups=2 if interpreted else 1,
     )
-    dq = lax.optimization_barrier(jax.freeze(dq_ref))
-    if windowed:  # blocks of padding are never stored
-        seen = work.last[:, :, -(q.shape[1] // TILE) :] > 0
-        seen = jnp.repeat(seen.swapaxes(1, 2), TILE, axis=1)
-        dq = jnp.where(seen[..., None], dq, 0.0)
+    dq, additions = lax.optimization_barrier((jax.freeze(dq_ref), jax.freeze(counters)))
+    stored = jnp.repeat(additions.swapaxes(1, 2) > 0, queries, axis=1)
+    dq = jnp.where(stored, dq, 0.0)
     return Gradients(dq, *(results.get(name) for name in ("dk", "dv", "dkc", "dvc")))

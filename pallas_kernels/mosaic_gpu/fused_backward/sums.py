@@ -25,8 +25,9 @@ def add_queries(
 ) -> None:
     """Adds dq of an item's steps, each at its turn; run by warp `number`, for every second step.
 
-    `counters`, int32 [B, Hq, steps of all queries, 1], are numbers of completed turns. The
-    interpreter has no number, and runs items in order: an early turn adds NaN.
+    The first turn of a query block stores instead: `target` starts undefined. `counters`, int32
+    [B, Hq, steps of all queries, 1], are numbers of completed turns. The interpreter has no number,
+    and runs items in order: an early turn adds NaN.
     """
     batch = walk.it.batch
 
@@ -39,17 +40,14 @@ def add_queries(
         if number is None:
             early = counters[batch, head, tile, 0] != turn
             poison = jnp.where(early, jnp.float32(jnp.nan), jnp.float32(0))
-            before = jnp.where(turn == 0, 0.0, dq[...]) if walk.first_stores else dq[...]
+            before = jnp.where(turn == 0, 0.0, dq[...])
             dq[...] = before + (added[...] + poison)
             counters[batch, head, tile, 0] = turn + 1
             plgpu.barrier_arrive(free)
             return
         _await_turn(counter, turn)
-        if walk.first_stores:
-            pl.when(turn == 0)(lambda: plgpu.copy_smem_to_gmem(added, dq))
-            pl.when(turn > 0)(lambda: plgpu.copy_smem_to_gmem(added, dq, reduction_op="add"))
-        else:
-            plgpu.copy_smem_to_gmem(added, dq, reduction_op="add")
+        pl.when(turn == 0)(lambda: plgpu.copy_smem_to_gmem(added, dq))
+        pl.when(turn > 0)(lambda: plgpu.copy_smem_to_gmem(added, dq, reduction_op="add"))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(free)
         plgpu.wait_smem_to_gmem(0)

@@ -24,7 +24,6 @@ class FusedWalk:
 
     def __init__(self, refs: dict[str, Any], it: KeyItem, work: FusedWork, queries: int):
         self.refs, self.it, self.heads, self.window = refs, it, work.heads, work.window
-        self.first_stores = work.window is not None  # dq of a window starts undefined
         self.num_query_blocks, self.queries = refs["q"].shape[1] // TILE, queries
         self.parts, self.has_columns = TILE // queries, "keep" in refs
         # Computed once, since the kernel needs them in many places.

@@ -220,3 +220,10 @@ def test_items_of_the_same_keys_add_in_launch_order():
         assert len(turns) == 2 * kv_heads * 9
         for at in turns.values():
             assert at == list(range(items))
+
+
+@pytest.mark.parametrize(("wave", "signs"), [(9, {1, -1}), (10, {1})])
+def test_sequences_shorter_than_a_wave_rise(wave, signs):
+    tiles = DiagonalTiles.full(1, 2, 9, 9, G, causal=True)
+    work = fused_work(tiles, None, Sizes(1, 2, 9, 9, 2), wave=wave)
+    assert {KeyItem(*item).sign for item in np.asarray(work.items).tolist()} == signs
