@@ -18,6 +18,24 @@ def _why_not() -> str | None:
     return None
 
 
+class _FailuresAtOnce:
+    """Prints each failure when it happens: a job may end before pytest's summary."""
+
+    def __init__(self, terminal: "pytest.TerminalReporter"):
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_line(f"\n{report.nodeid}\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)  # once the terminal exists
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("MTRAINING_TEST_GPU") == "1" and terminal is not None:
+        config.pluginmanager.register(_FailuresAtOnce(terminal))
+
+
 @pytest.fixture(scope="session")
 def _hopper_missing() -> str | None:
     return _why_not()
