@@ -3,9 +3,10 @@
     python -m benchmarks.peers --results peers.jsonl --out peers.md
 
 Each kernel on each problem is a worker. --workers of them import and compile at the same time, then
-measure one after another, the kernels of a problem in a row. What they measure is added to
---results at once. The same command resumes after an abort; remove lines to repeat them. Next to the
-table, --out writes a picture of the rates.
+measure one after another, the kernels of a problem in a row. --queued 2 also calls each pass for
+two seconds, with the GPU's power and clock. What they measure is added to --results at once. The
+same command resumes after an abort; remove lines to repeat them. Next to the table, --out writes a
+picture of the rates.
 """
 
 import argparse
@@ -31,6 +32,10 @@ _COLUMNS = (
     "tokens x batch", "heads, D", "blocks a row", "density", "kernels", "build ms", "fwd ms",
     "bwd ms", "total ms", "fwd / bwd TFLOP/s", "error: out", "worst gradient",
     "bits repeat: fwd, bwd", "memory GB",
+)  # fmt: skip
+_QUEUED = (
+    "tokens x batch", "heads, D", "blocks a row", "kernels", "pass", "ms", "TFLOP/s", "W", "MHz",
+    "J a call", "10^6 cycles",
 )  # fmt: skip
 _ABOUT = """\
 bf16, random inputs and lists: in each row of 128 queries its own block and random earlier ones, \
@@ -73,26 +78,44 @@ def table(rows: Sequence[Result], notes: Iterable[str] = ()) -> str:
         about = {x for row in here for x in (row["date"], *row["versions"].split(", "))}
         lines += [f"{device}: {', '.join(sorted(about))}", "", *table_head(_COLUMNS)]
         lines += [*(table_line(_cells(row)) for row in here), ""]
+        queued = [x for row in here for x in _queued_cells(row)]
+        if queued:
+            lines += ["Queued calls:", "", *table_head(_QUEUED), *map(table_line, queued), ""]
     failed = [f"{x['problem']} {x['kernels']}: {x['error']}" for x in rows if "error" in x]
     return "\n".join([*lines, *(f"- {text}" for text in (*failed, *notes))]) + "\n"
 
 
 def _cells(row: Result) -> list[str]:
-    problem = Problem.parse(row["problem"])
-    flops = {"forward": row["flops"], "backward": 2.5 * row["flops"]}
+    flops = _flops(row)
     rates = [f"{flops[x] / row[x] / 1e9:.0f}" if x in row else "–" for x in flops]
     grads = [row[name] for name in ("dq", "dk", "dv") if name in row]
     worst = [max(each) for each in zip(*grads, strict=True)]
     wrong = [", ".join(f"{x:.1e}" for x in each) or "–" for each in (row["out"], worst)]
     bits = [{True: "yes", False: "no"}.get(row.get(f"{x}_repeats"), "–") for x in flops]
     times = [number(row.get(x)) for x in ("build", "forward", "backward", "total")]
-    shape = f"{problem.seq_len} x {problem.batch}", f"{problem.heads}/{problem.kv_heads}"
     memory = number(row["memory"] / 1e9 if "memory" in row else None)
     return [
-        shape[0], f"{shape[1]}, {problem.dim}", str(problem.listed),
-        f"{row['density']:.3f}", row["kernels"], *times, " / ".join(rates), *wrong,
+        *_shape(row), f"{row['density']:.3f}", row["kernels"], *times, " / ".join(rates), *wrong,
         ", ".join(bits), memory,
     ]  # fmt: skip
+
+
+def _queued_cells(row: Result) -> Iterable[list[str]]:
+    for name, flops in _flops(row).items():
+        if f"{name}_queued" in row:
+            ms, watts, mhz = row[f"{name}_queued"]
+            figures = f"{flops / ms / 1e9:.0f}", f"{watts:.0f}", f"{mhz:.0f}"
+            energy, cycles = number(watts * ms / 1e3), number(mhz * ms / 1e3)
+            yield [*_shape(row), row["kernels"], name, number(ms), *figures, energy, cycles]
+
+
+def _shape(row: Result) -> list[str]:
+    x = Problem.parse(row["problem"])
+    return [f"{x.seq_len} x {x.batch}", f"{x.heads}/{x.kv_heads}, {x.dim}", str(x.listed)]
+
+
+def _flops(row: Result) -> dict[str, float]:
+    return {"forward": row["flops"], "backward": 2.5 * row["flops"]}
 
 
 def main(argv: list[str] | None = None) -> str:
@@ -103,7 +126,7 @@ def main(argv: list[str] | None = None) -> str:
     for problem, name in plan(args.problems, args.kernels, read(args.results)):
         job = dict(problem=problem.name, kernels=name, reference=reference, seed=args.seed)
         job["folder"] = str(args.scratch / problem.name.replace("/", "-"))
-        job |= dict(repeats=args.repeats, backend=args.backend)
+        job |= dict(repeats=args.repeats, backend=args.backend, queued=args.queued)
         module = f"benchmarks.peers.{_MODULES.get(name, 'others')}"
         jobs.append((f"{name} {problem.name}", workers.command(module, json.dumps(job))))
 
@@ -141,6 +164,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference", type=Path, metavar="DIR", help="checkout with MTraining")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/peers"), metavar="DIR")
     parser.add_argument("--seconds", type=at_least(1), default=60, help="of one worker's turn")
+    parser.add_argument(
+        "--queued", type=at_least(1), default=0, metavar="SECONDS", help="also measure power"
+    )
     return parser.parse_args(argv)
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks import workers
 from benchmarks.kernels.masks import BLOCK
+from benchmarks.peers.power import sustained
 from benchmarks.peers.problems import Problem, samples
 
 _BURST_SECONDS = 0.02
@@ -63,11 +64,18 @@ def errors(kernels: Any, name: str, array: Any) -> tuple[float, float]:
     return float(np.abs(wrong).max()), float(np.linalg.norm(wrong) / np.linalg.norm(exact))
 
 
-def measure(kernels: Any, repeats: int, send: Callable[[dict[str, Any]], None]) -> None:
-    """Sends every value once it is known, so that an aborted process keeps what it has."""
+def measure(
+    kernels: Any, repeats: int, send: Callable[[dict[str, Any]], None], queued: float = 0
+) -> None:
+    """Sends every value once it is known, so that an aborted process keeps what it has.
+
+    With `queued`, each pass is also called for so many seconds, with power and clock.
+    """
 
     def timed(name: str, run: Callable[[], Any]) -> None:
         send({name: milliseconds(run, kernels.wait, repeats)})
+        if queued and name in ("forward", "backward"):
+            send({f"{name}_queued": sustained(run, kernels.wait, queued)})
 
     before = kernels.memory()[0]
     index = kernels.build()
@@ -105,7 +113,7 @@ def serve(kinds: Callable[[str], Callable[..., Any]]) -> None:
     try:
         kernels.load()
         known |= {"date": time.strftime("%Y-%m-%d")} | kernels.about
-        measure(kernels, job["repeats"], lambda values: workers.send(known | values))
+        measure(kernels, job["repeats"], lambda row: workers.send(known | row), job["queued"])
     except Exception as failure:  # of another project's kernels: recorded, not raised
         text = str(failure).strip().splitlines() or [""]
         workers.send(known | {"error": f"{type(failure).__name__}: {text[0]}"[:300]})

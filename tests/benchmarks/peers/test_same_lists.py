@@ -2,6 +2,8 @@
 
 import functools
 import json
+import sys
+import time
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +17,7 @@ from benchmarks.kernels.rows import OWN
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import measure
 from benchmarks.peers.picture import draw
+from benchmarks.peers.power import sustained
 from benchmarks.peers.problems import (
     INPUTS,
     Problem,
@@ -194,6 +197,21 @@ def test_the_table_has_rates_by_computed_blocks_and_says_what_failed():
     ) in text
     assert "| cuDNN | – | 16.00 | – | – | 533 / – | 1.0e-03, 2.0e-03 | – | –, – | – |" in text
     assert text.endswith(f"- {problem.name} cuDNN: KeyError: q\n- no FlexAttention (no torch)\n")
+
+
+def test_queued_calls_have_power_and_clock(tmp_path, monkeypatch):
+    sampler = tmp_path / "nvidia-smi"
+    script = 'print("100.0, 1000\\n" + "600.0, 1500\\n" * 9, end="", flush=True); time.sleep(60)'
+    sampler.write_text(f"#!{sys.executable}\nimport time\n{script}\n")
+    sampler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ms, watts, mhz = sustained(lambda: time.sleep(0.01), lambda x: x, 0.1)
+    assert 10 < ms < 100 and (watts, mhz) == (600, 1500)
+    row = PROBLEM.figures(seed=0) | {"problem": PROBLEM.name, "kernels": OWN, "forward": 1.0}
+    row |= {"date": "2026-11-26", "device": "GPU", "versions": "jax 1", "out": (0, 0)}
+    row |= {"flops": 1e12, "backward_queued": (5.0, 600.0, 1500.0)}
+    text = command.table([row])
+    assert "| 2 | mtraining-jax | backward | 5.00 | 500 | 600 | 1500 | 3.00 | 7.50 |" in text
 
 
 def test_the_picture_has_the_problems_that_were_timed(tmp_path):
