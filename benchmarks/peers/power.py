@@ -14,10 +14,10 @@ def sustained(run: Callable[[], Any], wait: Callable[[Any], Any], seconds: float
     """Returns ms of a call, watts and MHz: means while calls are queued for `seconds`.
 
     A thread would share the interpreter with the calls, so nvidia-smi writes its samples to a pipe,
-    which is read afterwards.
+    which is read later.
 
     Raises:
-        FileNotFoundError: There is no nvidia-smi.
+        FileNotFoundError: nvidia-smi is missing.
     """
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits"]
