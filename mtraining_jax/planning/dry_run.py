@@ -15,7 +15,7 @@ from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, secon
 from mtraining_jax.planning.documents import Pairs, planned_pairs
 from mtraining_jax.planning.fitting import Proposal, fastest, other_runs
 from mtraining_jax.planning.hardware import GPUS, H200, Gpu
-from mtraining_jax.planning.memory import Memory, estimate_memory, planned_state
+from mtraining_jax.planning.memory import Memory, estimate_memory, pinned_limit, planned_state
 from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, free_host_memory, host_memory
 from mtraining_jax.utils.text import command_with
@@ -180,6 +180,8 @@ def _memory_lines(
         what += ["parameters and gradients of layers"] * (config.optimizer.offload == "all")
         what += ["activations"] * config.model.remat.endswith("offload")
         note = f"per device, for offloaded {', '.join(what)}"
+        if not virtual:
+            note += f"; XLA pins {pinned_limit(config)} GiB at most"
         yield f"  {'host memory':<17} {host / scale:8.2f}  {note}"
     if not virtual:
         yield "  not included: CUDA context and NCCL buffers, which are outside of JAX's limit"

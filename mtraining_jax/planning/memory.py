@@ -4,6 +4,7 @@ Temporary buffers are multiples of a layer's activations; all else is exact.
 """
 
 import dataclasses
+import math
 from typing import Self
 
 from jax.sharding import AbstractMesh, AxisType
@@ -40,6 +41,7 @@ _WIDE_IN_PARTS, _WIDE_OF_PARTS, _WIDE_OF_NORMS, _WIDE_IN_MLP = 7.7, 4.5, 2, 8
 _UPDATE_ARRAYS = 5  # of the head's size, while it is updated with moments from the host
 _WIDE_OF_SUMS = 2  # of these for fp32 sums of dq over kernels; one device has none
 
+_PINNED_RESERVE = 1.05  # of the formula for arrays that a step keeps in host memory
 _OFFLOADS = "attention_offload", "full_offload"
 
 
@@ -115,6 +117,21 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
             _layer(config), _loss(config) - gradients, update - kept - index, _list_building(config)
         ),
     )
+
+
+def pinned_limit(config: Config) -> int | None:
+    """GiB of pinned host memory that XLA may take for each GPU; None if nothing is offloaded.
+
+    XLA's pool grows in blocks of powers of two: 73 GiB of activations would take 128 without a
+    limit, which cuts the last block. Arrays of the state, which arrive one by one, need up to 3
+    times their size in such blocks.
+    """
+    if not (whole := estimate_memory(config).host):
+        return None
+    state = planned_state(config).abstract()
+    placed = shard_bytes((state.opt_state, state.model), on_host=True)
+    kept = _PINNED_RESERVE * (whole - placed) * (2 if config.audit.gradient_interval else 1)
+    return math.ceil((3 * placed + kept) / 2**30) + 4
 
 
 def offloaded(config: Config) -> int:

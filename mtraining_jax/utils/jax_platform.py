@@ -43,8 +43,10 @@ def _number(path: Path, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def set_platform(cpu_devices: int | None) -> None:
+def set_platform(cpu_devices: int | None, pinned_gib: int | None = None) -> None:
     """Sets up virtual CPU devices; None: the memory limits of GPUs and host.
+
+    `pinned_gib` limits the pinned host memory of each GPU, None: all of it.
 
     Must run before JAX starts a backend: later it may raise a RuntimeError. Environment variables
     of the user take precedence.
@@ -52,8 +54,9 @@ def set_platform(cpu_devices: int | None) -> None:
     if cpu_devices is None:
         # JAX defaults to 75 % of a GPU and 64 GiB of host memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-        host_gib = host_memory() // 2**30
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gib))
+        limit = host_memory() // 2**30
+        limit = limit if pinned_gib is None else min(limit, pinned_gib)
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(limit))
         return
     # XLA runs virtual devices on a thread pool with one thread per processor. A collective blocks
     # its thread until all devices join, so a small pool can deadlock: use several per device.

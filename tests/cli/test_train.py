@@ -332,6 +332,10 @@ def test_cpu_devices_are_set_before_jax_starts():
     code = """if True:
         import jax
         from mtraining_jax.utils.jax_platform import set_platform
+        from mtraining_jax.config import load_config
+        from mtraining_jax.planning.memory import pinned_limit
+        config = load_config("qwen3b_512k", [("model.remat", "full_offload")])
+        assert pinned_limit(config) > 4  # counted by JAX, without devices
         set_platform(3)
         print(jax.default_backend(), jax.device_count())
     """
@@ -386,5 +390,9 @@ def test_jax_uses_most_gpu_memory_by_default(monkeypatch):
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
     assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) >= 1
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    set_platform(None)
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    set_platform(None, 1)
+    assert os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "1"
+    set_platform(None, 2)  # the environment wins
+    assert os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "1"
     assert 0.75 < float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1

@@ -34,6 +34,7 @@ from mtraining_jax.planning.memory import (
     attention_parts,
     estimate_memory,
     index_bytes,
+    pinned_limit,
     planned_state,
 )
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
@@ -585,3 +586,14 @@ def test_the_page_of_what_fits_is_up_to_date(tmp_path, capsys):
             path.write_text(text)
         assert what_fits.main(["--out", str(path)]) == 2
         assert capsys.readouterr().err.startswith(f"error: --out {path}")
+
+
+def test_xla_pins_little_more_than_a_step_offloads():
+    config = load_config("qwen3_8b_1m")
+    assert pinned_limit(config) is None
+    config = changed(config, model={"remat": "full_offload"})
+    whole = estimate_memory(config).host / 2**30
+    assert 1.05 * whole + 4 <= pinned_limit(config) < 1.05 * whole + 5
+    moments = changed(config, optimizer={"offload": True})
+    added = estimate_memory(moments).host / 2**30 - whole
+    assert abs(pinned_limit(moments) - pinned_limit(config) - 3 * added) < 1 < added
