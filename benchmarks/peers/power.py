@@ -35,5 +35,5 @@ def sustained(run: Callable[[], Any], wait: Callable[[Any], Any], seconds: float
         finally:
             sampler.terminate()
         samples = [[float(x) for x in line.split(",")] for line in sampler.stdout if "," in line]
-    counted = samples[int(_SETTLE * len(samples)) :]
+    counted = samples[int(_SETTLE * len(samples)) : -1]  # the last one may be cut off
     return [1e3 * passed / calls, *map(statistics.mean, zip(*counted, strict=True))]
