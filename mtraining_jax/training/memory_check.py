@@ -47,7 +47,7 @@ def check_memory(
     devices = list(devices)
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     _check_room(needed, devices, what, is_step)
-    pinned = pinned_bytes(program, devices)
+    pinned = _pinned_bytes(program, devices)
     if pinned > (free := free_host_memory()):
         left = min((left for _, left, _ in _memory_of(devices)), default=needed)
         raise DoesNotFit(
@@ -73,11 +73,34 @@ def check_memory(
             ) from error
 
 
-def pinned_bytes(program: Any, devices: Iterable[Any]) -> int:
-    """Bytes of host memory that the first run of a program pins for all devices of this process."""
+def _pinned_bytes(program: Any, devices: Iterable[Any]) -> int:
+    """Bytes of host memory that a program needs pinned, for all devices of this process."""
     sizes = program.memory_analysis()
     on_gpus = sum(device.platform != "cpu" for device in devices)
     return on_gpus * sizes.host_temp_size_in_bytes if sizes is not None else 0
+
+
+def pinning_notice(program: Any, devices: Iterable[Any]) -> str | None:
+    """How much host memory the first run of a program pins; None if it offloads nothing."""
+    devices = list(devices)
+    if not (pinned := _pinned_bytes(program, devices)):
+        return None
+    sizes, limit = program.memory_analysis(), int(os.environ.get(_POOL, "64"))
+    temp, state = sizes.host_temp_size_in_bytes, sizes.host_argument_size_in_bytes
+    # XLA's blocks are powers of two, each as large as those before, and its limit cuts the last.
+    block = min(1 << (max(temp, state) - 1).bit_length(), 2**30 * limit - state)
+    most = pinned // temp * max(temp, block)
+    # Two hosts: benchmarks/results/offload-h100-2026-11-25.md, offload-h200-2026-11-26.md.
+    text = (
+        f"its first run pins {_gib(pinned)} of host memory, up to {_gib(most)} with unused parts "
+        f"of XLA's blocks, which takes {pinned / 2**30 / 1.9:.0f} to {most / 2**30 / 0.9:.0f} s"
+    )
+    if most > (free := free_host_memory()):
+        text += (
+            f"; {_gib(free)} are free: if the system kills the process, lower the environment "
+            f"variable {_POOL} = {limit} (GiB for each GPU), which cuts the last block"
+        )
+    return text
 
 
 def check_state_memory(state: Any, devices: Iterable[Any]) -> None:

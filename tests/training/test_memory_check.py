@@ -15,7 +15,7 @@ from mtraining_jax.training.memory_check import (
     allocate,
     check_memory,
     check_state_memory,
-    pinned_bytes,
+    pinning_notice,
 )
 from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.jax_platform import free_host_memory, host_memory
@@ -55,9 +55,22 @@ def test_donated_outputs_take_no_memory():
     check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device], take=nothing)
 
 
-def test_only_gpus_pin_host_memory():
+def test_a_run_says_how_much_host_memory_it_pins(monkeypatch):
+    monkeypatch.setattr("mtraining_jax.training.memory_check.free_host_memory", lambda: 8 * GIB)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "20")
     devices = [Device(None), Device(None), Device(None, "cpu")]
-    assert pinned_bytes(program(0, 0, 0, host=3 * GIB), devices) == 6 * GIB
+    step = program(0, 0, 0, host=3 * GIB)
+    assert pinning_notice(program(0, 0, 0), devices) is None
+    assert pinning_notice(step, devices[2:]) is None  # only GPUs pin it
+    expected = "its first run pins 6.0 GiB of host memory, up to 8.0 GiB with unused parts of XLA's"
+    expected += " blocks, which takes 3 to 9 s"
+    assert pinning_notice(step, devices) == expected
+    trained = program(0, 0, 0, host=3 * GIB, host_arguments=14 * GIB)
+    assert "pins 6.0 GiB of host memory, up to 12.0 GiB" in pinning_notice(trained, devices)
+    monkeypatch.setattr("mtraining_jax.training.memory_check.free_host_memory", lambda: 7 * GIB)
+    assert "; 7.0 GiB are free: if the system kills" in pinning_notice(step, devices)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "3")  # as the notice says
+    assert "up to 6.0 GiB" in (cut := pinning_notice(step, devices)) and "kills" not in cut
 
 
 def test_fragmented_memory_is_reported_before_devices_wait_for_each_other():

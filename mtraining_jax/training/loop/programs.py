@@ -15,7 +15,7 @@ from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.training.build import build_attention
 from mtraining_jax.training.gradient_comparison import make_gradient_comparison
-from mtraining_jax.training.memory_check import check_memory, pinned_bytes
+from mtraining_jax.training.memory_check import check_memory, pinning_notice
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import audits_steps, make_train_step
 
@@ -62,10 +62,6 @@ def compile_programs(
         compiled[name] = program.lower(*arguments).compile()
         display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
         check_memory(compiled[name], devices, what, is_step=name != "compare_gradients")
-        if pinned := pinned_bytes(compiled[name], devices) / 2**30:
-            # Two hosts: benchmarks/results/offload-h100-2026-11-25.md, offload-h200-2026-11-26.md.
-            display.say(
-                f"its first run pins {pinned:.1f} GiB of host memory, which takes "
-                f"{pinned / 1.9:.0f} to {pinned / 0.9:.0f} s"
-            )
+        if notice := pinning_notice(compiled[name], devices):
+            display.say(notice)
     return compiled
