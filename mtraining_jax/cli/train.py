@@ -80,13 +80,16 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         from mtraining_jax.planning.dry_run import dry_run
 
         return dry_run(config, options.dry_run, GPUS[options.dry_run_gpu or "h200"])
+    pinned_gib = None
     if config.parallel.cpu_devices is None:
         # A change would compile again, so only if the watchdog would come later.
         abort_stuck_collectives(max(3600, 2 * config.run.step_timeout_seconds))
-    # Imports JAX, but starts no backend.
-    from mtraining_jax.planning.memory import pinned_limit
+        # Imports JAX, but starts no backend.
+        from mtraining_jax.planning.memory import pinned_limit
 
-    set_platform(config.parallel.cpu_devices, pinned_limit(config))
+        pinned_gib = pinned_limit(config)
+    set_platform(config.parallel.cpu_devices, pinned_gib)
+    # May start one, so only after `set_platform`.
     from mtraining_jax.training.loop import run
 
     try:
