@@ -89,7 +89,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
 
         pinned_gib = pinned_limit(config)
     set_platform(config.parallel.cpu_devices, pinned_gib)
-    # May start one, so only after `set_platform`.
+    # Only after `set_platform`: training starts the backend.
     from mtraining_jax.training.loop import run
 
     try:
