@@ -36,6 +36,8 @@ def check_plan(q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | Non
     for name, x in (("q", q), ("k", k)):
         if len(x.shape) != 4:
             raise ValueError(f"{name} has shape {x.shape}; expected [batch, tokens, heads, dim]")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}; empty axes are not supported")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q has shape {q.shape} and k {k.shape}; batch and head dim must be equal")
     if q.shape[2] % k.shape[2]:
