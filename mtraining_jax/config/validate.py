@@ -170,7 +170,7 @@ def _sparsity(config: Config) -> Iterator[str]:
             yield _needs_selection(named, name, "0")
     if sparsity.tune == "none":
         return
-    if config.model.sliding_window is not None:
+    if any(layer_windows(config.model)):
         yield (
             f"{named.sparsity.tune} cannot be combined with {named.model.sliding_window}: it tunes "
             'densities of all layers; set sparsity.tune = "none"'

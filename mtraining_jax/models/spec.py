@@ -149,9 +149,14 @@ class ModelSpec:
 
 def layer_windows(values: Any) -> tuple[int | None, ...]:
     """The window of each layer of a `ModelSpec` or of a configuration; None for a full layer."""
-    interval = values.full_attention_interval or values.num_layers + 1
-    layers = range(1, values.num_layers + 1)
-    return tuple(values.sliding_window if layer % interval else None for layer in layers)
+    interval, window = (
+        values.full_attention_interval or values.num_layers + 1,
+        values.sliding_window,
+    )
+    # Of layers that differ in nothing else, a window as long as the context is none.
+    if len(FAMILIES.get(values.family).attention) == 1 and window is not None:
+        window = window if window < values.max_position_embeddings else None
+    return tuple(window if layer % interval else None for layer in range(1, values.num_layers + 1))
 
 
 def windows_text(values: Any) -> str | None:

@@ -358,7 +358,9 @@ def test_unsupported_features_are_refused(tmp_path, name, changes, message):
 
 
 def test_a_missing_head_width_in_config_json(tmp_path):
-    assert read_hf_config(write(tmp_path, "qwen3_tiny", head_dim=None)).head_dim == 128
+    raw = json.loads((CHECKPOINTS / "qwen3_tiny/config.json").read_text())
+    del raw["head_dim"]
+    assert read_hf_config(write(tmp_path, **raw)).head_dim == 128
     folder = write(tmp_path, "llama3_tiny", num_key_value_heads=None, head_dim=None)
     spec = read_hf_config(folder)
     assert (spec.num_kv_heads, spec.head_dim) == (4, 8)

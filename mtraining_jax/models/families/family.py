@@ -24,6 +24,10 @@ SIZES = {
 }
 
 
+# Fields of every config.json of transformers, like `Family.fixed`.
+_SHARED = {"is_causal": True, "per_layer_config": None}
+_ORIGINAL = "original_max_position_embeddings"
+
 # Fields of a mixture of experts, with the values of a model without one.
 EXPERTS = {
     "num_experts": 0, "num_experts_per_tok": 0, "norm_topk_prob": True, "router_aux_loss_coef": 0.0,
@@ -114,10 +118,15 @@ class Family:
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of `ModelSpec` that config.json determines; ValueError if unsupported."""
-        for name, needed in self.fixed.items():
+        for name, needed in {**_SHARED, **self.fixed}.items():
             if raw.get(name, needed) != needed:
                 given, needed = json.dumps(raw[name]), json.dumps(needed)
                 raise ValueError(f"{name}={given} is unsupported; it must be {needed}")
+        for name, default in self.defaults.items():
+            value, is_bool = raw.get(name, default), isinstance(default, bool)
+            if isinstance(value, bool) != is_bool or not isinstance(value, int | float):
+                kind = "true or false" if is_bool else "a number"
+                raise ValueError(f"{name}={json.dumps(value)} must be {kind}")
         others = {name: raw.get(other) for name, other in self.same_as.items()}
         given = {name: value for name, value in raw.items() if value is not None}
         raw = {**self.defaults, **others, **given}
@@ -126,34 +135,47 @@ class Family:
         values |= {ours: integer(raw, theirs) for ours, theirs in SIZES.items()}
         values |= {name: raw[name] for name in self.defaults}
         if "sliding_window" in self.attention and raw.get("sliding_window") is not None:
-            window = integer(raw, "sliding_window")
-            # Of layers that differ in nothing else, a window as long as the context is none.
-            if window < raw["max_position_embeddings"] or len(self.attention) > 1:
-                values["sliding_window"] = window
+            values["sliding_window"] = integer(raw, "sliding_window")
+        self._check_layer_types(raw, values)
         values["head_dim"] = values["hidden_size"] // values["num_heads"]
         if "head_dim" in raw:
             values["head_dim"] = integer(raw, "head_dim")
-        rope = self.rope_parameters(raw)
-        theta = rope.get("rope_theta")
-        values["rope_theta"] = float(raw["rope_theta"] if theta is None else theta)
-        partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-        if partial not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor={partial} is unsupported; it must be 1.0")
-        context = values["max_position_embeddings"]
-        values["rope_scaling"] = _scaling(rope, context)
-        older = self.rope_parameters({**raw, "rope_parameters": None})
-        if older and _scaling(older, context) != values["rope_scaling"]:
+        found = [read_rope(rope, raw) for rope in self.rope_sections(raw)]
+        if found[0] != found[-1]:
             raise ValueError(
                 "rope_scaling and rope_parameters contradict each other; remove one of them"
             )
+        values["rope_theta"], values["rope_scaling"] = found[0]
         return values
 
-    def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The RoPE section of a config.json of transformers 4 or 5."""
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise ValueError(f"rope_parameters={rope!r} must be an object")
-        return rope
+    def rope_sections(self, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The RoPE sections of a config.json of transformers 4 or 5, which must agree."""
+        found = [raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name)] or [{}]
+        for rope in found:
+            if not isinstance(rope, dict):
+                raise ValueError(f"rope_parameters={rope!r} must be an object")
+            if nested := [name for name in rope if isinstance(rope[name], dict)]:
+                raise ValueError(
+                    f"rope_parameters has {nested[0]}, but all layers of {self.model_type} have "
+                    "the same RoPE"
+                )
+        # As in transformers, the original context outside of a section has priority.
+        outside = {_ORIGINAL: raw[_ORIGINAL]} if raw.get(_ORIGINAL) is not None else {}
+        return [{**rope, **outside} for rope in found]
+
+    def _check_layer_types(self, raw: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """ValueError if layer_types of a family with equal layers say something else."""
+        types, window = raw.get("layer_types"), values["sliding_window"]
+        if types is None or "full_attention_interval" in self.attention:
+            return
+        needed = FULL if window is None else SLIDING
+        same = window is not None and window >= values["max_position_embeddings"]
+        allowed = {FULL, SLIDING} if same else {needed}
+        if len(types) != values["num_layers"] or not allowed.issuperset(types):
+            raise ValueError(
+                f"layer_types={types} is unsupported; all {values['num_layers']} layers must have "
+                f"{needed}"
+            )
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         """Writes config.json for transformers 4 and 5: the inverse of `read_config`."""
@@ -182,14 +204,20 @@ def family_of(name: str) -> Family:
     return FAMILIES.get(name)()
 
 
-def _scaling(rope: Mapping[str, Any], context: int) -> RopeScaling | None:
+def read_rope(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling of a RoPE section; ValueError if it is unsupported."""
+    theta = rope.get("rope_theta")
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor={partial} is unsupported; it must be 1.0")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind not in ROPE_KINDS:
+    if kind != "default" and kind not in ROPE_KINDS:
         known = ", ".join(["default", *ROPE_KINDS])
         raise ValueError(f'rope type "{kind}" is unsupported; it must be one of {known}')
-    return ROPE_KINDS[kind].from_hf(rope, context)
+    scaling = None
+    if kind != "default":
+        scaling = ROPE_KINDS[kind].from_hf(rope, raw["max_position_embeddings"])
+    return float(raw["rope_theta"] if theta is None else theta), scaling
 
 
 def full_interval(raw: Mapping[str, Any], layers: int, default: int) -> int | None:

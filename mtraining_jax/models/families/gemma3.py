@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.models.families.family import FULL, SLIDING, Family, full_interval, layer_types
+from mtraining_jax.models.families.family import (
+    FULL,
+    SLIDING,
+    Family,
+    full_interval,
+    layer_types,
+    read_rope,
+)
 from mtraining_jax.models.parameters import Parameter, vector
 from mtraining_jax.models.spec import ATTENTION, ModelSpec
 
@@ -42,23 +49,30 @@ class Gemma3(Family):
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         values = super().read_config({"sliding_window": 4096, "head_dim": 256, **raw})
-        default = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+        default = raw.get("sliding_window_pattern") or 6
         interval = full_interval(raw, values["num_layers"], default)
         if values["sliding_window"] is None and interval == 1:
             return values
         values["full_attention_interval"] = interval
-        rope = raw.get("rope_parameters") or {}
-        local = rope.get(SLIDING) or {}
-        if local and local == rope.get(FULL):
+        rope = (raw.get("rope_parameters") or {}).get(SLIDING) or {}
+        base = raw.get("rope_local_base_freq") or 10000.0
+        theta, scaling = read_rope({"rope_theta": base, **rope}, {**self.defaults, **raw})
+        if (theta, scaling) == (values["rope_theta"], values["rope_scaling"]):
             return values
-        if local.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type={local['rope_type']} of {SLIDING} must be default")
-        theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0
-        return values | {"window_rope_theta": float(theta)}
+        if scaling is not None:
+            raise ValueError(f"rope_type={scaling.type} of {SLIDING} must be default")
+        return values | {"window_rope_theta": theta}
 
-    def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        rope = super().rope_parameters(raw)
-        return rope[FULL] if FULL in rope else rope
+    def rope_sections(self, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+        rope, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+        if not isinstance(rope, dict) or not isinstance(scaling, dict):
+            raise ValueError("rope_parameters and rope_scaling must be objects")
+        # transformers ignores both.
+        if other := sorted(rope.keys() - {FULL, SLIDING}):
+            raise ValueError(f"rope_parameters has {other[0]} outside of {FULL} and {SLIDING}")
+        if "type" in scaling and "rope_type" not in scaling:
+            raise ValueError('rope_scaling has "type"; rename it to "rope_type"')
+        return [{**(rope.get(FULL) or {}), **scaling}]
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         raw, theta = super().write_config(spec), spec.window_rope_theta

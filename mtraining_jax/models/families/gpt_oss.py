@@ -62,7 +62,8 @@ class GptOss(Mixture):
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         raw = {"sliding_window": 128, "head_dim": 64, **raw}
         # As in transformers, a config.json without a RoPE section has that of released models.
-        raw["rope_parameters"] = raw.get("rope_parameters") or raw.get("rope_scaling") or _YARN
+        if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
+            raw["rope_parameters"] = _YARN
         values = super().read_config(raw)
         values["full_attention_interval"] = full_interval(raw, values["num_layers"], 2)
         return values

@@ -32,7 +32,10 @@ class Mixture(Family):
 
     def read_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         # transformers 5 renamed the number of experts.
-        raw = {**raw, "num_experts": raw.get("num_experts", raw.get("num_local_experts"))}
+        counts = {raw[x] for x in ("num_experts", "num_local_experts") if raw.get(x) is not None}
+        if len(counts) > 1:
+            raise ValueError("num_experts and num_local_experts contradict each other")
+        raw = {**raw, "num_experts": next(iter(counts), None)}
         values = super().read_config(raw)
         for name in ("num_experts", "num_experts_per_tok"):
             values[name] = integer(raw, name)

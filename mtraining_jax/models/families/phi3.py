@@ -27,15 +27,15 @@ class Phi3(Family):
         "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     }
 
-    def rope_parameters(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        rope = dict(super().rope_parameters(raw))
-        # The original context may be outside of the section.
-        name = "original_max_position_embeddings"
-        if rope and rope.get(name) is None and raw.get(name) is not None:
-            rope[name] = raw[name]
-        if (rope.get("rope_type") or rope.get("type")) == "su":  # the name in early checkpoints
-            rope["rope_type"] = "longrope"
-        return rope
+    def rope_sections(self, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+        # In transformers it is longrope under any name, and the original context of the section is
+        # not used.
+        original = raw.get("original_max_position_embeddings", 4096)
+        longrope = {"rope_type": "longrope", "original_max_position_embeddings": original}
+        return [
+            {**rope, **longrope} if "long_factor" in rope else rope
+            for rope in super().rope_sections(raw)
+        ]
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
         # transformers 4 accepts exactly three RoPE fields, and derives the factor on cos and sin

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mtraining_jax.models.families.family import Family
 from mtraining_jax.models.families.mixture import PROJECTIONS, Mixture
 from mtraining_jax.models.families.qwen3 import Qwen3
 from mtraining_jax.models.spec import ModelSpec
@@ -14,7 +15,8 @@ class Qwen3Moe(Mixture, Qwen3):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     title = "Qwen3-MoE"
-    defaults = {**Qwen3.defaults, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+    # Unlike dense models, these have no default of the head width but hidden_size / heads.
+    defaults = {**Family.defaults, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
     # Released models have experts in all layers.
     fixed = {**Qwen3.fixed, "decoder_sparse_step": 1, "mlp_only_layers": []}
     fused = {f"mlp.experts.*.{x}.weight": (f"mlp.{x}.weight",) for x in PROJECTIONS}

@@ -12,7 +12,7 @@ from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, PEFT_CONFIG = "config.json", "adapter_config.json"
 SPARSE_ENTRY = "sparse_attention"  # its entry for `sparse_attention.py`
 
 # Fields of `ModelSpec` that config.json fixes because they determine the model, and fields in
@@ -53,6 +53,17 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
     if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
         raise UserError(f"{path}: architectures={architectures!r} must be a list of names")
     architecture = architectures[0]
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") in FAMILIES.names:
+        raise UserError(
+            f"{path} describes {architecture}, of which only the text model is supported; write it "
+            'into a folder with transformers, as docs/training.md shows in "Text models"'
+        )
+    if path.with_name(PEFT_CONFIG).exists():
+        raise UserError(
+            f"{path.parent} has adapters of PEFT next to {CONFIG_FILE}; move {PEFT_CONFIG} and its "
+            "tensors into a folder of their own, for lora.init_from"
+        )
     if kind is None and architecture is not None:
         kind = next((k for k in FAMILIES.names if family_of(k).architecture == architecture), None)
     own = family_of(own_family) if own_family is not None and ":" in own_family else None
@@ -71,7 +82,7 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
             f"{path} describes {architecture}, but of model_type {kind} only {family.architecture}"
             " is supported"
         )
-    if quantized := raw.get("quantization_config"):
+    if (quantized := raw.get("quantization_config")) is not None:
         how = "use unquantized weights"
         if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
             how = (
@@ -104,8 +115,12 @@ def sparse_entry(kind: str, pattern: PatternOptions, family: str) -> dict[str, A
     return {"kind": kind, **options}
 
 
-def check_same_model(config: Any, directory: str | Path, override: Sequence[str] = ()) -> None:
-    """Checks that a checkpoint matches the model, except for the fields in `override`."""
+def check_same_model(config: Any, directory: str | Path, override: Sequence[str] = ()) -> ModelSpec:
+    """Checks that a checkpoint matches the model, except for the fields in `override`.
+
+    Returns:
+        The model that config.json describes.
+    """
     ours = ModelSpec.from_config(config)
     theirs = ModelSpec.from_config(read_hf_values(directory, ours.family))
 
@@ -121,6 +136,7 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
                 f"{SIZES.get(name, name)} = {value(theirs, name)}, but the configuration has "
                 f"{name} = {value(ours, name)}"
             )
+    return theirs
 
 
 def read_json(path: Path, limit: int = file_limits.LARGEST_CONFIG) -> dict[str, Any]:

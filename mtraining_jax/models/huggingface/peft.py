@@ -6,13 +6,15 @@ written as one with the sum of their ranks: A is stacked, and B is block-diagona
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mtraining_jax.models.families.family import Family, family_of
-from mtraining_jax.models.huggingface.config import read_json
+from mtraining_jax.models.huggingface.config import PEFT_CONFIG, read_json
 from mtraining_jax.models.huggingface.names import CheckpointTensor, Part
+from mtraining_jax.models.huggingface.tensors import PEFT_FILE, Tensors
 from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
@@ -26,17 +28,23 @@ from mtraining_jax.utils.limits import (
     check_limits,
 )
 
-PEFT_CONFIG, PEFT_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_DIGEST = "base_digest"  # in the metadata of the tensors
 # Values of `init_lora_weights`; others, such as "pissa", also change the base.
 _INITS = True, False, "gaussian", "eva", "orthogonal"
-# Fields that change the computation, with the only supported values.
-_FIXED = {
-    "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False,
-    "use_dora": False, "modules_to_save": None, "layers_to_transform": None, "lora_bias": False,
-    "layer_replication": None, "trainable_token_indices": None, "target_parameters": None,
-    "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None,
+# Fields that adapters of this kind need.
+_FIXED = {"peft_type": "LORA", "bias": "none"}
+# Fields that change nothing, or that are read here. All others must be off.
+_READ = {
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora",
+    "base_model_name_or_path", "init_lora_weights", "rank_pattern", "alpha_pattern",
+    "auto_mapping", "revision", "task_type", "inference_mode", "peft_version", "layers_pattern",
+    "megatron_core", "runtime_config", "qalora_group_size", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config",
 }  # fmt: skip
+_MERGE = (
+    "merge the adapters with PEFT, AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
+    ".merge_and_unload().save_pretrained(NEW_FOLDER), and set model.init_from to the new folder"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +68,7 @@ def peft_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     modules = {_last(name): len(parts) for name, parts in _adapted(spec).items()}
     fused = {name: parts for name, parts in modules.items() if parts > 1}
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    fixed = {name: value for name, value in _FIXED.items() if value}  # others have their defaults
-    return fixed | {
+    return _FIXED | {
         "base_model_name_or_path": base,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
@@ -87,15 +94,21 @@ def read_peft_config(
     """
     path = Path(directory) / PEFT_CONFIG
     raw = read_json(path)
-    for name, needed in _FIXED.items():
-        if raw.get(name, needed) != needed and raw[name]:
-            given, needed = json.dumps(raw[name]), json.dumps(needed)
-            raise UserError(f"{path}: {name} = {given} is not supported; it must be {needed}")
+    for name, value in raw.items():
+        needed = _FIXED.get(name)
+        if value and name not in _READ and value != needed:
+            given, needed = json.dumps(value), json.dumps(needed)
+            raise UserError(f"{path}: {name} = {given} must be {needed}; {_MERGE}")
     if (init := raw.get("init_lora_weights", True)) not in _INITS:
         raise UserError(
-            f"{path}: init_lora_weights = {json.dumps(init)} is not supported, because it may "
-            "change the base model; convert the adapters to plain LoRA with PEFT"
+            f"{path}: init_lora_weights = {json.dumps(init)} may change the base model; {_MERGE}"
         )
+    if raw.get("exclude_modules") or isinstance(raw.get("target_modules"), str):
+        # The tensors tell which modules match the patterns.
+        names = Tensors(directory, PEFT_FILE).files
+        marks = tuple(f".{factor}.weight" for factor in FACTORS)
+        found = {x.rpartition(".lora_")[0] for x in names if x.endswith(marks)}
+        raw = {**raw, "target_modules": sorted({_last(x) for x in found})}
     given = {name: raw[name] for name in _Fields.__dataclass_fields__ if name in raw}
     try:
         found = _Fields(**given)
@@ -106,20 +119,24 @@ def read_peft_config(
     targets = [part for module in modules for part in parts.get(module, (module,))]
     # PEFT may list a module once per layer.
     unique = tuple(sorted(set(targets)))
-    lora = LoraSpec(found.r, float(found.lora_alpha), unique, found.lora_dropout)
+    # rsLoRA divides by the root of the rank.
+    alpha = found.lora_alpha * (math.sqrt(found.r) if raw.get("use_rslora") else 1)
+    lora = LoraSpec(found.r, float(alpha), unique, found.lora_dropout)
     return lora, found.base_model_name_or_path
 
 
 def is_shared(directory: str | Path, spec: ModelSpec) -> bool:
     """Whether the parts of a fused projection share one A, as in adapters that PEFT trained."""
     raw, ours = read_json(Path(directory) / PEFT_CONFIG), peft_config(spec, None)
-    for name in ("rank_pattern", "alpha_pattern"):
-        if raw.get(name) and raw[name] != ours[name]:
-            raise UserError(
-                f"{Path(directory) / PEFT_CONFIG}: {name} = {json.dumps(raw[name])} is not "
-                "supported; all adapters must have the same rank and alpha"
-            )
-    return not raw.get("rank_pattern")
+    names = "rank_pattern", "alpha_pattern"
+    given, written = ({name: x.get(name) or {} for name in names} for x in (raw, ours))
+    if given != written and any(given.values()):
+        raise UserError(
+            f"{Path(directory) / PEFT_CONFIG}: rank_pattern = {json.dumps(given[names[0]])} and "
+            f"alpha_pattern = {json.dumps(given[names[1]])} are not supported, because all "
+            f"adapters must have the same rank and alpha; {_MERGE}"
+        )
+    return not given[names[0]]
 
 
 def adapter_tensors(spec: ModelSpec, shared: bool = False) -> list[CheckpointTensor]:

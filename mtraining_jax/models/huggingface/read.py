@@ -1,7 +1,8 @@
 """Reads safetensors into a sharded state; each device reads only its slices."""
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,23 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import SingleDeviceSharding
-from safetensors import SafetensorError, safe_open
 
 from mtraining_jax.models.huggingface.checksums import digest
-from mtraining_jax.models.huggingface.config import check_same_model, read_json
+from mtraining_jax.models.huggingface.config import CONFIG_FILE, check_same_model
 from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, checkpoint_tensors
-from mtraining_jax.models.huggingface.peft import BASE_DIGEST, PEFT_FILE, adapter_tensors, is_shared
+from mtraining_jax.models.huggingface.peft import BASE_DIGEST, adapter_tensors, is_shared
+from mtraining_jax.models.huggingface.tensors import PEFT_FILE, Tensors
+from mtraining_jax.models.rope.rotary import rope_frequencies
 from mtraining_jax.models.sharding import named_shapes, parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.file_limits import LARGEST_INDEX, absence, is_plain_name
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 4096  # of a matrix in memory at a time
+# Tolerances of frequencies by the dtype of their tensor: relative, and absolute.
+_ROUNDING = {"F32": (1e-5, 0.0), "BF16": (1e-2, 0.0), "F16": (1e-3, 1e-7)}
 
 _Source = tuple[Any, Part]  # a tensor, and its rows that belong to a parameter
 
@@ -70,10 +73,11 @@ def load_parameters(
     `wanted` has shape, dtype and sharding of each parameter of the model, except for adapters.
     """
     spec = ModelSpec.from_config(config)
-    check_same_model(spec, directory, override)
-    # The copy of a tied embedding and rotary tables are ignored.
-    ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
-    sources = _check_tensors(Tensors(directory), checkpoint_tensors(spec), ignored)
+    theirs, tensors = check_same_model(spec, directory, override), Tensors(directory)
+    copies = _copies(tensors, spec)
+    sources = _check_tensors(tensors, [*checkpoint_tensors(spec), *copies])
+    for copy in copies:
+        _check_copy(tensors, copy.name, theirs)
     return {name: _load_parameter(sources[name], x) for name, x in wanted.items()}
 
 
@@ -104,51 +108,47 @@ def check_base(path: str | Path, needed: str | None, base: Mapping[str, Array]) 
         )
 
 
-class Tensors:
-    """The tensors of a checkpoint, read lazily, and their files by name."""
-
-    def __init__(self, directory: str | Path, single_file: str = SINGLE_FILE) -> None:
-        self.directory = Path(directory)
-        single, index = self.directory / single_file, self.directory / INDEX_FILE
-        self.metadata: dict[str, str] = {}
-        if single.exists() or single_file != SINGLE_FILE:
-            self._handles = {single: _open_file(single)}
-            self.metadata = self._handles[single].metadata() or {}
-            self.files = dict.fromkeys(self._handles[single].keys(), single)
-            return
-        if not index.exists():
-            raise UserError(f"{self.directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f'{index} has no "weight_map"')
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or not is_plain_name(file):
-                raise UserError(f"{index}: the file of {name} is {file!r}, not a plain file name")
-        self.files = {name: self.directory / file for name, file in weight_map.items()}
-        self._handles = {path: _open_file(path) for path in sorted(set(self.files.values()))}
-        inside = {path: set(handle.keys()) for path, handle in self._handles.items()}
-        for name, path in self.files.items():
-            if name not in inside[path]:
-                raise UserError(f"{path} lacks tensor {name}, but {INDEX_FILE} lists it there")
-
-    def open(self, name: str) -> Any:
-        return self._handles[self.files[name]].get_slice(name)
+def _copies(tensors: Tensors, spec: ModelSpec) -> list[CheckpointTensor]:
+    """Tensors without a parameter, because they repeat a tied embedding or config.json."""
+    found = [
+        CheckpointTensor(name, (spec.head_dim // 2,), [])
+        for name in tensors.files
+        if name.endswith("rotary_emb.inv_freq")
+    ]
+    if spec.tie_word_embeddings and _HEAD in tensors.files:
+        found.append(CheckpointTensor(_HEAD, (spec.vocab_size, spec.hidden_size), []))
+    return found
 
 
-def _open_file(path: Path) -> Any:
-    if (problem := absence(path)) is not None:  # opening a pipe would wait for its writer
-        listed = "" if path.name in (SINGLE_FILE, PEFT_FILE) else f", but {INDEX_FILE} lists it"
-        raise UserError(f"{path} {problem}{listed}")
-    try:
-        return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+def _check_copy(tensors: Tensors, name: str, spec: ModelSpec) -> None:
+    """Raises a UserError if one of `_copies` repeats something else."""
+    where, found = f"{tensors.files[name]}: tensor {name}", tensors.open(name)
+    if name == _HEAD:
+        # In transformers, tensors that differ are not tied.
+        embedding = tensors.open(_EMBEDDING)
+        for start in range(0, spec.vocab_size, _ROWS):
+            rows = slice(start, min(start + _ROWS, spec.vocab_size))
+            if not np.array_equal(*(x[rows].astype(np.float32) for x in (found, embedding))):
+                raise UserError(
+                    f"{where} differs from {_EMBEDDING}, although {CONFIG_FILE} has "
+                    "tie_word_embeddings = true; set it to false there"
+                )
+        return
+    # Older files have the frequencies before scaling.
+    frequencies = (rope_frequencies(x, 1)[0] for x in (spec, replace(spec, rope_scaling=None)))
+    relative, absolute = _ROUNDING[found.get_dtype()]
+    if not any(
+        np.allclose(found[:].astype(np.float64), x, rtol=relative, atol=absolute)
+        for x in frequencies
+    ):
+        raise UserError(
+            f"{where} has frequencies of another RoPE than {CONFIG_FILE}, where rope_theta = "
+            f"{spec.rope_theta}; correct it there, or remove the tensor, which transformers ignores"
+        )
 
 
 def _check_tensors(
-    tensors: Tensors, expected: Sequence[CheckpointTensor], ignored: Collection[str] = ()
+    tensors: Tensors, expected: Sequence[CheckpointTensor]
 ) -> dict[str, list[_Source]]:
     """The sources of every parameter, in layer order for stacked ones."""
     sources: dict[str, list[_Source]] = {}
@@ -166,9 +166,9 @@ def _check_tensors(
             raise UserError(f"{where} {name} has dtype {dtype}; it must be one of {known}")
         for part in tensor.parts:
             sources.setdefault(part.parameter, []).append((found, part))
-    names = {*(tensor.name for tensor in expected), *ignored}
+    names = {tensor.name for tensor in expected}
     for name, path in tensors.files.items():
-        if name not in names and not name.endswith("rotary_emb.inv_freq"):
+        if name not in names:
             raise UserError(f"{path}: tensor {name} does not belong to this model")
     return sources
 

@@ -24,11 +24,10 @@ from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, check
 from mtraining_jax.models.huggingface.peft import (
     BASE_DIGEST,
     PEFT_CONFIG,
-    PEFT_FILE,
     adapter_tensors,
     peft_config,
 )
-from mtraining_jax.models.huggingface.read import INDEX_FILE, SINGLE_FILE
+from mtraining_jax.models.huggingface.tensors import INDEX_FILE, PEFT_FILE, SINGLE_FILE
 from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec
 from mtraining_jax.models.products import dot32
 from mtraining_jax.models.sharding import parameter_names

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -37,6 +37,14 @@ class Llama3Scaling(RopeScaling):
                 f"low_freq_factor = {self.low_freq_factor} must be positive and less than "
                 f"high_freq_factor = {self.high_freq_factor}"
             )
+
+    @classmethod
+    def from_hf(cls, rope: Mapping[str, Any], context: int) -> Self:
+        """All fields must be there, as in transformers."""
+        for name in ("low_freq_factor", "high_freq_factor"):
+            if rope.get(name) is None:
+                raise ValueError(f"{name} is missing")
+        return super().from_hf(rope, context)
 
     def stretch(self, plain: np.ndarray, theta: float, context: int, length: int) -> Scaled:
         rotations = self.original_max_position_embeddings * plain / (2 * math.pi)
