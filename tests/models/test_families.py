@@ -308,6 +308,94 @@ def test_gemma_3_is_written_as_it_was_trained(tmp_path, fields):
     assert read_hf_config(tmp_path, dtype=spec.dtype, remat=spec.remat) == expected
 
 
+# Defaults of transformers 5.24: head width, RMS epsilon, context, RoPE's base, window, full layers.
+ALL = tuple(range(12))
+DEFAULTS = {
+    "llama": (16, 1e-6, 2048, 1e4, None, ALL),
+    "mistral": (16, 1e-6, 131072, 1e4, 4096, ()),
+    "qwen2": (16, 1e-6, 32768, 1e4, None, ALL),
+    "qwen3": (128, 1e-6, 32768, 1e4, None, ALL),
+    "qwen3_moe": (16, 1e-6, 32768, 1e4, None, ALL),
+    "gemma3_text": (256, 1e-6, 131072, 1e6, 4096, (5, 11)),
+    "phi3": (16, 1e-5, 4096, 1e4, None, ALL),
+    "gpt_oss": (64, 1e-5, 131072, 1.5e5, 128, (1, 3, 5, 7, 9, 11)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES.names)
+def test_fields_that_are_missing_have_the_defaults_of_transformers(tmp_path, family):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 12}
+    sizes |= {"vocab_size": 64, "intermediate_size": 48, "num_key_value_heads": 2}
+    if family in ("qwen3_moe", "gpt_oss"):
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    spec = read_hf_config(write(tmp_path, model_type=family, **sizes))
+    full = tuple(i for i, window in enumerate(spec.windows) if window is None)
+    found = spec.head_dim, spec.rms_norm_eps, spec.max_position_embeddings, spec.rope_theta
+    assert (*found, spec.sliding_window, full) == DEFAULTS[family]
+    gemma, oss = family == "gemma3_text", family == "gpt_oss"
+    assert spec.tie_word_embeddings == gemma and spec.initializer_range == 0.02
+    assert spec.query_pre_attn_scalar == (256 if gemma else None)
+    assert spec.window_rope_theta == (1e4 if gemma else None)
+    assert spec.rope_scaling == (YarnScaling(32.0, 4096, truncate=False) if oss else None)
+    assert spec.norm_topk_prob == (family != "qwen3_moe")
+    assert spec.router_aux_loss_coef == (0.001 if spec.num_experts else 0.0)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e4}
+LONG = {"rope_theta": 5e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+ORIGINAL = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "changes", "expected"),
+    [
+        # Outside of the section it has priority.
+        ("llama3_tiny", YARN | {ORIGINAL: 64}, {ORIGINAL: 100}, YarnScaling(2.0, 100)),
+        ("qwen3_tiny", YARN, {ORIGINAL: 100}, YarnScaling(2.0, 100)),
+        # Phi-3 has a default outside of it.
+        (
+            "phi3_tiny_longrope", LONG | {"type": "yarn", ORIGINAL: 64}, {ORIGINAL: None},
+            LongRopeScaling(1.0, 4096, None, (1.0,) * 4, (2.0,) * 4),
+        ),
+        ("gpt_oss_tiny", {}, {}, None),
+        ("gpt_oss_tiny", None, {}, YarnScaling(32.0, 4096, truncate=False)),
+    ],
+)  # fmt: skip
+def test_rope_is_read_as_in_transformers(tmp_path, name, rope, changes, expected):
+    raw = json.loads((CHECKPOINTS / name / "config.json").read_text())
+    raw = raw | {"rope_parameters": rope} | changes
+    raw = {x: y for x, y in raw.items() if y is not None}
+    assert read_hf_config(write(tmp_path, **raw)).rope_scaling == expected
+
+
+@pytest.mark.parametrize(
+    ("rope", "changes", "expected"),
+    [
+        ({"full_attention": {}, "sliding_attention": {}}, {}, (1e6, 1e4)),
+        ({"sliding_attention": {"rope_theta": 5.0}}, {"rope_theta": 7.0}, (7.0, 5.0)),
+        ({}, {"rope_theta": 7.0, "rope_local_base_freq": 3.0}, (7.0, 3.0)),
+    ],
+)
+def test_bases_of_gemma_3(tmp_path, rope, changes, expected):
+    spec = read_hf_config(write(tmp_path, "gemma3_tiny", rope_parameters=rope, **changes))
+    assert (spec.rope_theta, spec.window_rope_theta) == expected
+
+
+def test_gemma_3_has_one_name_of_the_pattern(tmp_path):
+    fields = {"layer_types": None, "num_hidden_layers": 6, "_sliding_window_pattern": 2}
+    assert read_hf_config(write(tmp_path, "gemma3_tiny", **fields)).windows.count(None) == 1
+
+
+def test_a_window_counts_once_the_context_is_longer(tmp_path):
+    folder = write(tmp_path, "mistral_tiny", max_position_embeddings=64)
+    spec = read_hf_config(folder)
+    assert (spec.sliding_window, spec.windows) == (64, (None, None))
+    assert read_hf_config(folder, max_position_embeddings=65).windows == (64, 64)
+    for kind in ("full_attention", "sliding_attention"):
+        write(tmp_path, "mistral_tiny", max_position_embeddings=64, layer_types=[kind] * 2)
+        assert read_hf_config(folder) == spec
+
+
 @pytest.mark.parametrize(("window", "expected"), [(128, 128), (512, None), (None, None)])
 def test_a_window_shorter_than_the_context_is_kept(tmp_path, window, expected):
     for name in ("phi3_tiny_longrope", "mistral_tiny"):
@@ -325,6 +413,9 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
     assert read_hf_config(tmp_path) == spec
 
 
+SLIDING_FIRST = ["sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -336,6 +427,31 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
             r"layer_types=.* is unsupported; it must have sliding_attention in all layers but",
         ),
         ("gemma3_tiny", {"final_logit_softcapping": 30.0}, "it must be null"),
+        (
+            "gemma3_tiny", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_parameters has factor outside of full_attention and sliding_attention",
+        ),
+        (
+            "gemma3_tiny", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            'rope_scaling has "type"; rename it to "rope_type"',
+        ),
+        (
+            "gemma3_tiny",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type=linear of sliding_attention must be default",
+        ),
+        (
+            "qwen3_tiny", {"use_sliding_window": False, "layer_types": SLIDING_FIRST},
+            "layer_types=.*; all 2 layers must have full_attention",
+        ),
+        ("mistral_tiny", {"layer_types": SLIDING_FIRST}, "all 2 layers must have sliding_att"),
+        ("qwen2_tiny", {"layer_types": ["full_attention"]}, "all 3 layers must have full_att"),
+        ("qwen3_moe_tiny", {"num_experts": 4}, "num_experts and num_local_experts contradict each"),
+        (
+            "llama3_tiny",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}},
+            "high_freq_factor is missing",
+        ),
         ("gemma3_tiny", {"sliding_window": None}, "full_attention_interval = 3 needs sliding_w"),
         (
             "phi3_tiny_longrope", {"partial_rotary_factor": 0.75, "rope_parameters": None},

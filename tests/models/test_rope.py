@@ -37,6 +37,28 @@ def test_the_two_interpretations_of_yarn(original, first, last):
     np.testing.assert_allclose(factor, 1.2772588722239782, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("theta", "original", "fields", "scale", "expected"),
+    [
+        # The ramp would end after the last dimension, and begin before the first one.
+        (10.0, 512, {}, 1.138629436, [1, 1, 1, 1, 0.9375, 0.875, 0.8125, 0.75]),
+        (1e4, 64, {}, 1.138629436, [1, 0.75, 0.5, *[0.25] * 5]),
+        (1e4, 512, {"mscale": 1.5, "mscale_all_dim": 0.5}, 1.129643251, None),
+        (1e4, 512, {"mscale": 1.5}, 1.138629436, None),
+        (1e4, 512, {"mscale": 1.5, "mscale_all_dim": 0.5, "attention_factor": 2.0}, 2.0, None),
+    ],
+)
+def test_yarn_is_that_of_transformers(theta, original, fields, scale, expected):
+    """Golden values of transformers 5.24, relative to the unscaled frequencies."""
+    rope = {"factor": 4.0, "original_max_position_embeddings": original}
+    scaling = YarnScaling.from_hf(rope | fields, 2048)
+    found, factor = frequencies(scaling, head_dim=16, theta=theta, context=2048)
+    np.testing.assert_allclose(factor, scale, rtol=1e-8)
+    plain, _ = frequencies(head_dim=16, theta=theta)
+    expected = expected or [1, 0.8125, 0.625, 0.4375, *[0.25] * 4]
+    np.testing.assert_allclose(found / plain, expected, rtol=1e-6)
+
+
 def test_yarn_without_truncation_starts_between_dimensions():
     plain, _ = frequencies()
     scaled, _ = frequencies(YarnScaling(16.0, 32768, truncate=False))

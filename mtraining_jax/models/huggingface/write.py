@@ -84,6 +84,8 @@ def save_hf(
     first = {} if like is None else read_json(Path(like) / CONFIG_FILE)
     config_json = _UNKNOWN_TOKENS | first | hf_config(spec, dtype)
     config_json.pop(SPARSE_ENTRY, None)  # of the run that wrote `like`
+    if (original := "original_max_position_embeddings") not in hf_config(spec, dtype):
+        config_json.pop(original, None)  # it would replace that of the RoPE section
     if sparsity is not None:
         config_json[SPARSE_ENTRY] = dict(sparsity)
         copied = {**(copied or {}), _SPARSE_FILE.name: _SPARSE_FILE}

@@ -11,7 +11,7 @@ from mtraining_jax.models.huggingface import read, write
 from mtraining_jax.models.huggingface.config import check_same_model, read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.huggingface.write import save_hf
-from mtraining_jax.models.rope import YarnScaling
+from mtraining_jax.models.rope import LinearScaling, YarnScaling
 from mtraining_jax.models.transformer import param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.utils.errors import UserError
@@ -171,6 +171,16 @@ def test_plain_rope(checkpoint):
         ({"hidden_act": "gelu"}, 'hidden_act="gelu" is unsupported; it must be "silu"'),
         ({"use_sliding_window": True}, "use_sliding_window=true is unsupported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {}}, "quantization_config is not supported"),
+        ({"is_causal": False}, "is_causal=false is unsupported; it must be true"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config=.* is unsupported; it must be null"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings="false" must be true or false'),
+        ({"rms_norm_eps": None}, "rms_norm_eps=null must be a number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=true must be a number"),
+        (
+            {"text_config": {"model_type": "gemma3_text"}, "architectures": ["XForAll"]},
+            'XForAll, of which only the text model .*, as docs/training.md shows in "Text models"',
+        ),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers is missing"),
         ({"hidden_size": "wide"}, "hidden_size='wide'; it must be an integer"),
         ({"num_key_value_heads": 3}, "num_heads = 4 must be a multiple of num_kv_heads = 3"),
@@ -180,6 +190,11 @@ def test_plain_rope(checkpoint):
         ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_parameters": [1]}, "must be an object"),
+        (
+            {"rope_scaling": "absent", "rope_parameters": {"full_attention": {}}},
+            "rope_parameters has full_attention, but all layers of qwen2 have the same RoPE",
+        ),
+        ({"rope_theta": 7.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "contradict each"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters contradict each"),
         (
             {"rope_scaling": "absent", "rope_parameters": {"rope_theta": -1}},
@@ -207,6 +222,13 @@ def test_a_damaged_or_missing_config_is_refused(checkpoint):
     path.unlink()
     with pytest.raises(UserError, match="cannot read .*config.json: No such file"):
         read_hf_config(checkpoint)
+
+
+def test_a_folder_with_a_model_and_adapters_is_refused(checkpoint):
+    # transformers would load the adapters.
+    (checkpoint / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has adapters of PEFT next to config.json; move adapter"):
+        load_hf(checkpoint, untied())
 
 
 def test_a_checkpoint_of_another_model_is_refused(checkpoint):
@@ -289,14 +311,52 @@ def test_an_unknown_tensor_is_named(checkpoint):
         load_hf(checkpoint, untied())
 
 
-def test_a_tied_model_ignores_a_copy_of_its_embedding(tmp_path):
+def with_tensor(folder, name, tensor):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: tensor}, folder / "model.safetensors")
+
+
+def test_a_tied_model_ignores_only_a_copy_of_its_embedding(tmp_path):
     spec = tiny_spec()
     _, state = drawn(spec)
     directory = save_hf(tmp_path / "out", spec, state, dtype="float32")
-    tensors = load_file(directory / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    save_file(tensors, directory / "model.safetensors")
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    with_tensor(directory, "lm_head.weight", embedding)
     assert_states_close(load_hf(directory, spec), state, tolerance=0)
+    # transformers 5.24 does not tie tensors that differ.
+    embedding[-1, -1] += 1e-3
+    with_tensor(directory, "lm_head.weight", embedding)
+    message = "lm_head.weight differs from model.embed_tokens.weight, .*set it to false there"
+    with pytest.raises(UserError, match=message):
+        load_hf(directory, spec)
+    with_tensor(directory, "lm_head.weight", embedding[1:])
+    with pytest.raises(UserError, match=r"lm_head.weight has shape \[63, 32\]"):
+        load_hf(directory, spec)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
+def test_rotary_frequencies_must_be_those_of_config_json(tmp_path, dtype):
+    spec = tiny_spec(rope_scaling=LinearScaling(4.0), rope_theta=5e5)
+    directory = save_hf(tmp_path / "out", spec, drawn(spec)[1], dtype="float32")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    plain = 5e5 ** -(np.arange(4) / 4)
+    for frequencies in (plain, plain / 4):  # older files have those before scaling
+        with_tensor(directory, name, frequencies.astype(np.dtype(dtype)))
+        load_hf(directory, spec)
+    # Those of the file, also if the run changes them.
+    load_hf(directory, tiny_spec(rope_theta=7.0), override=["rope_theta", "rope_scaling"])
+    with_tensor(directory, name, (4e5 ** -(np.arange(4) / 4)).astype(np.dtype(dtype)))
+    message = "inv_freq has frequencies of another RoPE than config.json, where rope_theta = 500000"
+    with pytest.raises(UserError, match=message):
+        load_hf(directory, spec)
+
+
+def test_a_tensor_that_the_index_does_not_list_is_named(checkpoint):
+    path = sorted(checkpoint.glob("*.safetensors"))[0]
+    save_file(load_file(path) | {"model.extra.weight": np.ones(3, np.float32)}, path)
+    message = f"{path} has tensor model.extra.weight, which model.safetensors.index.json does not"
+    with pytest.raises(UserError, match=message):
+        load_hf(checkpoint, untied())
 
 
 def test_a_missing_shard_is_named(checkpoint):
@@ -360,6 +420,14 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     spec = tiny_spec()
     with pytest.raises(UserError, match="cannot write .*file/out"):
         save_hf(tmp_path / "file" / "out", spec, drawn(spec)[1])
+
+
+def test_the_original_context_of_another_config_json_is_not_copied(original, checkpoint, tmp_path):
+    rewrite_config(checkpoint, original_max_position_embeddings=100)
+    assert read_hf_config(checkpoint).rope_scaling.original_max_position_embeddings == 100
+    spec = untied()
+    out = save_hf(tmp_path / "out", spec, drawn(spec)[1], dtype="float32", like=checkpoint)
+    assert read_hf_config(out).rope_scaling == spec.rope_scaling
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
