@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.models.chunks import num_chunks
+from mtraining_jax.models.chunks import chunked, first_chunks
 from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.models.products import dot32
@@ -57,15 +57,18 @@ def label_scores(
 
     def scores_of_shard(weight_VE: Array, hidden_BSE: Array, labels_BS: Array) -> LabelScores:
         batch, seq, width = hidden_BSE.shape
-        chunks = num_chunks(batch * seq, chunk_size)
+        tokens = batch * seq
+        size = first_chunks(tokens, chunk_size, 1)
 
         def body(inputs: tuple[Array, Array]) -> LabelScores:
             scores = score_chunk(inputs[0], weight_VE, inputs[1])
             best_C = jnp.argmax(scores.logits, axis=-1)
             return LabelScores(scores.loss, scores.counted & (best_C == scores.labels))
 
-        split = hidden_BSE.reshape(chunks, -1, width), labels_BS.reshape(chunks, -1)
-        return jax.tree.map(lambda x: x.reshape(batch, seq), lax.map(body, split))
+        hidden_TE, labels_T = hidden_BSE.reshape(tokens, width), labels_BS.reshape(tokens)
+        split = chunked(hidden_TE, size), chunked(labels_T, size, IGNORE_LABEL)
+        scores = lax.map(body, split)
+        return jax.tree.map(lambda x: x.reshape(-1)[:tokens].reshape(batch, seq), scores)
 
     weight_VE = weight_VE.astype(hidden_BSE.dtype)  # before the gather, which halves its traffic
     return fsdp_apply(

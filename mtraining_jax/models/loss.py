@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.models.chunks import num_chunks
+from mtraining_jax.models.chunks import chunked, first_chunks
 from mtraining_jax.models.fsdp import gather_weight, reduce_gradient
 from mtraining_jax.models.label_scores import check_output_layer, score_chunk
 from mtraining_jax.models.labels import IGNORE_LABEL
@@ -104,9 +104,11 @@ _summed.defvjp(_summed_fwd, _summed_bwd)
 def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, trains_weight) -> tuple[Array, Any]:
     """The sum for the tokens of one device, and its gradients, without communication."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
-    chunks = num_chunks(batch * seq, chunk_size)
-    hidden = hidden_BSE.reshape(chunks, -1, width)
-    of_labels = tuple(x.reshape(chunks, -1) for x in of_labels)
+    tokens = batch * seq
+    size = first_chunks(tokens, chunk_size, 1)
+    hidden = chunked(hidden_BSE.reshape(tokens, width), size)
+    labels, *weights = (x.reshape(tokens) for x in of_labels)
+    of_labels = chunked(labels, size, IGNORE_LABEL), *(chunked(x, size) for x in weights)
 
     def body(carry, inputs) -> tuple[Any, Any]:
         hidden_CE, (labels_C, *weights_C) = inputs
@@ -127,4 +129,5 @@ def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, trains_weight) -> tu
     zeros = jnp.zeros(weight_VE.shape, jnp.float32) if trains_weight else None
     start = (jnp.zeros((), jnp.float32), zeros)
     (total, d_weight), d_hidden = lax.scan(body, start, (hidden, of_labels))
+    d_hidden = d_hidden.reshape(-1, width)[:tokens]
     return total, (d_hidden.reshape(hidden_BSE.shape), d_weight)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.models.chunks import first_chunks, num_chunks
+from mtraining_jax.models.chunks import chunked, first_chunks
 from mtraining_jax.models.lora.adapters import LoraSpec
 from mtraining_jax.models.lora.projection import Dropout, Projection, Projector, widened
 from mtraining_jax.models.products import dot, dot32
@@ -117,7 +117,11 @@ def _backward(chunk_size, kept_chunks, lora, activation, residuals, d_out_TE):
     if rest[0].shape[0]:
         sums, d_rest = lax.scan(chunk, sums, rest)
         d_x.append(d_rest.reshape(-1, x_TE.shape[1]))
-    return jnp.concatenate(d_x), *jax.tree.map(lambda w: w.astype(dtype), sums), None
+    return (
+        jnp.concatenate(d_x)[: x_TE.shape[0]],
+        *jax.tree.map(lambda w: w.astype(dtype), sums),
+        None,
+    )
 
 
 chunked_swiglu.defvjp(_forward, _backward)
@@ -183,13 +187,16 @@ def in_chunks(
     if rest[0].shape[0]:
         out = lax.scan(lambda _, inputs: (None, mlp(*inputs)[0]), None, rest)[1]
         outs.append(out.reshape(-1, out.shape[-1]))
-    return jnp.concatenate(outs), products
+    return jnp.concatenate(outs)[: arrays[0].shape[0]], products
 
 
 def token_parts(arrays: Any, chunk_size: int, kept_chunks: int) -> tuple[Any, Any]:
-    """Splits arrays [T, ...] into tokens of the first chunks [K, ...] and chunks [n, C, ...]."""
+    """Splits arrays [T, ...] into tokens of the first chunks [K, ...] and chunks [n, C, ...].
+
+    The last chunk may be padded with zeros.
+    """
     tokens = arrays[0].shape[0]
     kept = first_chunks(tokens, chunk_size, kept_chunks)
-    size = tokens // num_chunks(tokens, chunk_size)
+    size = first_chunks(tokens, chunk_size, 1)
     first = jax.tree.map(lambda x: x[:kept], arrays)
-    return first, jax.tree.map(lambda x: x[kept:].reshape(-1, size, *x.shape[1:]), arrays)
+    return first, jax.tree.map(lambda x: chunked(x[kept:], size), arrays)

@@ -96,15 +96,16 @@ def assert_agrees(actual):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def assert_those_of_gpt_oss_agree(function):
-    arguments = [*example(), *biases()]
+def assert_those_of_gpt_oss_agree(function, tokens=TOKENS):
+    x, *others = example()
+    arguments = [x[:tokens], *others, *biases()]
     actual, expected = (with_gradients(f, arguments) for f in (function, all_of_gpt_oss))
     for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
 def test_experts_with_biases_and_limits():
-    assert_those_of_gpt_oss_agree(gpt_oss)
+    assert_those_of_gpt_oss_agree(gpt_oss, tokens=23)  # the last chunk is padded
 
 
 @pytest.mark.parametrize("how", [(24, 1), (8, 0), (5, 2)])

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,14 @@ def test_losses_of_tokens_and_sums_by_position(chunk_size, on_mesh):
         np.testing.assert_array_equal(counts[:, k], np.sum(labels[:, inside] >= 0, axis=1))
         np.testing.assert_allclose(sums[:, k], losses[:, inside].sum(1), rtol=1e-5)
     assert int(np.sum(counts)) == np.sum(labels >= 0)
+
+
+def test_the_last_chunk_of_62_tokens_is_padded():
+    hidden, weight, *others = example()
+    hidden, labels, losses, is_argmax = (x[:, :31] for x in (hidden, *others))
+    scores = jax.jit(functools.partial(label_scores, chunk_size=16))(hidden, weight, labels)
+    np.testing.assert_allclose(scores.loss, losses, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(scores.is_argmax, is_argmax)
 
 
 def test_buckets_of_one_sequence_are_those_of_a_batch():

@@ -12,11 +12,11 @@ MESH, FSDP = make_mesh(2, 2, 2), P(None, ("node", "device"))
 BATCH, SEQ, WIDTH, VOCAB = 2, 32, 16, 37
 
 
-def example(dtype=jnp.float32):
+def example(dtype=jnp.float32, seq=SEQ):
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(BATCH, SEQ, WIDTH)), dtype)
+    hidden = jnp.asarray(rng.normal(size=(BATCH, seq, WIDTH)), dtype)
     weight = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)), jnp.float32)
-    labels = rng.integers(0, VOCAB, (BATCH, SEQ))
+    labels = rng.integers(0, VOCAB, (BATCH, seq))
     labels[rng.random(labels.shape) < 0.2] = IGNORE_LABEL
     labels[1, :] = IGNORE_LABEL  # a row with nothing to count
     labels[1, 3] = VOCAB - 1
@@ -32,11 +32,14 @@ def dense(hidden, weight, labels, label_weights=1):
 
 
 @pytest.mark.parametrize(
-    "chunk_size, weight_spec",
-    [(1, None), (7, None), (16, None), (1000, None), (3, P()), (4, FSDP), (100, P())],
-)
-def test_equals_dense_loss_and_gradients(chunk_size, weight_spec):
-    hidden, weight, labels = example()
+    "chunk_size, weight_spec, seq",
+    [
+        (1, None, SEQ), (7, None, SEQ), (1000, None, SEQ), (3, P(), SEQ), (4, FSDP, SEQ),
+        (100, P(), SEQ), (16, None, 31), (5, FSDP, 4 * 13),  # with padding
+    ],
+)  # fmt: skip
+def test_equals_dense_loss_and_gradients(chunk_size, weight_spec, seq):
+    hidden, weight, labels = example(seq=seq)
     on_mesh = {} if weight_spec is None else {"mesh": MESH, "weight_spec": weight_spec}
 
     def chunked(hidden, weight):
@@ -54,9 +57,9 @@ def test_equals_dense_loss_and_gradients(chunk_size, weight_spec):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
-def test_labels_may_have_weights(on_mesh):
-    hidden, weight, labels = example()
+@pytest.mark.parametrize(("on_mesh", "seq"), [(False, 31), (True, SEQ)])
+def test_labels_may_have_weights(on_mesh, seq):
+    hidden, weight, labels = example(seq=seq)
     label_weights = jnp.asarray(np.random.default_rng(1).random(labels.shape), jnp.float32)
     mesh = MESH if on_mesh else None
 

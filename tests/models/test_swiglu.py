@@ -35,11 +35,18 @@ def with_gradients(function, arguments):
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "kept_chunks"),
-    [(1, 0), (5, 0), (8, 0), (24, 0), (1000, 0), (8, 1), (5, 2), (8, 3), (8, 9), (1000, 1)],
+    ("chunk_size", "kept_chunks", "tokens"),
+    [
+        *(
+            (*how, 24)
+            for how in ((1, 0), (5, 0), (24, 0), (1000, 0), (8, 1), (5, 2), (8, 3), (8, 9))
+        ),
+        *((*how, 23) for how in ((5, 0), (5, 2), (5, 5), (12, 1))),  # with padding
+    ],
 )
-def test_chunks_change_neither_result_nor_gradients(chunk_size, kept_chunks):
-    arguments = example(jnp.float32)
+def test_chunks_change_neither_result_nor_gradients(chunk_size, kept_chunks, tokens):
+    x, *weights = example(jnp.float32)
+    arguments = x[:tokens], *weights
     expected = with_gradients(whole, arguments)
     actual = with_gradients(lambda *x: swiglu(*x, chunk_size, kept_chunks), arguments)
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -251,7 +251,7 @@ def _backward(chunk_size, kept_chunks, trained, activation, residuals, d_out_TE)
     if rest[0].shape[0]:
         sums, gradients = lax.scan(chunk, sums, rest)
         found.append(jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), gradients))
-    d_x, d_weights = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    d_x, d_weights = (jnp.concatenate(x)[: x_TE.shape[0]] for x in zip(*found, strict=True))
     of_experts: Any = [x.astype(w.dtype) for x, w in zip(sums, experts, strict=True)]
     of_experts = of_experts or [None] * 3
     return d_x, None, d_weights, *of_experts[:3], tuple(of_experts[3:]) or None
