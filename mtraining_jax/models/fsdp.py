@@ -21,7 +21,7 @@ from mtraining_jax.parallel.replicas import shard_map_remaining
 def fsdp_apply(
     function: Callable[..., Any],
     weights: Any,
-    *arrays: Array,
+    *arrays: Array | None,
     specs: Any,
     mesh: Mesh | None,
     dtype: jnp.dtype | None = None,
@@ -34,8 +34,8 @@ def fsdp_apply(
     if mesh is None:
         return function(compute_weights(weights, dtype), *arrays)
 
-    def apply_on_shard(weights: Any, *arrays: Array) -> Any:
-        if all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+    def apply_on_shard(weights: Any, *arrays: Any) -> Any:
+        if all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(arrays)):
             weights, arrays = serialize_collectives(weights, arrays)
         # Not cast outside: gradients of the devices would be summed in the compute dtype.
         whole = jax.tree.map(functools.partial(_gather, dtype=dtype), weights, specs)

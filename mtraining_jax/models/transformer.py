@@ -188,7 +188,7 @@ class Experts(nnx.Module):
         self.down_proj = Matrix(table, f"{name}.down_proj", rngs)
         self.spec = spec
 
-    def __call__(self, x_BSE: Array) -> tuple[Array, Balance]:
+    def __call__(self, x_BSE: Array, real_BS: Array | None = None) -> tuple[Array, Balance]:
         spec, matrices = self.spec, (self.gate, self.gate_proj, self.up_proj, self.down_proj)
         router, *experts = (matrix.weight[...].astype(x_BSE.dtype) for matrix in matrices)
         biases = [None if matrix.bias is None else matrix.bias[...] for matrix in matrices]
@@ -202,7 +202,7 @@ class Experts(nnx.Module):
         how = *chunks, spec.lora is None, FAMILIES.get(spec.family).activation
         of_experts = None if biases[1] is None else cast(Any, biases[1:])
         out = padded_experts(x_TE, cast(Any, pairs), experts, of_experts, *how)
-        return out.reshape(x_BSE.shape), balance(routed)
+        return out.reshape(x_BSE.shape), balance(routed, real_BS)
 
 
 class DecoderLayer(nnx.Module):
@@ -224,9 +224,16 @@ class DecoderLayer(nnx.Module):
         return self.self_attn.project(self.input_layernorm(x_BSE), cos, sin, seeds_BS)
 
     def after_attention(
-        self, x_BSE: Array, out_BSHD: Array, seeds_BS: Array | None = None
+        self,
+        x_BSE: Array,
+        out_BSHD: Array,
+        seeds_BS: Array | None = None,
+        real_BS: Array | None = None,
     ) -> tuple[Array, Balance | None]:
-        """The output, and how experts are used, summed over the tokens of this device."""
+        """The output, and how experts are used, summed over the tokens of this device.
+
+        `real_BS`, fp32, is 0 for padding, which the sums leave out; None: there is none.
+        """
         before_mlp, after_mlp = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         out_BSE, used = self.self_attn.merge_heads(out_BSHD, seeds_BS), None
         if before_mlp is not None:
@@ -237,7 +244,7 @@ class DecoderLayer(nnx.Module):
             if isinstance(self.mlp, MLP):
                 out_BSE = self.mlp(normed_BSE, seeds_BS)
             else:
-                out_BSE, used = self.mlp(normed_BSE)
+                out_BSE, used = self.mlp(normed_BSE, real_BS)
             return x_BSE + (out_BSE if after_mlp is None else after_mlp(out_BSE)), used
 
 
@@ -288,7 +295,8 @@ class Transformer(nnx.Module):
                 [B over data, S over (node, device), E]. None: everything is on one device.
             fsdp: whether parameters are sharded as in `param_shardings(..., fsdp=True)`.
             length: sequence length if it is not S, because of padding or future tokens; or int32
-                [B, S], the length of each token's document. Some RoPE scalings use it.
+                [B, S], the length of each token's document. Some RoPE scalings use it, and the
+                sums of `experts` skip padding: positions that are not below an array of lengths.
             dropout_seeds: fp32 [B, S], from `projection.seeds_from`, to drop inputs of adapters.
 
         Returns:
@@ -308,6 +316,9 @@ class Transformer(nnx.Module):
             lookup = functools.partial(embed, dtype=dtype)
             x_BSE = fsdp_apply(lookup, table_VE, tokens, specs=specs, mesh=mesh)
             x_BSE = self.scale_embedding(x_BSE)
+        real_BS = None
+        if self.spec.num_experts and length is not None and not isinstance(length, int):
+            real_BS = (positions < length).astype(jnp.float32)
         graphdef, layers = nnx.split(self.layers)
         specs = mesh and layer_specs(layers, table, mesh, fsdp)
         names = parameter_names(layers)
@@ -316,8 +327,10 @@ class Transformer(nnx.Module):
             frozen = self.spec.lora is not None and not is_adapter(name)
             return jax.lax.stop_gradient(x) if frozen else x
 
-        def run_half_layer(method: Callable[..., Any], parameters: nnx.State, *x: Array) -> Any:
-            def run(parameters: nnx.State, *x: Array) -> Any:
+        def run_half_layer(
+            method: Callable[..., Any], parameters: nnx.State, *x: Array | None
+        ) -> Any:
+            def run(parameters: nnx.State, *x: Array | None) -> Any:
                 # Here and not outside, so that neither products nor collectives compute gradients.
                 return method(nnx.merge(graphdef, jax.tree.map(hold, names, parameters)), *x)
 
@@ -329,7 +342,7 @@ class Transformer(nnx.Module):
             parameters, layer_inputs, number = inputs
             parameters = jax.tree.map(to_device, parameters)
             x_BSE = checkpoint_name(x_BSE, RESIDUAL)
-            seeds = () if dropout_seeds is None else Dropout.of_layer(dropout_seeds, number)
+            seeds = (None,) if dropout_seeds is None else Dropout.of_layer(dropout_seeds, number)
             with jax.named_scope("attention_inputs"):
                 before = DecoderLayer.before_attention
                 qkv = run_half_layer(before, parameters, x_BSE, *rotations[window], *seeds)
@@ -343,7 +356,7 @@ class Transformer(nnx.Module):
             with jax.named_scope("attention"):
                 out_BSHD, stats = attention(*qkv, *extra)
             after = DecoderLayer.after_attention
-            x_BSE, used = run_half_layer(after, parameters, x_BSE, out_BSHD, *seeds)
+            x_BSE, used = run_half_layer(after, parameters, x_BSE, out_BSHD, *seeds, real_BS)
             stats = jax.lax.stop_gradient(jax.tree.map(_as_statistic, stats))
             if used is not None:
                 stats |= {"experts": jax.tree.map(lambda sums: jnp.sum(sums, axis=1), used)}

@@ -53,7 +53,7 @@ class DeviceBatches:
 
         Data with documents adds `documents`, int32 [B, NB, 3] as in the loader, and positions
         restart in each document. loss.weighting = "document" adds `weights`, fp32 [B, S]. If
-        rotary positions depend on the document length, `document_lengths` is int32 [B, S].
+        the model reads it, `document_lengths` is int32 [B, S], 0 in padding after documents.
         """
         local = next(self.loader)
         documents = local.pop("documents", None)
@@ -76,9 +76,10 @@ class DeviceBatches:
 
 
 def reads_lengths(config: Config) -> bool:
-    """Whether rotary positions depend on the length of each token's document."""
-    scaling = ModelSpec.from_config(config.model).rope_scaling
-    return config.data.has_documents and scaling is not None and scaling.switches_at is not None
+    """Whether the model reads the length of each token's document: for RoPE, or the router."""
+    spec = ModelSpec.from_config(config.model)
+    switches = spec.rope_scaling is not None and spec.rope_scaling.switches_at is not None
+    return config.data.has_documents and (switches or bool(spec.num_experts))
 
 
 def positions_in_documents(

@@ -24,6 +24,8 @@ from tests.models.common import assert_states_close, equations, tiny_spec
 
 TOKENS, WIDTH, INNER, EXPERTS, SELECTED = 24, 8, 12, 5, 2
 MOE = {"family": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
+# By transformers 5.24: of 24, 24 and 17 tokens.
+BALANCE_LOSSES = 2.0260370, 2.1876018, 2.1266141
 REMAT = {"remat": "mlp", "mlp_kept_chunks": 1}
 
 
@@ -148,23 +150,34 @@ def test_frozen_experts_have_no_gradient():
     assert count[True] - count[False] == 3
 
 
-def test_balance_loss_is_that_of_transformers():
+@pytest.mark.parametrize(
+    ("lengths", "golden"), [((24, 24), BALANCE_LOSSES[:2]), ((24, 17), BALANCE_LOSSES[::2])]
+)
+def test_balance_loss_is_that_of_transformers_without_padding(lengths, golden):
     """For one sequence; `load_balancing_loss_func` of transformers 5.24, in NumPy."""
     rng, layers, sequences = np.random.default_rng(1), 3, 2
     x = jnp.asarray(rng.normal(size=(layers, sequences, TOKENS, WIDTH)), jnp.float32)
     router = jnp.asarray(rng.normal(size=(layers, EXPERTS, WIDTH)), jnp.float32)
-    sums = [balance(route(*inputs, SELECTED, True)) for inputs in zip(x, router, strict=True)]
-    sums = Balance(*(jnp.stack(s)[:, :, 0] for s in zip(*sums, strict=True)))
-    found = []
-    for sequence in range(sequences):
-        logits = np.einsum("lte,lge->ltg", x[:, sequence], router).reshape(-1, EXPERTS)
+    real = jnp.asarray(np.arange(TOKENS) < np.array(lengths)[:, None], jnp.float32)
+
+    def of_router(x, router):
+        inputs = zip(x, router, strict=True)
+        sums = [balance(route(*of_layer, SELECTED, True), real) for of_layer in inputs]
+        return balance_loss(Balance(*(jnp.stack(s)[:, :, 0] for s in zip(*sums, strict=True))))
+
+    found, loads = [], []
+    for sequence, length in enumerate(lengths):
+        logits = np.einsum("lte,lge->ltg", x[:, sequence, :length], router).reshape(-1, EXPERTS)
         weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        selected = np.argsort(-weights)[:, :SELECTED]
-        tokens_per_expert = np.eye(EXPERTS)[selected].mean(0)  # [SELECTED, EXPERTS]
-        found.append((tokens_per_expert * weights.mean(0)).sum() * EXPERTS)
-    loss, load = balance_loss(sums)
+        selected = np.eye(EXPERTS)[np.argsort(-weights)[:, :SELECTED]]  # [L * T, SELECTED, EXPERTS]
+        found.append((selected.mean(0) * weights.mean(0)).sum() * EXPERTS)
+        counts = selected.reshape(layers, -1, EXPERTS).sum(1)
+        loads.append(counts.max(1) / counts.mean(1))
+    np.testing.assert_allclose(found, golden, rtol=1e-5)
+    (loss, load), gradient = jax.jit(jax.value_and_grad(of_router, has_aux=True))(x, router)
     np.testing.assert_allclose(loss, np.mean(found), rtol=1e-5)
-    assert load.shape == (layers,) and np.all(load >= 1)
+    np.testing.assert_allclose(load, np.mean(loads, 0), rtol=1e-6)
+    np.testing.assert_array_equal(np.any(gradient != 0, axis=(0, 3)), real > 0)
 
 
 def test_rematerialization_changes_nothing():

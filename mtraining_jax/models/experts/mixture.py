@@ -45,15 +45,23 @@ def route(
     return Routed(probabilities, ids, weights)
 
 
-def balance(routed: Routed) -> Balance:
-    """Sums over local tokens, [B, 1, G]."""
+def balance(routed: Routed, real_BS: Array | None = None) -> Balance:
+    """Sums over local tokens, [B, 1, G]; without padding, where `real_BS` is 0."""
     selected = routed.ids[..., None] == jnp.arange(routed.probabilities.shape[-1])
+    probabilities = routed.probabilities
+    if real_BS is not None:
+        selected = selected & (real_BS > 0)[..., None, None]
+        probabilities = probabilities * real_BS[..., None]
     counts = jnp.sum(selected, axis=(1, 2), dtype=jnp.float32)[:, None]
-    return Balance(jnp.sum(routed.probabilities, axis=1, keepdims=True), counts)
+    return Balance(jnp.sum(probabilities, axis=1, keepdims=True), counts)
 
 
 def balance_loss(sums: Balance) -> tuple[Array, Array]:
     """The auxiliary loss (arXiv 2101.03961) as in transformers, and the load of experts.
+
+    Transformers takes the fractions and means over all sequences of a device's micro-batch. Here
+    they are those of each sequence, over the tokens of all its devices, so the loss does not depend
+    on micro-batches and replicas.
 
     Args:
         sums: those of all layers and sequences, [L, B, G].
