@@ -44,16 +44,14 @@ class Evaluator:
             raise UserError(about_held_out(str(error))) from error
         self.loader = loader = self._batches.loader
         batch_size, asked = evaluation.data.batch_size, config.eval.num_batches
-        self._num_batches = min(asked, loader.num_sequences // batch_size)
-        if not self._num_batches:
-            self.close()
-            raise UserError(
-                f"eval.data has only {loader.num_sequences} of the {batch_size} sequences of "
-                f"{evaluation.data.seq_len} tokens in a batch; reduce eval.data.batch_size"
-            )
+        # Rows of the last batch beyond these are of a second epoch, and do not count.
+        self._rows = min(asked * batch_size, loader.num_sequences)
+        self._num_batches = -(-self._rows // batch_size)
         self.description = loader.description
         if self._num_batches < asked:
             self.description += f"; {self._num_batches} of eval.num_batches = {asked} batches"
+        if self._rows < loader.num_sequences:
+            self.description += f"; eval.num_batches = {asked} reads {self._rows:,} of them"
         self._begin = loader.get_state()
         self._programs: dict[str, Any] = {}  # jitted, until `compile`
         for name, pattern in _patterns(config, evaluation).items():
@@ -95,11 +93,12 @@ class Evaluator:
         for name, batches in jax.device_get(found).items():
             # In fp64, so that the order of batches does not matter.
             losses, counts = (
-                np.concatenate(x).astype(np.float64) for x in zip(*batches, strict=True)
+                np.concatenate(x)[: self._rows].astype(np.float64)
+                for x in zip(*batches, strict=True)
             )
             sums[name] = losses.sum(0), counts.sum(0)
             if (parts := self.loader.parts) is not None:
-                part_of = parts.of(np.concatenate(sequences))
+                part_of = parts.of(np.concatenate(sequences)[: self._rows])
                 for number, part in enumerate(parts.given):
                     rows = part_of == number
                     sums[f"{name}/{part}"] = losses[rows].sum(0), counts[rows].sum(0)

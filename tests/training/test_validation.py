@@ -1,5 +1,6 @@
 """Validation loss during training."""
 
+import contextlib
 import dataclasses
 import shutil
 
@@ -70,7 +71,7 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     for name, row in zip(("one", "two"), tokens, strict=True):
         np.save(tmp_path / f"{name}.npy", row.astype(np.uint16))
         parts[name] = {"source": "tokens", "paths": [str(tmp_path / f"{name}.npy")]}
-    mixture = {"source": "mixture", "parts": parts, "batch_size": 1, "shuffle": False}
+    mixture = {"source": "mixture", "parts": parts, "batch_size": 3, "shuffle": False}
     data = changed(config, data=mixture).data
     asked = {"interval": 1, "num_batches": 2, "attention": "both", "data": data}
     config = changed(config, parallel={"nodes": 1, "devices_per_node": 1}, eval=asked)
@@ -109,24 +110,30 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     assert first["eval_loss_dense_by_position"][2] == pytest.approx(third, rel=1e-5)
 
 
-def test_all_validation_data_is_read_if_it_has_fewer_batches(held_out, capsys):
-    all_of_it, more = (
-        run(changed(held_out, run={"name": str(n), "steps": 2}, eval={"num_batches": n}))[1]
-        for n in (3, 4)
-    )
-    assert more["eval_loss"] == all_of_it["eval_loss"]
-    assert "; 3 of eval.num_batches = 4 batches" in capsys.readouterr().out
+def test_all_validation_data_is_read_whatever_the_batch_size(held_out):
+    """Batches of 4 end with one of a single sequence, and a batch of 10 has 9."""
+    found = []
+    for batch_size, num_batches in ((3, 3), (3, 4), (4, 3), (10, 1)):
+        data = held_out.eval.data
+        data = dataclasses.replace(data, batch_size=batch_size, shuffle=True)
+        config = changed(held_out, eval={"data": data, "num_batches": num_batches})
+        mesh = build_mesh(config)
+        builder = StateBuilder(config, mesh)
+        with contextlib.closing(Evaluator(config, builder, mesh)) as evaluation:
+            found.append(evaluation.measure(builder.fresh()) | {"eval_seconds": 0})
+            fewer = "; 3 of eval.num_batches = 4 batches" in evaluation.description
+            assert fewer == (num_batches == 4) and "of them" not in evaluation.description
+    for others in found[1:]:
+        assert others.keys() == found[0].keys()
+        for name, value in others.items():
+            np.testing.assert_allclose(value, found[0][name], rtol=1e-6, err_msg=name)
+    with contextlib.closing(Evaluator(held_out, builder, mesh)) as evaluation:
+        assert evaluation.description.endswith("; eval.num_batches = 2 reads 6 of them")
+        few = evaluation.measure(builder.fresh())["eval_loss"]
+    assert abs(few - found[0]["eval_loss"]) > 1e-5
 
 
-def test_too_little_validation_data_is_refused(held_out):
-    data = changed(held_out, data={"seq_len": 64, "batch_size": 10}).data
-    data = dataclasses.replace(data, source_options=held_out.eval.data.source_options)
-    with pytest.raises(UserError) as error:
-        run(changed(held_out, eval={"data": data}))
-    assert str(error.value) == (
-        "eval.data has only 9 of the 10 sequences of 64 tokens in a batch; reduce "
-        "eval.data.batch_size"
-    )
+def test_validation_data_that_cannot_be_read_is_refused(held_out):
     data = changed(held_out, data={"paths": ("nowhere.npy",)}).data
     with pytest.raises(UserError, match='^eval.data.paths: "nowhere.npy" does not exist'):
         run(changed(held_out, eval={"data": data}))
