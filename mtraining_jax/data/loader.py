@@ -119,6 +119,9 @@ class Loader:
         )
         if self.packs is not None:
             text += f"; {self.packs.summary}"
+        left = len(corpus.stream) - self.num_sequences * data.seq_len
+        if self.packs is None and data.mode == "concat" and left > 0:
+            text += f"; {left:,} tokens dropped that fill no sequence"
         if balance is not None:
             text += f"; data.balance = {balance.name}"
             if self.packs is None:

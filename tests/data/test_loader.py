@@ -62,6 +62,9 @@ def test_batches_are_in_layout_order(tmp_path_factory, data):
     options = token_options(tmp_path_factory.mktemp("ids"), ids, seq_len=seq_len, batch_size=1)
     loader = loader_of(options, permutation)
     assert loader.num_sequences == num_tokens // seq_len
+    left = num_tokens % seq_len
+    dropped = f"; {left} tokens dropped that fill no sequence"
+    assert loader.description.endswith(dropped) == (left > 0) == ("dropped" in loader.description)
     for i, batch in enumerate(take(loader, loader.num_sequences)):
         window = ids[i * seq_len : (i + 1) * seq_len]
         tokens, labels = np.full(seq_len, -1), np.full(seq_len, -1)

@@ -97,7 +97,7 @@ def pack_documents(
     later part would lack their context. Those longer than a sequence are skipped. `upsample` has a
     number of tokens, and how often documents of at least as many occur.
     """
-    capacity, masked, too_long = data.seq_len // block_size, 0, lengths[:0]
+    capacity, masked, dropped, too_long = data.seq_len // block_size, 0, 0, lengths[:0]
     kept = lengths >= _SHORTEST
     begins, sizes = (np.cumsum(lengths) - lengths)[kept], lengths[kept]
     if data.mode == "pack" and stream.masked:
@@ -118,7 +118,9 @@ def pack_documents(
         order, ends = packed_order(-(-sizes // block_size), capacity, data.seed)
         begins, sizes = begins[order], sizes[order]
     else:
+        total = int(sizes.sum())
         begins, sizes, ends = consecutive(begins, sizes, block_size, capacity)
+        dropped = total - int(sizes.sum())
     if not ends.size and too_long.size:
         raise UserError(
             f"data.seq_len = {data.seq_len} is less than the {too_long.min()} tokens of the "
@@ -139,6 +141,8 @@ def pack_documents(
         notes += f", {too_long.size:,} longer than a sequence skipped (up to {longest:,} tokens)"
     if longer:
         notes += f", {longer:,} longer than a sequence split"
+    if dropped:
+        notes += f", {dropped:,} tokens dropped that fill no sequence"
     return PackArrays(begins, sizes, ends, data.seq_len, notes)
 
 

@@ -217,6 +217,8 @@ def test_consecutive_documents_keep_their_order(tmp_path):
     expected = [documents[0], documents[1], documents[2][:12], documents[2][12:], documents[3]]
     for left, right in zip(pieces, expected, strict=True):
         np.testing.assert_array_equal(left, right)
+    # The third sequence has 8 tokens of the last document, in its last two blocks.
+    assert ", 22 tokens dropped that fill no sequence" in found.description
 
 
 def test_exact_mode_has_one_document_per_sequence(tmp_path):
