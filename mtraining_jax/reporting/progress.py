@@ -11,11 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
+    SPEEDS,
     Record,
     density_of,
     note_on_density,
     number,
     rate,
+    speed_text,
     validation_text,
 )
 from mtraining_jax.utils.console import Output
@@ -141,4 +143,4 @@ def _density(record: Record) -> str:
 
 
 def _speed(record: Record) -> str:
-    return f"{record['tokens_per_second']:,.0f} tokens/s"
+    return speed_text(*(record[name] for name in SPEEDS))

@@ -12,6 +12,8 @@ from mtraining_jax.utils.errors import UserError
 
 Record = dict[str, Any]
 
+# Tokens per second: of all positions, of real tokens without padding, and of trained ones.
+SPEEDS = "tokens_per_second", "real_tokens_per_second", "labels_per_second"
 # Key of the density of a pattern that does not select pairs.
 _REPLAYED = "replayed_density"
 
@@ -40,6 +42,7 @@ def step_record(
         causal=_mean(layers.get("document_pairs", [1.0])),
     )
     step, tokens = int(metrics["step"]), config.tokens_per_step
+    labels, real_tokens = int(metrics["labels"]), int(metrics["real_tokens"])
     device_seconds = seconds * config.devices
     peak = PEAK_BF16_FLOPS.get(devices[0].device_kind)
     memory = [device.memory_stats() for device in devices]  # None on CPUs
@@ -49,9 +52,12 @@ def step_record(
         "loss": float(metrics["loss"]),
         "grad_norm": float(metrics["grad_norm"]),
         "lr": float(metrics["lr"]),
-        "labels": int(metrics["labels"]),
+        "labels": labels,
+        "real_tokens": real_tokens,
         "tokens": step * tokens,
         "tokens_per_second": tokens / seconds,
+        "real_tokens_per_second": real_tokens / seconds,
+        "labels_per_second": labels / seconds,
         "step_seconds": seconds,
         "attention_flops_executed": flops.attention_executed,
         "attention_flops_dense_equivalent": flops.attention_dense,
@@ -115,6 +121,16 @@ def validation_text(record: Record) -> str | None:
 def density_of(record: Record) -> float | None:
     """Computed pairs over causal pairs, selected or replayed; None if not finite."""
     return record[_REPLAYED] if _REPLAYED in record else record["density"]
+
+
+def speed_text(all_tokens: float, real: float, trained: float) -> str:
+    """Tokens per second: of all positions, and if they differ by 1 % real and trained tokens."""
+    text = f"{all_tokens:,.0f} tokens/s"
+    return (
+        text
+        if trained > 0.99 * all_tokens
+        else f"{text} ({real:,.0f} real, {trained:,.0f} trained)"
+    )
 
 
 def note_on_density(record: Record) -> str | None:

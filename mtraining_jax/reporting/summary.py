@@ -8,7 +8,7 @@ import numpy as np
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.reporting.goodput import processes_text, time_text
 from mtraining_jax.reporting.history import History
-from mtraining_jax.reporting.record import Record, note_on_density, rate
+from mtraining_jax.reporting.record import SPEEDS, Record, note_on_density, rate, speed_text
 from mtraining_jax.utils.text import command_with, counted
 
 
@@ -123,8 +123,8 @@ def _speed(history: History) -> str:
     elif len(steady) == 1:
         steps = f"one {kind}step after warm-up"
     text = (
-        f"{median('step_seconds'):.3f} s/step ({steps}), {median('tokens_per_second'):,.0f}"
-        f" tokens/s, {rate(median('tflops_per_device_executed'))} TFLOP/s per device executed,"
+        f"{median('step_seconds'):.3f} s/step ({steps}), {speed_text(*map(median, SPEEDS))},"
+        f" {rate(median('tflops_per_device_executed'))} TFLOP/s per device executed,"
         f" {rate(median('tflops_per_device_dense_equivalent'))} dense-equivalent"
     )
     if last["mfu"] is not None:

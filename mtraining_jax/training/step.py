@@ -64,7 +64,8 @@ def make_train_step(
 
     Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping) and
     `lr`; `parameter_norms`, that of each parameter's gradient, fp32 [], or [L] if in all layers;
-    int32 `step` (from 1), `labels` (counted), `skipped` (so far) and `skipped_in_row`; `layers`,
+    int32 `step` (from 1), `labels` (counted), `real_tokens`, `skipped` (so far) and
+    `skipped_in_row`; `layers`,
     statistics by name, fp32 [L] each, mean over the batch; with experts `auxiliary_loss`, the mean
     over sequences, which is not part of `loss`; with `mass_fraction` `density_by_group`, fp32
     [M, L]; if audited, `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an
@@ -109,6 +110,7 @@ def make_train_step(
             "parameter_norms": norms,
             "lr": lr,
             "labels": labels,
+            "real_tokens": count_real_tokens(batch),
             "skipped": after.skipped,
             "skipped_in_row": after.skipped_in_row,
             "layers": layers,
@@ -128,6 +130,15 @@ def make_train_step(
             mesh.devices.flat[0].platform, offloads=config.model.remat == "full_offload"
         ),
     )
+
+
+def count_real_tokens(batch: Batch) -> Array:
+    """The number of tokens of a batch without padding, an int32 scalar."""
+    if "documents" not in batch:
+        return jnp.asarray(batch["tokens"].size, jnp.int32)
+    first, _, tokens = jnp.moveaxis(batch["documents"], -1, 0)
+    begins = first == jnp.arange(first.shape[1])  # once per document
+    return jnp.sum(jnp.where(begins, tokens, 0), dtype=jnp.int32)
 
 
 def audits_steps(config: Config) -> bool:
@@ -278,5 +289,8 @@ def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
 
 
 def _over_parts(x: Array) -> Array:
-    """Mean over micro-batches or replicas; integers (masks) are taken from the first."""
-    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+    """Mean over micro-batches or replicas; integers (masks) are taken from the first.
+
+    A part without a value, such as one whose audited queries are all padding, does not count.
+    """
+    return jnp.nanmean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]

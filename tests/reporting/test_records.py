@@ -30,13 +30,14 @@ def config(tmp_path):
     return config
 
 
-def record(config, step, loss=2.0, seconds=0.5, layers=(), devices=()):
+def record(config, step, loss=2.0, seconds=0.5, layers=(), devices=(), labels=254):
     layers = {"density": np.array([0.25, 0.5]), "executed": np.array([0.5, 0.75]), **dict(layers)}
     metrics = {
         "step": step,
         "loss": loss,
         "grad_norm": 1.0,
-        "labels": 7,
+        "labels": labels,
+        "real_tokens": 250,
         "lr": 1e-3,
         "skipped": 1,
         "layers": layers,
@@ -63,6 +64,15 @@ def test_a_record_in_numbers(config):
     assert found["tflops_per_device_executed"] == found["flops_executed"] / 2 / 1e12
     assert found["tflops_per_device_dense_equivalent"] == (matrices + dense) / 2 / 1e12
     assert found["mfu"] is None and found["memory_bytes_peak"] is None
+
+
+def test_speed_counts_padding_and_untrained_tokens_but_says_so(config):
+    assert "  512 tokens/s  " in step_line(record(config, 3), 10)
+    found = record(config, 3, labels=60)
+    text = "512 tokens/s (500 real, 120 trained)"
+    assert f"  {text}  " in step_line(found, 10)
+    assert f"after warm-up), {text}, " in "\n".join(summary(config, History([found] * 3), []))
+    assert found["real_tokens"] == 250 and found["labels"] == 60
 
 
 def test_flop_with_documents_count_pairs_within_documents(config):
