@@ -83,12 +83,18 @@ def test_eight_devices_equal_an_audited_one(folder, eight):
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_on_eight_devices_equal_one(folder, family):
+    """Those with experts read documents with padding."""
     model, found = {"family": family, "remat": "none"} | OTHERS[family], []
+    documents = {"mask_documents": True, "eos": 14, "shuffle": False}
+    data = {"batch_size": 1} | (documents if "num_experts" in model else {})
     for devices in (1, 8):
         parallel = {"nodes": 1, "devices_per_node": devices, "fsdp": devices > 1}
-        sections = {"data": {"batch_size": 1}, "sparsity": {"kind": "dense"}}
+        sections = {"data": data, "sparsity": {"kind": "dense"}}
         parts = Parts(config_of(folder, model=model, parallel=parallel, **sections))
-        found.append([(m["loss"], m["grad_norm"]) for m in parts.train(2)[0]])
+        names = "loss", "grad_norm", "auxiliary_loss", "real_tokens"
+        steps = parts.train(2)[0]
+        found.append([[m[name] for name in names if name in m] for m in steps])
+        assert ("num_experts" in model) == (steps[0]["real_tokens"] < 128)
         parts.batches.close()
     np.testing.assert_allclose(*found, rtol=2e-5)
 
