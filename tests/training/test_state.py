@@ -69,8 +69,8 @@ def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):
     assert newest_step(folder) == 3
     other = changed(config, parallel={"nodes": 4, "devices_per_node": 2, "fsdp": True})
     abstract = builder_of(other).abstract()
-    restored, place = read_state(folder, 3, abstract, other)
-    assert place == {"place": 3}
+    restored, record = read_state(folder, 3, abstract, other)
+    assert record["loader"] == {"place": 3}
     assert_equal(restored, state)
     shardings = jax.tree.map(lambda x: x.sharding, restored)
     assert shardings == jax.tree.map(lambda x: x.sharding, abstract)

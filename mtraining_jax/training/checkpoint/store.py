@@ -152,7 +152,7 @@ def read_state(
     config: Config,
     load_base: Callable[[], Parameters] = dict,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Reads the state and the position of the data loader.
+    """Reads the state and the record, with the configuration and position of the data loader.
 
     `abstract` has the shapes and shardings to restore; the mesh may differ from that of the save.
     `load_base` returns the base of adapters. Raises a UserError if the checkpoint cannot be read,
@@ -164,7 +164,7 @@ def read_state(
     arrays = _read_arrays(folder, step, _fields(abstract), record)
     base = load_base() if abstract.base else {}
     check_base(folder / str(step), record.get("base"), base)
-    return TrainState(**arrays, base=base), record["loader"]
+    return TrainState(**arrays, base=base), record
 
 
 def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> Parameters:

@@ -27,6 +27,7 @@ from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop.finished_steps import DispatchedStep, FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
+from mtraining_jax.training.loop.resumed import resume_notes
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.processes import distributed
@@ -137,9 +138,10 @@ class Trainer:
         with self._watchdog.watch(f"reading the checkpoint of step {step}"):
             abstract, base = self._builder.abstract(), self._builder.base
             if is_local:
-                self._state, place = read_local_state(self._config, step, abstract, base)
+                self._state, record = read_local_state(self._config, step, abstract, base)
             else:
-                self._state, place = read_state(folder, step, abstract, self._config, base)
+                self._state, record = read_state(folder, step, abstract, self._config, base)
+        place = record["loader"]
         self._batches.loader.set_state(place)
         if isinstance(self._replicas, Tuner):
             self._replicas.go_to(step, place.get(_TUNING))
@@ -147,6 +149,7 @@ class Trainer:
         self._goodput.go_to(place.get(_GOODPUT))
         where = " in checkpoint.local_dir" if is_local else ""
         self._display.say(f"resuming from the checkpoint of step {step}{where}")
+        self._display.say(*resume_notes(folder / str(step), record["config"], self._config, step))
 
     def train(self) -> tuple[History, list[str]]:
         """Takes all remaining steps; returns their history, and the places of all results."""
