@@ -24,7 +24,7 @@ from mtraining_jax.parallel.host_memory import (
 from mtraining_jax.utils.errors import UserError
 
 Parameters = dict[str, Array]  # fp32 by dotted name: "layers.self_attn.q_proj.weight"
-Schedule = Callable[[Array], Array]
+Schedule = Callable[[Array | int], Array]
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
@@ -35,7 +35,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     """
     end = config.decay_steps or total_steps
 
-    def rate(step: Array) -> Array:
+    def rate(step: Array | int) -> Array:
         step = jnp.asarray(step, jnp.float32)
         scale = jnp.minimum(1.0, (step + 1) / max(config.warmup_steps, 1))
         if config.schedule != "constant":
