@@ -291,6 +291,6 @@ def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
 def _over_parts(x: Array) -> Array:
     """Mean over micro-batches or replicas; integers (masks) are taken from the first.
 
-    A part without a value, such as one whose audited queries are all padding, does not count.
+    A part without a value does not count: all of its audited queries may be padding.
     """
     return jnp.nanmean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
