@@ -1,12 +1,15 @@
 """Tokenizers: raw bytes, or a Hugging Face ``tokenizer.json``."""
 
 import functools
+import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
+import tokenizers.pre_tokenizers
 
 from mtraining_jax.data.files import errors_as, reason
 from mtraining_jax.utils.errors import UserError
@@ -16,6 +19,19 @@ from mtraining_jax.utils.file_limits import LARGEST_TOKENIZER, absence, check_si
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 BYTES = "bytes"  # the value of data.tokenizer that is not a file
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each character of byte-level tokens: printable ones of Latin-1 are themselves."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    found = {x: ord(x) for x in alphabet if ord(x) < 256}
+    others = (byte for byte in range(256) if chr(byte) not in found)
+    return found | dict(zip(alphabet[len(found) :], others, strict=True))
+
+
+_BYTES = _byte_alphabet()
 
 
 class Tokenizer:
@@ -46,6 +62,15 @@ class Tokenizer:
         """The text of token ids [n], without special tokens unless asked for."""
         raise NotImplementedError(f"{type(self).__name__}.decode")
 
+    @property
+    def byte_level(self) -> bool:
+        """Whether a text is the UTF-8 decoding of its tokens' bytes."""
+        return True
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of a token that may be a part of a character; None: it is a text."""
+        raise NotImplementedError(f"{type(self).__name__}.token_bytes")
+
 
 class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte (ids 0 to 255), and 256 as end of a document."""
@@ -64,6 +89,9 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray, special: bool = False) -> str:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return bytes([token]) if token < 256 else b""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -144,6 +172,27 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: np.ndarray, special: bool = False) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    @functools.cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        if self._backend.decoder is None:
+            return frozenset()
+        decoder = json.loads(self._backend.decoder.__getstate__())
+        return frozenset(part["type"] for part in decoder.get("decoders", [decoder]))
+
+    @property
+    def byte_level(self) -> bool:
+        return {"ByteLevel"} <= self._decoder_types <= {"ByteLevel", "Fuse"}
+
+    def token_bytes(self, token: int) -> bytes | None:
+        text = self._backend.id_to_token(token)
+        if text is None:  # ids may have gaps, and models more ids than tokenizers
+            return b""
+        if self.byte_level:
+            known = all(character in _BYTES for character in text)
+            return bytes(_BYTES[x] for x in text) if known else text.encode()
+        is_byte = "ByteFallback" in self._decoder_types and _BYTE_TOKEN.fullmatch(text)
+        return bytes.fromhex(text[3:5]) if is_byte else None
 
 
 def make_tokenizer(name: str, eos: int | str | None = None) -> Tokenizer:

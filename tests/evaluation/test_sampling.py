@@ -2,10 +2,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.evaluation.engine.options import GenerateOptions
-from mtraining_jax.evaluation.engine.sampling import kept_tokens, next_token
-from mtraining_jax.evaluation.engine.text import GrowingText, settled_length
+from mtraining_jax.evaluation.engine.programs import first_token
+from mtraining_jax.evaluation.engine.sampling import NO_TOKEN, kept_tokens, next_token
 from mtraining_jax.utils.errors import UserError
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
@@ -36,6 +35,31 @@ def test_tokens_are_sampled_by_their_probability_and_reproducibly():
 
 
 @pytest.mark.parametrize(
+    ("temperature", "top_p", "expected"),
+    [
+        (1e-38, 1.0, [0, 1, 0, 0]),  # less than the smallest normal number
+        (1e-300, 0.9, [0, 1, 0, 0]),
+        (1.0, 1e-40, [0, 1, 0, 0]),
+        (1.0, 1e-300, [0, 1, 0, 0]),
+        (1e300, 1.0, [0.25] * 4),
+    ],
+)
+def test_extreme_options_have_the_limit_of_moderate_ones(temperature, top_p, expected):
+    options = GenerateOptions(temperature=temperature, top_p=top_p)
+    many = jnp.broadcast_to(LOGITS, (4000, 4))
+    shares = np.bincount(first_token(many, options), minlength=4) / 4000
+    np.testing.assert_allclose(shares, expected, atol=0.03)
+
+
+def test_logits_that_are_not_finite_give_no_token():
+    nan, inf = jnp.nan, jnp.inf
+    logits = jnp.array([[1, nan, 0], [1, inf, 0], [-inf] * 3, [-inf, 3, -inf]])
+    for fields in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}):
+        found = first_token(logits, GenerateOptions(**fields))
+        assert found.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 1]
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer .at least 1"),
@@ -51,25 +75,3 @@ def test_tokens_are_sampled_by_their_probability_and_reproducibly():
 def test_impossible_options_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         GenerateOptions(**fields)
-
-
-def test_text_is_reported_when_it_is_final():
-    reported = []
-    text = GrowingText(ByteTokenizer(), ("END",), reported.append)
-    for token in "é, E so EN".encode():
-        text.add(token)
-    # Half of é is not a character, and EN may become END.
-    assert reported[0] == "é" and "".join(reported) == "é, E so "
-    for token in b"D, more":
-        text.add(token)
-    assert text.stopped and text.end() == "é, E so " == "".join(reported)
-    assert settled_length("abc", ("bcd", "x")) == 1
-    assert settled_length("abc", ()) == 3
-
-
-def test_without_a_stop_text_all_is_reported_at_the_end():
-    reported = []
-    text = GrowingText(ByteTokenizer(), ("END",), reported.append)
-    for token in b"an EN":
-        text.add(token)
-    assert text.end() == "an EN" == "".join(reported)

@@ -117,4 +117,7 @@ _next_token = jax.jit(next_token, static_argnums=1)
 
 
 def _sampling(options: GenerateOptions) -> tuple[np.float32, np.float32, np.uint32]:
-    return np.float32(options.temperature), np.float32(options.top_p), np.uint32(options.seed)
+    # The smallest and the largest normal number are greedy and uniform.
+    limits = np.finfo(np.float32)
+    temperature = np.clip(options.temperature, limits.tiny, limits.max)
+    return np.float32(temperature), np.float32(options.top_p), np.uint32(options.seed)
