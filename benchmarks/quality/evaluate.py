@@ -93,13 +93,13 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
     ids = rng.integers(0, loaded.network.spec.vocab_size, length, np.int32)
     new_tokens, greedy = (repeats + 1) * tokens, GenerateOptions()
     forward_ms = median_ms(_forward(loaded, programs, ids), repeats)
-    read = programs.prefill(ids, new_tokens)
+    read = programs.prefill(ids, length)
     prefill_ms = median_ms(read, repeats)
 
     prompt = read()
     density = float(prompt.density)
     token = first_token(prompt.logits, greedy)
-    cache, step = programs.decoder(prompt, token, length, new_tokens, greedy)
+    cache, step = programs.decoder(prompt, token, length, new_tokens, greedy, length)
 
     def several() -> Array:
         nonlocal cache, token  # a step donates the cache

@@ -66,11 +66,10 @@ def plain_logits(name: str = LLAMA, length: int = len(TEXT)) -> np.ndarray:
     [(GPT_OSS, EIGHT, 8, PROMPT), (PHI, ONE, 40, 52), (GEMMA, ONE, 8, PROMPT)],
 )
 def test_logits_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_len):
-    programs = engine(mesh, name=name, block_size=block_size).programs
-    total = prompt_len + NEW
-    prompt = programs.prefill(TEXT[:prompt_len], NEW)()
+    programs, total = engine(mesh, name=name, block_size=block_size).programs, prompt_len + NEW
+    prompt = programs.prefill(TEXT[:prompt_len], total)()
     found, token = [np.asarray(prompt.logits[0])], first_token(prompt.logits, GREEDY)
-    cache, step = programs.decoder(prompt, token, prompt_len, NEW, GREEDY)
+    cache, step = programs.decoder(prompt, token, prompt_len, NEW, GREEDY, total)
     for number in TEXT[prompt_len:total]:
         token = jax.device_put(np.array([number], np.int32), token.sharding)
         cache, token, logits = step(cache, token)

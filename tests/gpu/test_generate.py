@@ -50,11 +50,11 @@ def off(log_probs: np.ndarray) -> float:
 def decoded(engine: Engine) -> tuple[np.ndarray, float]:
     """Log-probabilities of the text's last tokens, one at a time, and the prompt's density."""
     programs, greedy = engine.programs, GenerateOptions()
-    prompt = programs.prefill(TEXT[:PROMPT], NEW)()
+    prompt = programs.prefill(TEXT[:PROMPT], PROMPT)()
     logits = [np.asarray(prompt.logits[0])]
     token = first_token(prompt.logits, greedy)
     density = float(prompt.density)
-    cache, step = programs.decoder(prompt, token, PROMPT, NEW, greedy)
+    cache, step = programs.decoder(prompt, token, PROMPT, NEW, greedy, PROMPT)
     for number in TEXT[PROMPT:-1]:
         token = jax.device_put(np.array([number], np.int32), token.sharding)
         cache, token, found = step(cache, token)

@@ -18,7 +18,7 @@ from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import Programs, first_token
-from mtraining_jax.evaluation.engine.sampling import judge
+from mtraining_jax.evaluation.engine.sampling import NO_TOKEN, judge
 from mtraining_jax.evaluation.engine.text import GrowingText
 from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
 from mtraining_jax.evaluation.model import Forced, Generated
@@ -91,7 +91,7 @@ class Engine:
         """
         ids = self._checked(tokens, least=2)
         self._check_length(len(ids) - 1, 0)
-        return np.asarray(self.programs.score(ids[:-1], ids[1:])[0].loss)
+        return self._finite(np.asarray(self.programs.score(ids[:-1], ids[1:])[0].loss), len(ids))
 
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray
@@ -111,20 +111,22 @@ class Engine:
             return self._forced_by_steps(prompt, answer)
         scores, density = self.programs.score(ids[:-1], ids[1:])
         loss, is_argmax = (np.asarray(x[len(prompt) - 1 :]) for x in scores)
-        return Forced(-loss, is_argmax, density)
+        return Forced(-self._finite(loss, len(ids)), is_argmax, density)
 
     def _forced_by_steps(self, prompt: np.ndarray, answer: np.ndarray) -> Forced:
-        read, greedy = self.programs.prefill(prompt, len(answer))(), GenerateOptions()
+        greedy, length = GenerateOptions(), len(prompt) + len(answer) - 1
+        read = self.programs.prefill(prompt, length)()
         labels = answer[:, None]
         judged = [judge(read.logits, labels[0])]
         if len(labels) > 1:
             token = first_token(read.logits, greedy)
-            cache, step = self.programs.decoder(read, token, len(prompt), len(answer), greedy)
+            new = len(prompt), len(answer)
+            cache, step = self.programs.decoder(read, token, *new, greedy, length)
             for given, label in itertools.pairwise(labels):
                 cache, _, logits = step(cache, jax.device_put(given, token.sharding))
                 judged.append(judge(logits, label))
         log_probs, is_argmax = map(np.concatenate, zip(*jax.device_get(judged), strict=True))
-        return Forced(log_probs, is_argmax, float(read.density))
+        return Forced(self._finite(log_probs, length), is_argmax, float(read.density))
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
@@ -184,36 +186,45 @@ class Engine:
         ids, count = self._checked(prompt_ids, least=1), options.max_new_tokens
         self._check_length(len(ids), count)
         stop_ids = self.loaded.stop_ids if stop_ids is None else stop_ids
-        read = self.programs.prefill(ids, count)
+        programs = self.programs
+        read = programs.prefill(ids, len(ids))
         begin = time.perf_counter()
         prompt = read()
         token = jax.block_until_ready(first_token(prompt.logits, options))
         prefill_seconds = time.perf_counter() - begin
-        cache, step = self.programs.decoder(prompt, token, len(ids), count, options)
-        begin = time.perf_counter()
+        begin = time.perf_counter() - programs.setup_seconds
+        density = float(prompt.density)
+        later = programs.next_tokens(prompt, token, ids, options)
         text = GrowingText(self.tokenizer, options.stop, on_text)
         tokens: list[int] = []
         stopped = ""
         while not stopped:
             current = token
-            if len(tokens) + 1 < count:
-                # The devices compute the next step while this thread handles a token.
-                cache, token, _ = step(cache, token)
+            # The devices compute the next step while this thread handles a token.
+            token = next(later, token)
             new = int(np.asarray(current)[0])
+            if new == NO_TOKEN:
+                raise self._not_finite(len(ids) + len(tokens))
             if new in stop_ids:
                 stopped = "end"
             else:
                 tokens.append(new)
                 text.add(new)
                 stopped = "stop" if text.stopped else "length" if len(tokens) == count else ""
-        decode_seconds = time.perf_counter() - begin
+        decode_seconds = time.perf_counter() - programs.setup_seconds - begin
         return Generated(
-            tuple(tokens),
-            text.end(),
-            stopped,
-            prefill_seconds,
-            decode_seconds,
-            float(prompt.density),
+            tuple(tokens), text.end(), stopped, prefill_seconds, decode_seconds, density
+        )
+
+    def _finite(self, scores: np.ndarray, tokens: int) -> np.ndarray:
+        if not np.isfinite(scores).all():
+            raise self._not_finite(tokens)
+        return scores
+
+    def _not_finite(self, tokens: int) -> UserError:
+        return UserError(
+            f"{self.loaded.source}: logits are NaN or infinite within the first "
+            f"{counted(tokens, 'token')}; the parameters are damaged, or numbers overflow"
         )
 
     def _checked(self, ids: Sequence[int] | np.ndarray, least: int) -> np.ndarray:

@@ -1,7 +1,9 @@
 """The compiled programs of a model for inference, one per padded length."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Self
 
 import jax
@@ -33,6 +35,7 @@ class Programs:
         # Decoding is dense with every pattern, and takes longest to compile.
         self._steps: dict[Hashable, Any] = {} if like is None else like._steps
         self._patterns: dict[tuple[int, bool], Pattern] = {}
+        self.setup_seconds = 0.0  # mostly of compilation
 
     def score(self, ids: np.ndarray, labels: np.ndarray) -> tuple[LabelScores, float]:
         """Scores the label of each token, int32 [n] both: NumPy arrays [n], and the density."""
@@ -42,10 +45,13 @@ class Programs:
         order = layout.inverse()[: len(ids)]
         return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
 
-    def prefill(self, ids: np.ndarray, new_tokens: int) -> Callable[[], Prompt]:
-        """Compiles the prefill of a prompt, int32 [n], and returns a function that runs it."""
+    def prefill(self, ids: np.ndarray, length: int) -> Callable[[], Prompt]:
+        """Compiles the prefill of a prompt, int32 [n], and returns a function that runs it.
+
+        `length` is that of the sequence, for RoPE scalings that depend on it.
+        """
         layout, inputs = self.inputs(ids, of_prompt=True)
-        run = self._program(make_prefill, layout, len(ids) + new_tokens, inputs)
+        run = self._program(make_prefill, layout, length, inputs)
         return functools.partial(run, *inputs)
 
     def decoder(
@@ -55,22 +61,52 @@ class Programs:
         prompt_len: int,
         new_tokens: int,
         options: GenerateOptions,
+        length: int,
     ) -> tuple[Cache, Callable[[Cache, Array], Stepped]]:
         """Builds the cache of a prompt, which is deleted, and compiles the decoding step.
 
-        The step is a function of cache and token, and donates the cache.
+        The step is a function of cache and token, and donates the cache. `length` as in `prefill`.
         """
-        network = self._network
-        cache = make_cache(network, prompt, prompt_len, new_tokens)
-        length, room = network.rope_length(prompt_len + new_tokens), cache.keys[0].shape[2]
-        layout = network.sequence_layout(network.padded_length(prompt_len))
-        how = _sampling(options)
-        key = layout, length, room, options.kind
-        if key not in self._steps:
-            step = make_step(network, layout, length, options.kind)
-            self._steps[key] = step.lower(self._state, cache, token, *how).compile()
+        network, how = self._network, _sampling(options)
+        with self._setup():
+            cache = make_cache(network, prompt, prompt_len, new_tokens)
+            length, room = network.rope_length(length), cache.keys[0].shape[2]
+            layout = network.sequence_layout(network.padded_length(prompt_len))
+            key = layout, length, room, options.kind
+            if key not in self._steps:
+                step = make_step(network, layout, length, options.kind)
+                self._steps[key] = step.lower(self._state, cache, token, *how).compile()
         run = functools.partial(self._steps[key], self._state)
         return cache, lambda cache, token: run(cache, token, *how)
+
+    def next_tokens(
+        self, prompt: Prompt, token: Array, ids: np.ndarray, options: GenerateOptions
+    ) -> Iterator[Array]:
+        """Yields the tokens, int32 [B], after a prompt of ids, int32 [n], and its first new token.
+
+        Each follows from one pass over all tokens before it. Where the RoPE scaling changes with
+        their number, they are read again; the prompt is deleted.
+        """
+        rope_length, tokens = self._network.rope_length, [token]
+        while len(tokens) < options.max_new_tokens:
+            length = len(ids) + len(tokens)
+            if rope_length(length) != rope_length(length - 1):
+                prompt = self.prefill(ids, length)()
+            yield from self._extend(tokens, prompt, ids, options)
+
+    def _extend(
+        self, tokens: list[Array], prompt: Prompt, ids: np.ndarray, options: GenerateOptions
+    ) -> Iterator[Array]:
+        """Appends new tokens, up to a length that RoPE scales differently."""
+        rope_length, count = self._network.rope_length, options.max_new_tokens
+        first = len(ids) + len(tokens)
+        cache, step = self.decoder(prompt, tokens[0], len(ids), count, options, first)
+        for earlier in tokens[:-1]:
+            cache = step(cache, earlier).cache
+        while len(tokens) < count and rope_length(len(ids) + len(tokens)) == rope_length(first):
+            cache, token, _ = step(cache, tokens[-1])
+            tokens.append(token)
+            yield token
 
     def inputs(self, ids: np.ndarray, of_prompt: bool) -> tuple[Layout, tuple[Any, ...]]:
         """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""
@@ -102,10 +138,17 @@ class Programs:
     ) -> Callable[..., Any]:
         length = self._network.rope_length(length)
         key = make, layout, length
-        if key not in self._compiled:
-            program = make(self._network, layout, length)
-            self._compiled[key] = program.lower(*arguments).compile()
+        with self._setup():
+            if key not in self._compiled:
+                program = make(self._network, layout, length)
+                self._compiled[key] = program.lower(*arguments).compile()
         return self._compiled[key]
+
+    @contextlib.contextmanager
+    def _setup(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.setup_seconds += time.perf_counter() - begin
 
 
 def first_token(logits: Array, options: GenerateOptions) -> Array:
