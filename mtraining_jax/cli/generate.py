@@ -42,7 +42,8 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompt
   --top-p P             nucleus sampling: sample from the most likely tokens with total
                         probability P (default 1)
   --seed N              random seed of sampling (default 0)
-  --stop TEXT           stop before this text; may be given several times
+  --stop TEXT           stop before this text, which may contain special tokens; may be given
+                        several times
   --attention KIND      attention of the prompt: dense (default) or sparse; new tokens attend to
                         all earlier tokens
   --dtype TYPE          compute dtype: bfloat16 or float32

@@ -80,6 +80,55 @@ def test_logits_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_
     assert np.abs(np.diff(found, axis=0)).max() > 0.1
 
 
+# Greedy tokens of transformers 5.24.0 after the first 52 and 64 tokens of the text. It rotates by
+# the tokens so far: beyond 64 of them the whole cache is computed again, with the long factors.
+BEFORE_64 = [186, 112, 103, 25, 197, 224, 245, 67, 127, 188, 86, 189, 2]
+TOKENS = {
+    52: [*BEFORE_64, 212, 181, 218, 220, 54, 221, 99, 10, 127, 169, 193],
+    64: [218, 48, 217, 218, 156, 166, 248, 162, 283, 25, 91, 99, 10, 127, 113, 141],
+}
+
+
+@functools.cache
+def dense_phi() -> Engine:
+    """It shares programs with the sparse one."""
+    return engine(ONE, "sparse", PHI).dense()
+
+
+def test_longrope_follows_the_tokens_so_far_and_not_the_largest_number_of_new_ones():
+    for prompt_len, expected in TOKENS.items():
+        for count in (len(expected), 5, 13, 1):
+            options = GenerateOptions(max_new_tokens=count)
+            found = dense_phi().generate(TEXT[:prompt_len], options, stop_ids=frozenset())
+            assert list(found.tokens) == expected[:count]
+    # The last token of an answer is not read, so that this pass is one of 64 tokens.
+    assert dense_phi().forced(TEXT[:52], BEFORE_64).is_argmax.all()
+
+
+def test_a_sparse_prompt_is_read_again_where_longrope_changes():
+    model = engine(ONE, "sparse", PHI)
+    options = GenerateOptions(max_new_tokens=24)
+    found = model.generate(TEXT[:52], options, stop_ids=frozenset())
+    assert found.density < 1
+    # A given answer is rotated by the length of the pass over it and its prompt.
+    assert model.forced(TEXT[:52], found.tokens[:13]).is_argmax.all()
+    after = model.forced(TEXT[:52], found.tokens).is_argmax
+    assert after[13:].all() and not after[:13].all()
+
+
+def test_a_model_of_nan_says_so_instead_of_tokens_and_scores(monkeypatch):
+    model = dense_phi()
+    broken = jax.tree.map(lambda x: x * jnp.nan, model.loaded.state)
+    monkeypatch.setattr(model.programs, "_state", broken)  # with the programs compiled above
+    for call, tokens in (
+        (lambda: model.generate(TEXT[:52], GenerateOptions(max_new_tokens=1)), 52),
+        (lambda: model.forced(TEXT[:52], TEXT[52:65]), 65),
+        (lambda: model.token_losses(TEXT[:65]), 65),
+    ):
+        with pytest.raises(UserError, match=f"NaN or infinite within the first {tokens} tokens"):
+            call()
+
+
 def test_a_long_cache_stays_divisible():
     assert [room_for(n, 80) for n in (1, 64, 65, 200)] == [64, 64, 128, 256]
     for local in (131072, 98304, 65536):

@@ -19,11 +19,12 @@ class GenerateOptions:
 
     Attributes:
         max_new_tokens: maximum number of new tokens.
-        temperature: divisor of the logits; 0 is greedy decoding.
+        temperature: divisor of the logits; 0 is greedy decoding, the limit of small values.
         top_p: nucleus sampling from the most likely tokens with this total probability (at the
-            temperature); 1 samples from all.
+            temperature), at least one; 1 samples from all.
         seed: random seed; the same seed, prompt and options give the same tokens.
-        stop: texts that end generation; they are not part of the result.
+        stop: texts that end generation; they are not part of the result. They may contain special
+            tokens, and must begin in the new text.
 
     Raises:
         UserError: for an invalid value.
