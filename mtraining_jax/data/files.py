@@ -6,7 +6,7 @@ import glob
 import gzip
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ def find_files(
     if not files:
         raise UserError(f"{field}: {', '.join(paths)}: all files are empty")
     return list(files)
+
+
+def named_files(options: Mapping[str, Any]) -> list[Path]:
+    """The existing files that values of options name."""
+    paths = [Path(x).expanduser() for x in options.values() if isinstance(x, str)]
+    return [path for path in paths if path.is_file()]
 
 
 def find_folders(paths: Sequence[str]) -> list[Path]:

@@ -31,12 +31,12 @@ class Watch:
         self._values: dict[str, list[float]] = {}
         self.done = self.total = 0
 
-    def start(self, total: int, done: int) -> None:
-        """Adds the number of planned lines, and of those that exist already."""
+    def start(self, total: int, done: int, where: str) -> None:
+        """Adds the number of planned lines, and of those that exist already; prints their place."""
         self.at("")
         self.total, self.done = self.total + total, self.done + done
         if done:
-            self._print(f"{done} of {total} samples are already evaluated")
+            self._print(f"{done} of {total} samples are already evaluated for this model: {where}")
         self._bar.start()
         self._update()
 

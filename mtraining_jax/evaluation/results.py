@@ -42,6 +42,9 @@ class Results:
 
     Its settings must agree with those of earlier lines wherever both have a value. UserError if
     they do not, or a line is damaged.
+
+    Attributes:
+        last_date: When a command last added lines to the folder; None if unknown.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
@@ -51,12 +54,27 @@ class Results:
         before = read_settings(self.folder) if self._lines else {}
         now = json.loads(json.dumps(settings))  # turns tuples into lists
         self.settings = _joined(before, now, "", self.folder)
+        self.last_date = next((x.get("date") for x in read_invocations(self.folder)[::-1]), None)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._lines
 
     def __getitem__(self, key: Key) -> Line:
         return self._lines[key]
+
+    def check_model(self, label: str, digests: Mapping[str, str]) -> None:
+        """Checks that the lines of a label are of the model with these digests, and records them.
+
+        A UserError if one differs, or the lines are of a model without digests.
+        """
+        about = self.settings["models"][label]
+        known = about.get("digest") if any(key.model == label for key in self._lines) else {}
+        if known is None:
+            raise UserError(
+                f"{self.folder} has results of {about['name']} without a digest of its parameters, "
+                "so they may be of another model of this name; use another --output"
+            )
+        about["digest"] = _joined(known, dict(digests), f"models.{label}.digest", self.folder)
 
     def add(self, line: Line) -> None:
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)

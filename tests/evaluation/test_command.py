@@ -1,6 +1,7 @@
 """The full command, with a tiny model trained for recall (`train_recall_model.py`)."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from mtraining_jax.cli.evaluate import main
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.results import read_lines
+from tests.data.test_sources import save_tokenizer
 
 MODEL = Path(__file__).parents[1] / "checkpoints" / "recall_tiny"
-TASK = "--tasks mqar --task.pairs=4 --task.vocab_size=64 --parallel.devices_per_node=1"
+TASK = "--tasks mqar --task.pairs=4 --task.vocab_size=64"
 
 
 @pytest.fixture
@@ -27,8 +29,9 @@ def command(tmp_path, monkeypatch, capsys):
         "--sparsity.sink_tokens=0"
     )
 
-    def run(arguments):
-        words = f"--model {MODEL} --output {tmp_path / 'out'} {TASK} {window} {arguments}"
+    def run(arguments, task=TASK):
+        where = f"--model {MODEL} --output {tmp_path / 'out'} --parallel.devices_per_node=1"
+        words = f"{where} {window} {task} {arguments}"
         status = main(words.split())
         printed = capsys.readouterr()
         return status, printed.out + printed.err
@@ -57,10 +60,9 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
 
     # Everything is evaluated: nothing runs again, and another seed is refused.
     content = (tmp_path / "out" / "samples.jsonl").read_text()
-    assert (
-        "12 of 12 samples are already evaluated"
-        in command("--lengths 128 --samples 6 --attention both --sparse-answers")[1]
-    )
+    again = command("--lengths 128 --samples 6 --attention both --sparse-answers")[1]
+    where = f"{tmp_path / 'out'}, last changed 20"
+    assert f"12 of 12 samples are already evaluated for this model: {where}" in again
     status, printed = command("--lengths 128 --seed 3 --sparse-answers")
     assert status == 2 and "has results with seed = 0, but this evaluation has 3" in printed
     assert (tmp_path / "out" / "samples.jsonl").read_text() == content
@@ -83,3 +85,50 @@ def test_what_does_not_fit_the_model_is_refused_and_nothing_is_written(command, 
     status, printed = command(f"--lengths 128 --second-model {tmp_path}")
     assert status == 2 and printed.startswith(f"error: {tmp_path} contains no model")
     assert not (tmp_path / "out").exists()
+
+
+def test_stored_scores_are_only_for_the_same_model_and_files(command, tmp_path):
+    """Everything that is replaced keeps its name and its size."""
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    tokenizer = save_tokenizer(tmp_path / "tokenizer.json", [(0, "?"), (1, "a"), (2, "</s>")])
+    text.write_text("a b " * 64 + "the end")
+    shutil.copytree(MODEL, model)
+    arguments = (
+        f"--model {model} --tokenizer {tokenizer} --lengths 32 --samples 1 --attention both",
+        f"--tasks documents --task.documents={text}",
+    )
+    status, printed = command(*arguments)
+    assert status == 0 and "already evaluated" not in printed
+
+    def replaced(path, old, new):
+        content = path.read_bytes()
+        assert content.count(old) == 1
+        path.write_bytes(content.replace(old, new))
+        refused, printed = command(*arguments)
+        path.write_bytes(content)
+        assert refused == 2 and printed.endswith("; use another --output, or the earlier value\n")
+        return printed
+
+    weights = (model / "model.safetensors").read_bytes()[-40:]
+    changed = bytes([weights[0] ^ 1]) + weights[1:]  # the last bit of one value in bfloat16
+    result = f"error: {tmp_path / 'out'} has results with models.model.digest"
+    assert f"{result}.parameters = " in replaced(model / "model.safetensors", weights, changed)
+    eps = b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05'
+    assert f"{result}.configuration = " in replaced(model / "config.json", *eps)
+    assert f"{result}.tokenizer = " in replaced(Path(tokenizer), b'"a": 1', b'"b": 1')
+    budget = b"32, 1]}]", b"31, 1]}]"
+    assert f"{result}.sparsity = " in replaced(tmp_path / "window.json", *budget)
+    printed = replaced(text, b"end", b"END")  # after the tokens of the prompt
+    assert "tasks.documents.digest of code and files = " in printed
+
+    assert "2 of 2 samples are already evaluated for this model" in command(*arguments)[1]
+    # Of an earlier version, without digests.
+    settings = tmp_path / "out" / "settings.json"
+    known = json.loads(settings.read_text())
+    known["models"]["model"] = {"name": "model", "step": 4}
+    settings.write_text(json.dumps(known))
+    status, printed = command(*arguments)
+    assert status == 2 and printed.endswith(
+        f"error: {tmp_path / 'out'} has results of model without a digest of its parameters, so "
+        "they may be of another model of this name; use another --output\n"
+    )

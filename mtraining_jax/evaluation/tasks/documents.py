@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -34,6 +35,10 @@ class LongDocuments(Task):
     documents: str | None = None
     text_field: Text = "text"
 
+    @property
+    def files(self) -> list[Path]:
+        return find_files([self.documents or ""], _SUFFIXES, field="documents")
+
     def check(self) -> None:
         super().check()
         for _ in self._texts():
@@ -56,7 +61,7 @@ class LongDocuments(Task):
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yields documents with their location, one in memory at a time."""
-        for path in find_files([self.documents or ""], _SUFFIXES, field="documents"):
+        for path in self.files:
             if path.suffix != ".jsonl":
                 yield str(path), read_text(path, "documents")
                 continue

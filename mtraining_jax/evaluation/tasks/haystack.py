@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -74,6 +75,10 @@ class EssayTask(SizedTask):
     """
 
     essays: str | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        return find_files([self.essays], [".txt"], field="essays") if self.essays else []
 
     def check(self) -> None:
         super().check()

@@ -3,10 +3,12 @@
 import hashlib
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mtraining_jax.data.files import named_files
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import attribute_docs
@@ -79,6 +81,11 @@ class Task:
     def teacher_forced(self) -> bool:
         """Whether one forward pass over prompt and a single known answer can decide."""
         return False
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that determine samples and scores; by default those that options name."""
+        return named_files(vars(self))
 
     def check(self) -> None:
         """Raises UserError for a missing option or an unreadable file, before anything runs."""

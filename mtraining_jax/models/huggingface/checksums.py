@@ -20,10 +20,19 @@ def checksum(x: Array) -> Array:
     return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
 
-def digest(parameters: Mapping[str, Array]) -> str:
-    """Identifies parameters by name, also if they are stored in bfloat16 once and in fp32 once."""
-    sums = {name: int(x) for name, x in jax.device_get(_rounded(dict(parameters))).items()}
+def digest(parameters: Mapping[str, Array], *, exact: bool = False) -> str:
+    """Identifies parameters by name.
+
+    Unless `exact`, they are equal if one is stored in bfloat16 and the other in fp32.
+    """
+    sums = (_exact if exact else _rounded)(dict(parameters))
+    sums = {name: int(x) for name, x in jax.device_get(sums).items()}
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _exact(parameters: dict[str, Array]) -> dict[str, Array]:
+    return jax.tree.map(checksum, parameters)
 
 
 @jax.jit

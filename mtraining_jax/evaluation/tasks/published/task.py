@@ -45,6 +45,10 @@ class PublishedTask(Task):
     def path(self) -> Path:
         return Path(getattr(self, self.family)).expanduser() / f"{self.part}.jsonl"
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
     @cached_property
     def template(self) -> str:
         return read_json(Path(__file__).with_name(f"{self.family}.json"), self.family)[self.part]
