@@ -7,10 +7,19 @@ import pytest
 
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
 from mtraining_jax.config.load import with_steps
+from mtraining_jax.data.masked import MaskedTokens
+from mtraining_jax.data.sources.token_parts import (
+    TOKENIZER,
+    close_folder,
+    open_folder,
+    tokenizer_identity,
+    write_part,
+)
 from mtraining_jax.data.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section
 from tests.data.contract import SourceContract
+from tests.data.test_sources import save_tokenizer
 
 G, S = 4, 32
 
@@ -238,4 +247,36 @@ def test_token_files_of_another_tokenizer(tmp_path):
     assert error_of(**mixed(parts), block_size=G) == (
         'the parts have tokens of different tokenizers: data.parts.a has "bytes" and data.parts.b '
         'has "other.json"; tokenize all with the same data.tokenizer'
+    )
+
+
+def test_tokenizers_are_compared_by_content(tmp_path):
+    """Two names of one tokenizer are the same, and one name of two tokenizers is not."""
+    tokens, ids, words = {}, MaskedTokens(np.array([0, 3])), [(0, "?"), (3, "</s>")]
+    first, other = (str(tmp_path / f"{name}.json") for name in ("first", "other"))
+    for name, path, word in ("a", first, "x"), ("b", other, "x"), ("c", first, "y"):
+        save_tokenizer(path, [*words, (1, word)])
+        folder = tmp_path / f"tokens-{name}"
+        open_folder(folder, dict(zip(TOKENIZER, tokenizer_identity(path), strict=True)))
+        write_part(folder, 0, ids, np.array([2]), checksum=0, notes={})
+        close_folder(folder, 1, {})
+        tokens[name] = {"source": "tokens", "paths": [str(folder)]}
+    same, different = ({name: tokens[name] for name in names} for names in ("ab", "ac"))
+    fields = {"mode": "concat", "seq_len": 2}
+    assert len(loader_of(section(**mixed(same, **fields))).corpus.stream) == 4
+    assert error_of(**mixed(different, **fields)) == (
+        f'the parts have tokens of different tokenizers: data.parts.a has "{first}" and '
+        f'data.parts.c has "{first}"; tokenize all with the same data.tokenizer'
+    )
+    # One source, and the tokenizer of the run.
+    one = tokens["a"] | {"seq_len": 2}
+    save_tokenizer(first, [*words, (1, "x")])
+    assert len(loader_of(section(**one, tokenizer=first)).corpus.stream) == 2
+    save_tokenizer(other, [*words, (1, "y")])
+    assert error_of(**one, tokenizer=other) == (
+        f'data.paths: {tmp_path / "tokens-a"} was made with data.tokenizer = "{first}", which is '
+        f'another tokenizer than "{other}"; set data.tokenizer to that one, or tokenize again'
+    )
+    assert error_of(**one, tokenizer="none.json") == (
+        'data.tokenizer = "none.json" cannot be read (No such file or directory)'
     )

@@ -109,13 +109,26 @@ def close_folder(folder: Path, parts: int, totals: Mapping[str, int]) -> None:
     _write_manifest(folder, _manifest(folder) | {"complete": True, "parts": parts, **totals})
 
 
-def check_complete(folder: Path) -> None:
-    """Checks that a folder of parts is complete; accepts any other folder."""
+def check_parts(folder: Path, tokenizer: str) -> None:
+    """Checks that a folder of parts is complete and made with `data.tokenizer`, unless "bytes".
+
+    Accepts any other folder.
+    """
     if (folder / MANIFEST).is_file() and not _manifest(folder).get("complete"):
         raise UserError(
             f"data.paths: {folder} is incomplete: mtraining_jax.cli.tokenize_corpus has not "
             "finished; run the same command again to resume it"
         )
+    known = tokenizer_of(folder)
+    if tokenizer == BYTES or known is None:
+        return
+    name, checksum = known
+    with errors_as(UserError, f'data.tokenizer = "{tokenizer}" cannot be read', OSError):
+        if tokenizer_identity(tokenizer)[1] != checksum:
+            raise UserError(
+                f'data.paths: {folder} was made with data.tokenizer = "{name}", which is another '
+                f'tokenizer than "{tokenizer}"; set data.tokenizer to that one, or tokenize again'
+            )
 
 
 def tokenizer_identity(name: str) -> tuple[str, int | None]:

@@ -12,7 +12,7 @@ from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.packing.packs import pack_documents
 from mtraining_jax.data.source import FileSource, eos_id_problems
 from mtraining_jax.data.sources.token_files import open_token_file, read_lengths, read_mask
-from mtraining_jax.data.sources.token_parts import LENGTHS, MASK, check_complete
+from mtraining_jax.data.sources.token_parts import LENGTHS, MASK, check_parts
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import Part, TokenStream, Vocab, chunks
 from mtraining_jax.utils.errors import UserError
@@ -51,7 +51,7 @@ class TokenFiles(FileSource):
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         paths = self.files()
         for folder in dict.fromkeys(path.parent for path in paths):
-            check_complete(folder)
+            check_parts(folder, data.tokenizer)
         files = [_with_mask(open_token_file(path, self.token_dtype)) for path in paths]
         stream = TokenStream(files, Vocab(vocab_size, "model.vocab_size"))
         summary, starts, pack = counted(len(files), "file"), None, None
