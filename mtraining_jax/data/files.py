@@ -5,6 +5,7 @@ import contextlib
 import glob
 import gzip
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,8 +50,8 @@ def find_files(
 
 def named_files(options: Mapping[str, Any]) -> list[Path]:
     """The existing files that values of options name."""
-    paths = [Path(x).expanduser() for x in options.values() if isinstance(x, str)]
-    return [path for path in paths if path.is_file()]
+    paths = [os.path.expanduser(x) for x in options.values() if isinstance(x, str)]
+    return [Path(path) for path in paths if os.path.isfile(path)]  # False for any text
 
 
 def find_folders(paths: Sequence[str]) -> list[Path]:

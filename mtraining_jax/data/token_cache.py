@@ -1,15 +1,18 @@
 """Token ids of documents in a file that one process of a host writes and all of them map.
 
-The file has token ids, the label mask (bool), document lengths (int64), and a record in JSON. It
-grows under the name `KEY.partial`, locked by its writer. The system releases the lock of a process
-that ends, and another process takes over. The complete file is renamed to `KEY.tokens`. Maps of it
-hold a shared lock; files without a lock are deleted when another one is written.
+The file has token ids, the label mask (bool), document lengths (int64), a record in JSON, and a
+checksum. It grows under the name `KEY.partial`, locked by its writer. The system releases the lock
+of a process that ends, and another process takes over. The complete file is renamed to
+`KEY.tokens`. Maps of it hold a shared lock; files without a lock are deleted when another one is
+written.
 """
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +21,7 @@ import struct
 import sys
 import tempfile
 import time
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -34,8 +38,9 @@ from mtraining_jax.utils.errors import UserError
 REPORT_AFTER = 10.0  # seconds until a waiting process prints a line; intervals double
 _POLL = 0.1
 _PREFIX = "mtraining-tokens-"
-# The end of a finished file: a magic number, and the bytes of the record before it.
-_END, _MAGIC = struct.Struct("<8sQ"), b"\x93tokens1"
+# The end of a finished file: the bytes of the record, a magic number, and the checksum of all this.
+_END, _MAGIC, _CHECKSUM = struct.Struct("<Q8s"), b"\x93tokens2", struct.Struct("<I")
+_CHUNK = 2**24
 
 
 def key_of(files: Iterable[Path], *values: object) -> str:
@@ -101,16 +106,22 @@ def tokenized(
 def _shared_file(path: Path, write: Callable[[BinaryIO], None], name: str) -> BinaryIO:
     """Opens a complete file; writes it first, or waits for the process that does."""
     partial = path.with_suffix(".partial")
+    attempts = itertools.count()
     while True:
+        is_first = next(attempts) == 0
         with contextlib.ExitStack() as opened:
             with contextlib.suppress(FileNotFoundError):
                 file = opened.enter_context(path.open("rb"))
                 fcntl.flock(file, fcntl.LOCK_SH)
-                if _record(file) is not None:
+                if (record := _record(file)) is not None:
+                    if is_first:  # else another process has just made them
+                        made = record["date"]
+                        _note(f"the token ids of {name} are those of {path}, made {made}")
                     opened.pop_all()
                     return file
-                file.close()  # damaged by a crash of the host
+                file.close()
                 path.unlink()
+                _note(f"{path} is damaged, so the token ids of {name} are made again")
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
             file = opened.enter_context(open(descriptor, "r+b"))
             waited = _wait_for_lock(file, partial, name)
@@ -193,28 +204,46 @@ def _write(
             shutil.copyfileobj(masks, file)
         file.write(lengths)
         sizes = size, 0 if masks is None else size, len(lengths)
-    _finish(file, {"sizes": sizes, "notes": notes})
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    _finish(file, {"sizes": sizes, "notes": notes, "date": date})
 
 
 def _finish(file: BinaryIO, record: dict[str, Any]) -> None:
     text = json.dumps(record).encode()
-    file.write(text + _END.pack(_MAGIC, len(text)))
+    file.write(text + _END.pack(len(text), _MAGIC))
+    file.flush()
+    file.write(_CHECKSUM.pack(_checksum(file, file.tell())))
     file.flush()
     os.fsync(file.fileno())
 
 
-def _record(file: BinaryIO) -> dict[str, Any] | None:
-    """The record of a finished file."""
-    end = os.fstat(file.fileno()).st_size - _END.size
+def _record(file: BinaryIO, check: bool = True) -> dict[str, Any] | None:
+    """The record of a finished file; None if the file is unfinished or has changed."""
+    checked = os.fstat(file.fileno()).st_size - _CHECKSUM.size
+    end = checked - _END.size
     if end < 0:
         return None
-    magic, size = _END.unpack(os.pread(file.fileno(), _END.size, end))
-    return json.loads(os.pread(file.fileno(), size, end - size)) if magic == _MAGIC else None
+    ending = os.pread(file.fileno(), _END.size + _CHECKSUM.size, end)
+    size, magic = _END.unpack_from(ending)
+    if magic != _MAGIC:
+        return None
+    if check and _CHECKSUM.unpack_from(ending, _END.size) != (_checksum(file, checked),):
+        return None
+    return json.loads(os.pread(file.fileno(), size, end - size))
+
+
+def _checksum(file: BinaryIO, size: int) -> int:
+    """The checksum of the first bytes of a file; 2 GB take a second."""
+    checksum = 0
+    for start in range(0, size, _CHUNK):
+        chunk = os.pread(file.fileno(), min(_CHUNK, size - start), start)
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _mapped(file: BinaryIO, dtype: np.dtype, name: str) -> tuple[Part, np.ndarray, dict[str, int]]:
     """Maps a finished file. Maps keep the file and its lock."""
-    record = _record(file) or {}
+    record = _record(file, check=False) or {}
     kinds, arrays, offset = (dtype, np.dtype(bool), np.dtype(np.int64)), [], 0
     for size, kind in zip(record["sizes"], kinds, strict=True):
         arrays.append(np.memmap(file, kind, "r", offset, size) if size else np.zeros(0, kind))

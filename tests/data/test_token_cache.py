@@ -172,13 +172,21 @@ def test_files_that_no_process_maps_are_deleted(tmp_path, stored):
     assert len(stored()) == 1
 
 
-def test_a_damaged_file_is_made_again(tmp_path, stored):
+def test_a_damaged_file_is_made_again_and_an_intact_one_is_used(tmp_path, stored, capsys):
     data = jsonl(tmp_path / "a.jsonl", "abcd")
     expected = read(**data)
     (path,) = stored()
-    path.write_bytes(path.read_bytes()[:-1])
+    made, of = path.read_bytes(), f'data.source = "jsonl" (data.paths = ["{tmp_path}/a.jsonl"])'
+    assert made[:2] == b"a\0" and not capsys.readouterr().err
+    flipped = (made[:i] + bytes([made[i] ^ 1]) + made[i + 1 :] for i in range(0, len(made), 3))
+    for damaged in (*flipped, made[:-1], made[:4], b""):
+        path.write_bytes(damaged)
+        assert read(**data) == expected
+        note = f"note: {path} is damaged, so the token ids of {of} are made again\n"
+        assert capsys.readouterr().err == note
     assert read(**data) == expected
-    assert path.stat().st_size > 16
+    note = capsys.readouterr().err
+    assert note.startswith(f"note: the token ids of {of} are those of {path}, made 20")
 
 
 @pytest.mark.parametrize("case", ["no folder", "another user"])
