@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import jax
 
 from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.training.checkpoint.run_lock import only_run_in
 from mtraining_jax.training.checkpoint.store import (
     Checkpoints,
+    newest_step,
     read_record,
     read_state,
     saved_steps,
@@ -30,18 +34,31 @@ from mtraining_jax.utils.errors import UserError
 _KEPT = 2
 
 
-def newest_local_step(config: Config, shared: int | None) -> int | None:
+def newest_local_step(
+    config: Config, shared: int | None, opened: contextlib.ExitStack
+) -> int | None:
     """Returns the newest step that all processes hold, if it is newer than the shared checkpoint.
 
-    All processes call it together.
+    All processes call it together. Until `opened` is closed, no other run can use their folders.
+    A UserError if another run uses one, or has checkpoints there from which it would resume.
     """
     checkpoint, timeout = config.checkpoint, config.distributed.timeout_seconds
-    if checkpoint.local_dir is None or checkpoint.resume is False:
+    if checkpoint.local_dir is None:
         return None
-    held = collect(_held(config), timeout)
+    origin, _ = _origin(config)
+    problem, own = "", []
+    try:
+        own = _held(config, origin, opened)
+    except UserError as error:
+        problem = f"checkpoint.local_dir = {checkpoint.local_dir}: {error}"
+    answers = collect([problem, own], timeout)
 
     def newest() -> int | None:
-        common = set.intersection(*({(step, start) for step, start in x} for x in held))
+        for problem in filter(None, (problem for problem, _ in answers)):
+            raise UserError(problem)
+        if checkpoint.resume is False:
+            return None
+        common = set.intersection(*({(step, start) for step, start in x} for _, x in answers))
         usable = (step for step, _ in common if (shared or 0) < step < config.run.steps)
         return max(usable, default=None)
 
@@ -59,10 +76,10 @@ def open_local(config: Config, resume_from: int | None) -> Checkpoints:
     except OSError as error:
         raise UserError(
             f"checkpoint.local_dir = {config.checkpoint.local_dir}: {folder} is not writable "
-            f"({error.strerror})"
+            f"({error.strerror or error})"
         ) from error
     origin, start = _origin(config)
-    more = {"local": origin, "start": start}
+    more = {"local": origin, "start": start, "run": str(config.run.folder.absolute())}
     return Checkpoints(folder, keep=_KEPT, async_save=config.checkpoint.async_save, local=more)
 
 
@@ -96,12 +113,36 @@ def _origin(config: Config) -> tuple[dict[str, Any], int]:
     return {"first": first, "processes": jax.process_count(), "parallel": parallel}, number
 
 
-def _held(config: Config) -> list[tuple[int, int]]:
-    """Steps with complete checkpoints of this run, and the starts that saved them."""
-    (origin, _), held = _origin(config), []
-    for step in saved_steps(_folder(config)):
-        with contextlib.suppress(UserError):
-            record = read_record(_folder(config), step)
-            if record.get("local") == origin:
-                held.append((step, record["start"]))
+def _held(
+    config: Config, origin: dict[str, Any], opened: contextlib.ExitStack
+) -> list[tuple[int, int]]:
+    """Steps with complete checkpoints of this run, and the starts that saved them.
+
+    Locks the folder, which must be no link. A UserError if another run needs what it has.
+    """
+    folder, run, held = _folder(config), config.run.folder.absolute(), []
+    parent = Path(config.checkpoint.local_dir or "").absolute()
+    way_out = "checkpoint.local_dir or run.name"
+    if folder.resolve() != parent.resolve() / folder.relative_to(parent):
+        raise UserError(
+            f"{folder} leads to {folder.resolve()} by a symbolic link, and what is there would be "
+            f"deleted; set another {way_out}"
+        )
+    note = opened.enter_context(only_run_in(folder, f"run {run}", way_out))
+    if note is not None:
+        print(note, file=sys.stderr)
+    for step in saved_steps(folder):
+        try:
+            record = read_record(folder, step)
+        except UserError:
+            continue
+        if record.get("local") == origin:
+            held.append((step, record["start"]))
+            continue
+        other = Path(record.get("run", run))
+        if other != run and other.is_dir() and step > (newest_step(other / CHECKPOINTS_NAME) or 0):
+            raise UserError(
+                f"{folder} has the checkpoint of step {step} of another run, {other}, which would "
+                f"resume from it; set another {way_out}, or delete {folder}"
+            )
     return held

@@ -11,18 +11,25 @@ from mtraining_jax.utils.errors import UserError
 
 
 @contextlib.contextmanager
-def only_run_in(folder: Path) -> Iterator[str | None]:
+def only_run_in(
+    folder: Path, run: str = "", way_out: str = "run.name or run.output_dir"
+) -> Iterator[str | None]:
     """Keeps other runs out of a folder, which need not exist, while the block runs.
 
     It takes an operating system lock on OUTPUT_DIR/.NAME.lock, which is released when the process
     ends for any reason. It also works between hosts if the file system supports locks; otherwise
     it yields a note. Raises a UserError if another run holds the lock.
+
+    Args:
+        run: Names this run to others, next to its process.
+        way_out: Options with which both could run.
     """
     folder = folder.absolute()
     path = _lock_file(folder)
+    name = f"process {os.getpid()} on {socket.gethostname()}{run and f', {run}'}\n".encode()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file, note = _locked(path, folder)
+        file, note = _locked(path, folder, name, way_out)
     except OSError as error:
         raise UserError(f"{path} is not writable ({error.strerror})") from error
     try:
@@ -47,24 +54,20 @@ def _lock_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-def _own_name() -> bytes:
-    return f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-
-
-def _locked(path: Path, folder: Path) -> tuple[int, str | None]:
+def _locked(path: Path, folder: Path, name: bytes, way_out: str) -> tuple[int, str | None]:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = os.read(file, 200).decode(errors="replace").strip()
+            other = os.read(file, 1000).decode(errors="replace").strip()
             os.close(file)
             raise UserError(
                 f"another run writes into {folder} ({other or 'just starting'}); wait until it "
-                "ends, or set another run.name or run.output_dir"
+                f"ends, or set another {way_out}"
             ) from None
         except OSError as error:
-            os.write(file, _own_name())
+            os.write(file, name)
             return file, (
                 f"warning: no lock on {path}, because its file system does not support locks "
                 f"({error.strerror}); a second run in this folder would not be detected"
@@ -73,6 +76,6 @@ def _locked(path: Path, folder: Path) -> tuple[int, str | None]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(file)):
                 os.ftruncate(file, 0)
-                os.write(file, _own_name())
+                os.write(file, name)
                 return file, None
         os.close(file)

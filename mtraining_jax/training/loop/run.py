@@ -93,7 +93,7 @@ def _run(
         skip = functools.partial(run_folder.skip_damaged, config, display.say)
         run_on_process_0(skip, config.run.step_timeout_seconds)
     resume_from = agreed_resume_step(config)
-    resume_from = newest_local_step(config, resume_from) or resume_from
+    resume_from = newest_local_step(config, resume_from, opened) or resume_from
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from, _changed_fields(config, resume_from)))
         if config.checkpoint.export_hf:
