@@ -3,9 +3,7 @@
 import argparse
 import dataclasses
 import datetime
-import hashlib
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,14 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from mtraining_jax.data.files import named_files
-from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
 from mtraining_jax.evaluation.engine.engine import Engine
-from mtraining_jax.evaluation.load import Loaded, no_model
+from mtraining_jax.evaluation.identity import digest_of, digests_of
+from mtraining_jax.evaluation.load import no_model
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.results import Results
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
 from mtraining_jax.evaluation.tasks import make_tasks
-from mtraining_jax.models.huggingface.checksums import digest
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values
-from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.patterns.options.rows import PROMPT_END
 from mtraining_jax.training.checkpoint import newest_step, read_record
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
@@ -50,7 +45,7 @@ def run(request: argparse.Namespace, console: Console, command: str) -> None:
     def load(label: str) -> dict[str, Engine]:
         engines = _load(request, label, console)
         check(plan, next(iter(engines.values())), names[label])
-        results.check_model(label, _digests(list(engines.values())[-1].loaded))
+        results.check_model(label, digests_of(list(engines.values())[-1].loaded))
         return engines
 
     engines = {}
@@ -82,7 +77,7 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
     for task in plan.tasks:
         tasks[task.name] = dataclasses.asdict(task)
         code = Path(inspect.getfile(type(task)))
-        tasks[task.name]["digest of code and files"] = _hash(code, *task.files)
+        tasks[task.name]["digest of code and files"] = digest_of(code, *task.files)
         del tasks[task.name]["name"]
     return {
         "models": {label: {"name": name} for label, name in names.items()},
@@ -96,38 +91,6 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
         "tokenizer": request.tokenizer or "the model's own",
         "tasks": tasks,
     }
-
-
-def _digests(loaded: Loaded) -> dict[str, str]:
-    """Returns digests of all that determines the answers of a model, whatever its files."""
-    network, tokenizer = loaded.network, loaded.tokenizer
-    names = jax.tree.leaves(parameter_names(loaded.state))
-    parameters = dict(zip(names, jax.tree.leaves(loaded.state), strict=True))
-    files = []
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        paths = Path(tokenizer.name), tokenizer.settings_file
-        files = [path for path in paths if path.is_file()]
-    ends = tokenizer and tokenizer.eos, sorted(loaded.stop_ids)
-    found = {
-        "parameters": digest(parameters, exact=True),
-        "configuration": _hash(network.spec),
-        "tokenizer": _hash(type(tokenizer).__name__, ends, *files),
-    }
-    if network.settings.sparse:
-        budgets = named_files(vars(network.settings))
-        found["sparsity"] = _hash(network.settings, *budgets)
-    return found
-
-
-def _hash(*contents: object) -> str:
-    """A digest of values, and of the contents of files."""
-    found = []
-    for content in contents:
-        if isinstance(content, Path):
-            with content.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-        found.append(repr(content))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
 def _max_positions(folder: Path) -> int:

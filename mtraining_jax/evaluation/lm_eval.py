@@ -10,6 +10,7 @@ import jax
 
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.engine.options import GenerateOptions
+from mtraining_jax.evaluation.identity import digests_of
 from mtraining_jax.evaluation.load import AttentionKind
 from mtraining_jax.utils.errors import UserError
 
@@ -28,6 +29,7 @@ except ImportError as error:
 # Arguments that the harness passes to every model and that have no effect here: requests run one
 # by one, on all devices.
 _NOT_READ = ("batch_size", "max_batch_size", "device")
+_MODEL = "model"  # key of its digests in a file of responses; theirs are hashes
 _MAX_NEW_TOKENS = 256  # the harness' default
 _SECTIONS = ("sparsity", "parallel", "model")
 
@@ -75,6 +77,17 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
             )
         self.engine = engine
         self._tokenizer = engine.loaded.needed_tokenizer()
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Uses a file of responses (--use_cache), which must be of this model."""
+        stored, own = cache_hook.dbdict, digests_of(self.engine.loaded)
+        if len(stored) and stored.get(_MODEL) != own:
+            raise UserError(
+                f"--use_cache: {stored.filename} has responses of another model; give each model "
+                "a file of its own"
+            )
+        stored[_MODEL] = own
+        super().set_cache_hook(cache_hook)
 
     @property
     def eot_token_id(self) -> int:

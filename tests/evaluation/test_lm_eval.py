@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mtraining_jax.patterns.options.probes import VerticalSlashOptions
 from mtraining_jax.utils.errors import UserError
 from tests.evaluation import harness_tasks
 
@@ -70,3 +71,15 @@ def test_unsupported_arguments_and_settings_are_refused(model):
     options = generate_options({"until": "x", "do_sample": True, "max_new_tokens": 3})
     assert (options.stop, options.temperature, options.max_new_tokens) == (("x",), 1.0, 3)
     assert generate_options({"temperature": 0.0}).kind == "greedy"
+
+
+@needs_harness
+@pytest.mark.filterwarnings("default")
+def test_responses_of_another_model_are_not_used(model, tmp_path):
+    from lm_eval.api.model import CachingLM
+
+    CachingLM(model, str(tmp_path / "db")).dbdict.close()
+    CachingLM(model, str(tmp_path / "db")).dbdict.close()
+    other = HarnessModel(engine=model.engine.with_pattern(VerticalSlashOptions()))
+    with pytest.raises(UserError, match="db has responses of another model; give each model"):
+        CachingLM(other, str(tmp_path / "db"))
