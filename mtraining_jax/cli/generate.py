@@ -202,4 +202,4 @@ def _text(option: str, file: str) -> str:
     if file != "-":
         return read_text(Path(file), option)
     with errors_as(UserError, f"{option}: standard input is not UTF-8 text", UnicodeDecodeError):
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")

@@ -51,9 +51,12 @@ def check_size(path: str | Path, limit: int) -> None:
 
 
 def read_text(path: Path, limit: int = LARGEST_CONFIG) -> str:
-    """Reads a small UTF-8 file; a file of another type or beyond `limit` bytes is a `UserError`."""
+    """Reads a small UTF-8 file, without a byte order mark.
+
+    A file of another type or beyond `limit` bytes is a `UserError`.
+    """
     check_size(path, limit)
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def read_json(path: Path, limit: int = LARGEST_CONFIG) -> Any:

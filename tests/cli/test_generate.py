@@ -40,12 +40,13 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
     status, text, messages = command(*model, "--prompt", "Here we go. ")
     assert status == 0 and "5 new tokens" in messages and "density 1.000" in messages
     assert "note: " not in messages
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Here we go. ")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfHere we go. ")))
     monkeypatch.setattr(Loaded, "note_on_dense_use", lambda self: "note: trained sparse")
     status, again, messages = command(*model, "--prompt-file", "-")
     assert (status, again) == (0, text) and "note: trained sparse" in messages
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"id": "\\ud800", "prompt": "Here we go. "}\n\n{"prompt": "a"}\n')
+    text_of_file = '\ufeff{"id": "\\ud800", "prompt": "Here we go. "}\n\n{"prompt": "a"}\n'
+    file.write_text(text_of_file, encoding="utf-8")
     status, lines, messages = command(*model, "--prompts", str(file))
     first, second = map(json.loads, lines.splitlines())
     expected = {"prompt": "Here we go. ", "text": text[:-1], "tokens": 5, "stopped": "length"}

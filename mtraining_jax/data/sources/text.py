@@ -18,7 +18,7 @@ class TextFiles(FileSource, DocumentSource):
             with errors_as(UserError, f"data.paths: {path} cannot be read", OSError):
                 content = path.read_bytes()
             try:
-                text = content.decode("utf-8")
+                text = content.decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"data.paths: {path} is not UTF-8 text (byte {error.start}); convert it, or "

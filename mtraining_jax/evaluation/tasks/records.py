@@ -12,9 +12,9 @@ Record = dict[str, Any]
 
 
 def read_text(path: Path, option: str) -> str:
-    """Reads a UTF-8 file; `option` is the task's option, for messages."""
+    """Reads a UTF-8 file, without a byte order mark; `option` is that of the task, for messages."""
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return path.expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, option, error) from error
 
@@ -49,7 +49,7 @@ def _entries(path: Path, option: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}, entry {i}", each) for i, each in enumerate(content, 1))
         return
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     where = f"{path}, line {number}"
