@@ -45,7 +45,9 @@ class Play:
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
         self.lines = [line.strip() for line in text.splitlines() if line.strip()]
-        self._ends = np.cumsum([len(tokenizer.encode(f"{line}\n")) for line in self.lines])
+        self._ends = np.cumsum(
+            [len(tokenizer.encode(f"{line}\n", bos=False)) for line in self.lines]
+        )
 
     def part(self, tokens: int, random: Stream) -> list[str]:
         """Consecutive lines from a random one, with about this many tokens or all."""

@@ -106,7 +106,7 @@ def code_stream(
     folder share sequences. Files with the suffixes `without` are skipped.
     """
     parts = [
-        tokenizer.encode(f"# {name}\n{text}\n")
+        tokenizer.encode(f"# {name}\n{text}\n", bos=False)
         for name, text in files_of(package, folder)
         if 0 < len(text) <= LONGEST_FILE and not name.endswith(without)
     ]

@@ -182,7 +182,7 @@ def test_a_llama_is_converted(llama, tmp_path):
     assert [TOKENS[i] for i in ids] == ["ab", "Ġc", "1", "2"]
     assert tokenizer.decode(ids) == "ab c12" and tokenizer.eos == 0
     conversation = read_conversation([{"role": "user", "content": "ab"}], None, "a test")
-    assert ChatTemplate(tokenizer).prompt(conversation) == "ab" and tokenizer.start == 1
+    assert ChatTemplate(tokenizer).prompt(conversation) == "ab" and tokenizer.bos_token == 1
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
 
@@ -212,7 +212,7 @@ def test_the_tokenizer_of_qwen2(qwen2, tmp_path):
         ("</s>", "</ s >"),  # letters apart from punctuation
     ):
         assert [TOKENS[i] for i in tokenizer.encode(text)] == tokens.split(" ")
-    assert "</s>" in TOKENS and tokenizer.eos == 0 and tokenizer.start is None
+    assert "</s>" in TOKENS and tokenizer.eos == 0 and tokenizer.bos_token is None
     assert tokenizer.vocab_size == len(TOKENS) - 1  # without padding
     ids = tokenizer.encode("<|im_start|>a<tool_call>")
     assert tokenizer.decode(ids) == "a<tool_call>"

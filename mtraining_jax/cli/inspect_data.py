@@ -90,7 +90,7 @@ def _run(arguments: list[str]) -> int:
                 f"{counted(length, 'token')} from {position:,}",
             )
             if corpus.trained is None:
-                lines.append(f"  {what}: {_shown(ids, tokenizer, eos)}")
+                lines.append(f"  {what}: {_shown(ids, tokenizer, eos, corpus.bos or ())}")
             else:
                 lines += _marked(what, ids, corpus.trained(positions), tokenizer, eos)
             position += -(-length // block_size) * block_size
@@ -123,19 +123,25 @@ def _marked(
         yield "    ..."
 
 
-def _shown(ids: np.ndarray, tokenizer: Tokenizer | None, eos: Any, special: bool = False) -> str:
+def _shown(
+    ids: np.ndarray,
+    tokenizer: Tokenizer | None,
+    eos: Any,
+    bos: tuple[int, ...] = (),
+    special: bool = False,
+) -> str:
     """The first and the last tokens of a document, as text if possible."""
-    text, end = ids[: ids.size - 1], " <end>"
-    if ids[-1] != eos:
-        text, end = ids, ""
+    begin = "<begin> " if bos and tuple(ids[: len(bos)]) == bos else ""
+    text = ids[len(bos) if begin else 0 :]
+    text, end = (text[:-1], " <end>") if ids[-1] == eos else (text, "")
 
     def decoded(part: np.ndarray) -> str:
         found = part.tolist() if tokenizer is None else tokenizer.decode(part, special)
         return json.dumps(found, ensure_ascii=False)
 
     if text.size <= 2 * _TOKENS:
-        return decoded(text) + end
-    return f"{decoded(text[:_TOKENS])} ... {decoded(text[-_TOKENS:])}{end}"
+        return f"{begin}{decoded(text)}{end}"
+    return f"{begin}{decoded(text[:_TOKENS])} ... {decoded(text[-_TOKENS:])}{end}"
 
 
 def _check_picture(path: Path) -> None:

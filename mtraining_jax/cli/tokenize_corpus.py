@@ -19,7 +19,7 @@ Pre-tokenizes the documents of a run's [data] into token files, which runs then 
 
   --out FOLDER     output folder for the token files: new, or from an interrupted command
   --config NAME    configuration of the run, as in train.py; uses data.source, its fields,
-                   data.tokenizer, data.eos and model.vocab_size
+                   data.tokenizer, data.eos, data.bos and model.vocab_size
   --SECTION.FIELD=VALUE
                    override a field, as in train.py
   --processes N    tokenizer processes (default: one per processor)

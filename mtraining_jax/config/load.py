@@ -12,6 +12,7 @@ from mtraining_jax.config.files import find_config, read_chain
 from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.renamed import RENAMED, notify, with_current_names
 from mtraining_jax.config.schema import Config
+from mtraining_jax.config.sections import DataConfig
 from mtraining_jax.config.tables import all_fields
 from mtraining_jax.config.validate import validate
 from mtraining_jax.data.corpus import packs_of, starts_of
@@ -97,6 +98,34 @@ def with_steps(config: Config) -> Config:
         what = f"run.epochs = {epochs:g} is {counted(steps, 'step')}"
         raise UserError(f"{what} of {counted(sequences, 'sequence')}: {error}") from None
     return config
+
+
+def with_bos(config: Config, saved: Mapping[str, Any] | None = None) -> Config:
+    """Sets an unset `data.bos` to that of a checkpoint's run, or of pre-tokenized data.
+
+    Args:
+        saved: the configuration in the checkpoint. Runs before this field existed trained text
+            without such a token.
+
+    Raises:
+        UserError: the data is missing, or its parts differ.
+    """
+
+    def resolved(data: DataConfig | None, saved: Mapping[str, Any] | None) -> DataConfig | None:
+        if data is None or data.bos is not None:
+            return data
+        bos, source = None, data.source_options
+        if saved is not None and ("bos" in saved or not (source.holds_ids or source.is_chat)):
+            bos = saved.get("bos", False)
+        elif (recorded := source.recorded_bos()) is not None and len(recorded) < 2:
+            bos = recorded[0] if recorded else False
+        return dataclasses.replace(data, bos=bos)
+
+    of_data = of_eval = None
+    if saved is not None:
+        of_data, of_eval = saved.get("data", {}), saved.get("eval", {}).get("data") or {}
+    held_out = dataclasses.replace(config.eval, data=resolved(config.eval.data, of_eval))
+    return dataclasses.replace(config, data=resolved(config.data, of_data), eval=held_out)
 
 
 def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Field]:

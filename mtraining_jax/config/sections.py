@@ -234,6 +234,9 @@ class DataConfig:
     model.init_from it defaults to the tokenizer.json in that folder, if there is one."""
     eos: NonNegativeInt | Text | None = None
     """Token that ends a document, as id or string; none: the tokenizer's (bytes: 256)."""
+    bos: Literal[False] | NonNegativeInt | Text | None = None
+    """Token that begins a document and a prompt, as id or string; false: no token; none: as the
+    tokenizer does. For token ids it only says what they have."""
     seq_len: Annotated[int, Ge(2)] = 4096
     """Sequence length in tokens."""
     batch_size: PositiveInt = 1

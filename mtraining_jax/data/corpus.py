@@ -39,6 +39,7 @@ class Corpus:
     trained: Callable[[np.ndarray], np.ndarray] | None = None
     endless: bool = False  # without epochs: a mixture, or sequences that are generated on demand
     parts: Parts | None = None  # of a mixture that is not packed
+    bos: tuple[int, ...] | None = None  # ids that begin documents; None: unknown or various
 
 
 def starts_of(corpus: Corpus, data: DataSpec) -> np.ndarray | range:

@@ -15,12 +15,12 @@ from mtraining_jax.data.chat.template import chat_template
 from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.masked import Completion, MaskedText, MaskedTokens, label_mask
 from mtraining_jax.data.packing.packs import pack_documents
-from mtraining_jax.data.source import FileSource, Source, eos_id_problems
-from mtraining_jax.data.sources.token_parts import TOKENIZER, tokenizer_identity
+from mtraining_jax.data.source import FileSource, Source, id_problems
+from mtraining_jax.data.sources.token_parts import BOS, TOKENIZER
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream, Vocab
 from mtraining_jax.data.token_cache import key_of, tokenized
-from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
+from mtraining_jax.data.tokenizer import BYTES, Bos, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened, toml_value
 from mtraining_jax.utils.limits import Text
@@ -34,7 +34,8 @@ Document = str | np.ndarray | MaskedTokens | MaskedText | Conversation
 class DocumentSource(Source):
     """A source that yields documents, which one process of a host tokenizes at startup.
 
-    Documents end with eos, except in mode ``exact``, which keeps those of `seq_len` tokens.
+    Texts begin as `data.bos` says, and documents end with eos, except in mode ``exact``, which
+    keeps those of `seq_len` tokens.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
@@ -50,11 +51,11 @@ class DocumentSource(Source):
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         yield from super().problems(data, vocab_size)
         if self.holds_ids:
-            yield from eos_id_problems(data)
+            yield from id_problems(data, "eos", "bos")
         elif data.tokenizer == BYTES:  # others are files, which are read later
             named_eos = data.eos if isinstance(data.eos, str) else None
             try:
-                make_encoder(BYTES, named_eos, vocab_size)
+                make_encoder(BYTES, named_eos, data.bos, vocab_size)
             except UserError as error:
                 yield str(error)
 
@@ -67,7 +68,8 @@ class DocumentSource(Source):
 
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         exact = data.mode == "exact"
-        encoder = make_encoder(None if self.holds_ids else data.tokenizer, data.eos, vocab_size)
+        tokenizer = None if self.holds_ids else data.tokenizer
+        encoder = make_encoder(tokenizer, data.eos, data.bos, vocab_size)
 
         def encoded() -> Iterator[MaskedTokens]:
             for where, document in self.documents():
@@ -83,10 +85,13 @@ class DocumentSource(Source):
             check_some_exact(lengths, data)
         stream = TokenStream([part], encoder.vocab)
         summary = f"{counted(lengths.size, 'document')}, {stream.summary}{noted(notes)}"
+        bos = None if self.is_chat else encoder.bos
+        if encoder.tokenizer is not None and bos is not None:
+            summary += f", documents begin {encoder.tokenizer.beginning}"
         pack = functools.partial(pack_documents, lengths, stream)
         trained = stream.trained if stream.masked else None
         of_vocab = encoder.vocab_size, encoder.tokenizer
-        return Corpus(stream, *of_vocab, summary, pack=pack, trained=trained)
+        return Corpus(stream, *of_vocab, summary, pack=pack, trained=trained, bos=bos)
 
     def _key(self, data: DataSpec, encoder: "Encoder") -> str | None:
         """Changes with any option, file or code that determines the token ids."""
@@ -155,6 +160,10 @@ class TableSource(FileSource, DocumentSource):
         return self.token_field is not None
 
     @property
+    def is_chat(self) -> bool:
+        return self.messages_field is not None
+
+    @property
     def columns(self) -> dict[str, str]:
         """The columns to read, by option: the content, and its prompt, mask or tools, if any."""
         if self.messages_field:
@@ -191,14 +200,21 @@ class Encoder:
 
     tokenizer: Tokenizer | None  # None for documents of token ids
     eos: int | None
-    vocab_size: int
+    vocab_size: int  # of the model or the tokenizer, the smaller one
 
     @property
     def vocab(self) -> Vocab:
         origin = "model.vocab_size"
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and self.vocab_size == self.tokenizer.vocab_size:
             origin = f"the tokenizer {self.tokenizer.name}"
         return Vocab(self.vocab_size, origin)
+
+    @property
+    def bos(self) -> tuple[int, ...] | None:
+        """The ids that begin texts; None for token ids and bytes."""
+        if self.tokenizer is None or self.tokenizer.name == BYTES:
+            return None
+        return self.tokenizer.bos
 
     @property
     def dtype(self) -> np.dtype:
@@ -207,9 +223,9 @@ class Encoder:
     def encode(self, document: Document, where: str, with_eos: bool = True) -> MaskedTokens:
         """The ids [n] of a document and its mask, if any.
 
-        Appends eos unless the document is empty, consists of ids that end with eos, or is a
-        conversation, which ends as its template says. The appended eos is trained if the last token
-        is.
+        Texts begin with the tokenizer's bos unless they are empty. Appends eos unless the document
+        is empty, consists of ids that end with eos, or is a conversation, which begins and ends as
+        its template says. The appended eos is trained if the last token is.
         """
         is_text = False
         if isinstance(document, MaskedTokens):
@@ -228,8 +244,11 @@ class Encoder:
             except (UnicodeEncodeError, TypeError) as error:
                 # JSON can contain unpaired surrogates, which cannot be encoded.
                 raise UserError(f"{where} has text that is not valid Unicode") from error
-        if not is_text:
-            self.vocab.check(tokens.ids, where, range(tokens.ids.size))
+            has_bos = not isinstance(document, Conversation)
+            if has_bos and tokens.ids.size == len(self.tokenizer.bos):  # no text
+                mask = None if tokens.trained is None else tokens.trained[:0]
+                tokens = MaskedTokens(tokens.ids[:0], mask)
+        self.vocab.check(tokens.ids, where, range(tokens.ids.size))
         ids, trained = tokens.ids.astype(self.dtype), tokens.trained
         given = not is_text and ids.size > 0 and ids[-1] == self.eos
         if with_eos and ids.size and self.eos is not None and not given:
@@ -238,26 +257,38 @@ class Encoder:
         return MaskedTokens(ids, trained, tokens.note)
 
 
-def make_encoder(tokenizer: str | None, eos: int | str | None, vocab_size: int) -> Encoder:
-    """The encoder for values of `data.tokenizer`, None for token ids, and `data.eos`."""
+def make_encoder(
+    tokenizer: str | None, eos: int | str | None, bos: Bos, vocab_size: int
+) -> Encoder:
+    """The encoder for values of `data.tokenizer`, None for token ids, `data.eos` and `data.bos`."""
     if tokenizer is None:
-        eos = eos if isinstance(eos, int) else None  # `eos_id_problems` rejects strings
+        eos = eos if isinstance(eos, int) else None  # `id_problems` rejects strings
         return Encoder(None, eos, vocab_size)
-    loaded = make_tokenizer(tokenizer, eos)
-    if loaded.vocab_size > vocab_size:
-        raise UserError(
-            f'data.tokenizer = "{loaded.name}" has {loaded.vocab_size} token ids, '
-            f"more than model.vocab_size = {vocab_size}"
-        )
-    return Encoder(loaded, loaded.eos, loaded.vocab_size)
+    loaded = make_tokenizer(tokenizer, eos, bos)
+    check_ends(loaded, vocab_size)
+    return Encoder(loaded, loaded.eos, min(loaded.vocab_size, vocab_size))
+
+
+def check_ends(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError if a token that begins or ends texts is outside of a model's vocabulary.
+
+    Tokenizers may have ids that the model lacks, as those of Gemma 3 do; texts rarely have them.
+    """
+    for name, ids in (("data.eos", (tokenizer.eos,)), ("data.bos", tokenizer.bos)):
+        if ids and max(ids) >= vocab_size:
+            raise UserError(
+                f'{name} = {max(ids)} of data.tokenizer = "{tokenizer.name}" is outside the '
+                f"vocabulary: model.vocab_size = {vocab_size}"
+            )
 
 
 def identity_of(data: DataSpec, encoder: Encoder) -> dict[str, Any]:
     """The options of `[data]` that determine the token ids of documents, by name."""
-    tokenizer, chat = (None, None), {}
+    tokenizer, bos, chat = (None, None), encoder.bos, {}
     if encoder.tokenizer is not None:
-        tokenizer = tokenizer_identity(data.tokenizer)
-        if getattr(data.source_options, "messages_field", None):
+        tokenizer = data.tokenizer, encoder.tokenizer.checksum
+        if data.source_options.is_chat:
+            bos = None  # templates state it
             chat = {"checksum of the chat template": chat_template(encoder.tokenizer).checksum}
     return {
         **chat,
@@ -265,5 +296,6 @@ def identity_of(data: DataSpec, encoder: Encoder) -> dict[str, Any]:
         **{f"data.{name}": value for name, value in asdict(data.source_options).items()},
         **dict(zip(TOKENIZER, tokenizer, strict=True)),
         "data.eos": encoder.eos,
+        BOS: None if bos is None else list(bos),
         "type of ids": encoder.dtype.name,
     }

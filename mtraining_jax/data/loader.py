@@ -26,6 +26,7 @@ Batch = dict[str, np.ndarray]
 _SAMPLE = "checksum of a sample of its tokens"
 _MASK_SAMPLE = "checksum of a sample of its label mask"
 _SAMPLES, _SAMPLE_LEN = 64, 64
+_BOS = "data.bos"
 # Names in older checkpoints.
 _FORMER_NAMES = {"data.documents": "data.mask_documents", "block size": "sparsity.block_size"}
 
@@ -153,6 +154,7 @@ class Loader:
         identity["data.mask_documents"] = self.packs is not None
         if self.packs is not None:
             identity["sparsity.block_size"] = self._block_size
+        identity[_BOS] = None if self.corpus.bos is None else list(self.corpus.bos)
         identity["number of tokens"] = len(self.corpus.stream)
         identity["number of sequences"] = self.num_sequences
         if self.parts is not None:
@@ -216,7 +218,9 @@ class Loader:
         try:
             iterator, identity = state["iterator"], dict(state["identity"])
             saved = {_FORMER_NAMES.get(name, name): value for name, value in identity.items()}
-            saved.setdefault("data.mask_documents", False)  # absent from older checkpoints
+            # Absent from older checkpoints.
+            saved.setdefault("data.mask_documents", False)
+            saved.setdefault(_BOS, [] if self.identity[_BOS] else self.identity[_BOS])
             step = iterator["next_index"]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError("the saved state of the data loader is not readable") from error

@@ -34,10 +34,12 @@ class Source:
                 f'data.mode = "{data.mode}" is not possible with data.source = "{data.source}": it '
                 f"must be {allowed}"
             )
-        if isinstance(data.eos, int) and data.eos >= vocab_size:
-            yield (
-                f"data.eos = {data.eos} is outside the vocabulary: model.vocab_size = {vocab_size}"
-            )
+        for name, value in (("eos", data.eos), ("bos", data.bos)):
+            if isinstance(value, int) and value >= vocab_size:
+                yield (
+                    f"data.{name} = {value} is outside the vocabulary: model.vocab_size = "
+                    f"{vocab_size}"
+                )
 
     def has_lengths(self, data: DataSpec) -> bool:
         """Whether `open` knows document lengths without reading documents (used by dry runs)."""
@@ -47,6 +49,15 @@ class Source:
     def holds_ids(self) -> bool:
         """Whether the data is token ids, so that no tokenizer is needed."""
         return True
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the data is conversations, which begin and end as their template says."""
+        return False
+
+    def recorded_bos(self) -> tuple[int, ...] | None:
+        """Ids that begin the documents of pre-tokenized data, if it records them."""
+        return None
 
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         """Opens the source; called once, after `problems`, with the same result in all processes.
@@ -81,9 +92,11 @@ class FileSource(Source):
         return sum(path.stat().st_size for path in self.files())
 
 
-def eos_id_problems(data: DataSpec) -> Iterator[str]:
-    """Rejects data.eos given as a string if there is no tokenizer."""
-    if isinstance(data.eos, str):
-        yield (
-            f'data.eos = "{data.eos}" must be an id: data.source = "{data.source}" has no tokenizer'
-        )
+def id_problems(data: DataSpec, *names: str) -> Iterator[str]:
+    """Rejects these fields, eos and bos, given as strings if there is no tokenizer."""
+    for name in names:
+        if isinstance(value := getattr(data, name), str):
+            yield (
+                f'data.{name} = "{value}" must be an id: data.source = "{data.source}" has no '
+                "tokenizer"
+            )

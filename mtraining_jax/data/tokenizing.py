@@ -26,6 +26,7 @@ from mtraining_jax.data.sources.token_parts import (
     write_part,
 )
 from mtraining_jax.data.spec import DataSpec
+from mtraining_jax.data.tokenizer import Bos
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
@@ -35,7 +36,7 @@ PART_BYTES = 2**25
 LARGE = 2**28
 
 _Documents = list[tuple[str, Document]]
-_EncoderArgs = tuple[str | None, int | str | None, int]  # of `make_encoder`
+_EncoderArgs = tuple[str | None, int | str | None, Bos, int]  # of `make_encoder`
 
 
 @dataclass
@@ -92,7 +93,7 @@ def tokenize_corpus(
     number of processes and interruptions.
 
     Args:
-        data: options, already validated; uses source, tokenizer and eos.
+        data: options, already validated; uses source, tokenizer, eos and bos.
         report: callback with the totals so far and the bytes of documents read.
     """
     source = data.source_options
@@ -100,7 +101,7 @@ def tokenize_corpus(
         raise UserError(f'data.source = "{data.source}" has no documents to tokenize')
     if isinstance(source, FileSource):
         source.files()  # raises before the folder is made
-    args = None if source.holds_ids else data.tokenizer, data.eos, vocab_size
+    args = None if source.holds_ids else data.tokenizer, data.eos, data.bos, vocab_size
     identity = identity_of(data, make_encoder(*args)) | {"bytes of a part": part_bytes}
     open_folder(folder, identity)
     totals, read = Totals(), 0

@@ -1,6 +1,8 @@
 """Loads a model from the folder of a run or of a Hugging Face checkpoint."""
 
+import contextlib
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mtraining_jax.config import Config, config_of_model
+from mtraining_jax.config.load import with_bos
 from mtraining_jax.config.renamed import with_current_names
-from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.documents import DocumentSource, check_ends
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values, read_json
@@ -27,6 +30,7 @@ from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.jax_platform import check_devices
 from mtraining_jax.utils.text import counted
 
@@ -111,6 +115,9 @@ def load(
         # The configured pattern is not used, and may not allow this block size.
         overrides = [*overrides, ("sparsity.kind", "dense")]
     config = config_of_model(table, source, overrides)
+    if step is not None:
+        with contextlib.suppress(UserError):  # token files may be gone
+            config = with_bos(config, table)
     parallel = config.parallel
     if config.devices > (count := jax.device_count()) or parallel.replicas > 1:
         factors = f"{parallel.replicas} * {parallel.nodes} * {parallel.devices_per_node}"
@@ -250,11 +257,14 @@ def _find_tokenizer(
         name = next((str(file) for file in files if file.is_file()), None)
     if name is None:
         return None, frozenset(ids)
-    tokenizer = make_tokenizer(name, eos)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model in "
-            f"{folder} has only {config.model.vocab_size} (model.vocab_size)"
+    tokenizer = make_tokenizer(name, eos, None if name == BYTES else data.bos)
+    check_ends(tokenizer, config.model.vocab_size)
+    if tokenizer.bos != tokenizer.usual_bos:
+        logging.getLogger(__name__).warning(
+            "note: documents begin %s in the training of %s (data.bos = %s), and so do prompts",
+            tokenizer.beginning,
+            folder,
+            toml_value(data.bos),
         )
     return tokenizer, frozenset([*ids, tokenizer.eos])
 

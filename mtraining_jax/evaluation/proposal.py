@@ -51,7 +51,8 @@ def read_sequences(engine: Engine, paths: Sequence[str], length: int, count: int
     `paths` are those of data.paths.
     """
     tokenizer = engine.loaded.needed_tokenizer()
-    encoder = Encoder(tokenizer, tokenizer.eos, tokenizer.vocab_size)
+    vocab_size = min(tokenizer.vocab_size, engine.vocab_size)
+    encoder = Encoder(tokenizer, tokenizer.eos, vocab_size)
     files = TextFiles(paths=tuple(str(Path(path).expanduser()) for path in paths))
     found: list[np.ndarray] = []
     have = 0

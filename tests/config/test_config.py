@@ -631,8 +631,22 @@ def test_wrong_overrides(minimal):
             'data.eos = "</s>" must be an id: data.source = "synthetic" has no tokenizer',
         ),
         (
+            {"data__source": "synthetic", "data__bos": "<s>"},
+            'data.bos = "<s>" must be an id: data.source = "synthetic" has no tokenizer',
+        ),
+        (
+            {"data__source": "synthetic", "data__bos": "512"},
+            "data.bos = 512 is outside the vocabulary: model.vocab_size = 300",
+        ),
+        (
+            {"data__source": "text", "data__paths": '["a"]', "data__bos": "1"},
+            'data.bos = 1 must be false or none: data.tokenizer = "bytes" has no '
+            "beginning-of-sequence token",
+        ),
+        (
             {"model__vocab_size": "256"},
-            'data.tokenizer = "bytes" has 257 token ids, more than model.vocab_size = 256',
+            'data.eos = 256 of data.tokenizer = "bytes" is outside the vocabulary: '
+            "model.vocab_size = 256",
         ),
         (
             {"data__eos": "</s>"},

@@ -275,13 +275,14 @@ def test_id_outside_the_vocabulary_in_a_file_that_is_validated_per_batch(tmp_pat
         next(loader)
 
 
-def test_tokenizer_larger_than_the_model(tmp_path, text):
+def test_an_end_token_that_the_model_lacks(tmp_path, text):
     assert error_of(**text, vocab_size=256) == (
-        'data.tokenizer = "bytes" has 257 token ids, more than model.vocab_size = 256'
+        'data.eos = 256 of data.tokenizer = "bytes" is outside the vocabulary: model.vocab_size = '
+        "256"
     )
     name = save_tokenizer(tmp_path / "tokenizer.json", ["?", "a", "</s>"])
     assert error_of(**text, tokenizer=name, vocab_size=2) == (
-        f'data.tokenizer = "{name}" has 3 token ids, more than model.vocab_size = 2'
+        f'data.eos = 2 of data.tokenizer = "{name}" is outside the vocabulary: model.vocab_size = 2'
     )
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import tokenizers
 
+from mtraining_jax.data.chat.conversation import Conversation
 from mtraining_jax.data.tokenizer import ByteTokenizer
+from mtraining_jax.evaluation import load as evaluation_load
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.sharding import parameter_names
@@ -20,6 +22,7 @@ from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
+from tests.data.tokenizer_folders import write_tokenizer
 from tests.models.common import CHECKPOINTS
 from tests.training.common import VERTICAL_SLASH, tiny_config
 
@@ -161,7 +164,42 @@ def test_errors_are_reported(run, tmp_path):
         ),
         (folder, {"overrides": [("parallel.nodes", "9")]}, "one replica, of at most 8 devices"),
         (folder, {"overrides": [("parallel.replicas", "2")]}, r"2 \* 1 \* 8 does not fit"),
-        (folder, {"tokenizer": "bytes"}, "has 257 ids, but the model in .* has only 61"),
+        (folder, {"tokenizer": "bytes"}, "data.eos = 256 of .* vocabulary: model.vocab_size = 61"),
     ]:
         with pytest.raises(UserError, match=message):
             load(path, **({"attention": "dense"} | how))
+
+
+def test_prompts_begin_as_the_documents_of_training_did(tmp_path, caplog):
+    name = write_tokenizer(tmp_path / "t", "llama3", chat_template="{{ bos_token }}he")
+    (tmp_path / "a.txt").write_text("he")
+    data = {"source": "text", "paths": [str(tmp_path / "a.txt")], "tokenizer": name}
+    text, chat = "hello", Conversation([{"role": "user", "content": "he"}], None, "a test")
+
+    def prompts(name, **fields):
+        folder, _ = saved_run(tmp_path / name, data=data | fields, model={"vocab_size": 264})
+        return Engine.load(folder).encode([text, chat], 1)
+
+    def lists(arrays):
+        return [x.tolist() for x in arrays]
+
+    assert lists(prompts("a")) == [[262, 259], [262, 256]] and not caplog.messages
+    assert lists(prompts("b", bos=False)) == [[259], [262, 256]]
+    (note,) = caplog.messages
+    assert note == (
+        "note: documents begin without a beginning-of-sequence token in the training of "
+        f"{tmp_path / 'b' / 'runs' / 'test'} (data.bos = false), and so do prompts"
+    )
+    caplog.clear()
+    # A checkpoint from before data.bos.
+    read = evaluation_load.read_record
+    with pytest.MonkeyPatch.context() as patch:
+
+        def older(folder, step):
+            record = read(folder, step)
+            del record["config"]["data"]["bos"]
+            return record
+
+        patch.setattr(evaluation_load, "read_record", older)
+        found = Engine.load(tmp_path / "a" / "runs" / "test").encode([text], 1)
+    assert lists(found) == [[259]] and "(data.bos = false)" in caplog.messages[0]

@@ -155,16 +155,22 @@ TOKENIZER = {
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2}, "unk_token": "a"},
 }  # fmt: skip
 
+SETTINGS = {
+    "bos_token": {"content": "a"}, "added_tokens_decoder": {"3": {"content": "c", "lstrip": True}},
+    "extra_special_tokens": ["d"], "split_special_tokens": False,
+    "tokenizer_class": "GPT2Tokenizer",
+}  # fmt: skip
+
 
 @FUZZ
-@given(table=otherwise(TOKENIZER), settings=otherwise({"bos_token": {"content": "a"}}))
+@given(table=otherwise(TOKENIZER), settings=otherwise(SETTINGS))
 def test_tokenizers(folder, table, settings):
     (folder / "tokenizer.json").write_text(json.dumps(table))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     found = result_of(lambda: make_tokenizer(str(folder / "tokenizer.json")))
     if found is not None:
         result_of(lambda: found.encode("a b"))
-        result_of(lambda: found.start)
+        result_of(lambda: found.bos_token)
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

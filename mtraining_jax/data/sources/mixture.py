@@ -16,10 +16,11 @@ from mtraining_jax.data.corpus import Corpus, one_document_each, packs_of, start
 from mtraining_jax.data.packing.packs import PackArrays, Parts
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.sources import SOURCES
-from mtraining_jax.data.sources.token_parts import tokenizer_identity, tokenizer_of
+from mtraining_jax.data.sources.token_parts import tokenizer_of
 from mtraining_jax.data.sources.tokens import TokenFiles
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
+from mtraining_jax.data.tokenizer import beginning
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import fields_of, joined, toml_value
 from mtraining_jax.utils.limits import PositiveFloat, PositiveInt
@@ -82,6 +83,13 @@ class Mixture(Source):
     def holds_ids(self) -> bool:
         return all(part.source.holds_ids for part in self._parts())
 
+    def recorded_bos(self) -> tuple[int, ...] | None:
+        for part in self._parts() if self.holds_ids else ():
+            with part.renaming():
+                if (bos := part.source.recorded_bos()) is not None:
+                    return bos
+        return None
+
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         parts = self._parts()
         corpora = [part.opened(data, vocab_size) for part in parts]
@@ -99,6 +107,7 @@ class Mixture(Source):
             f"by {self.weighted_by} {', '.join(texts)}",
             trained=stream.trained if stream.masked else None,
             endless=True,
+            bos=_common_bos(parts, corpora),
         )
         packed = functools.partial(self._packed, corpora)
         if data.has_documents and data.mode != "exact":
@@ -218,12 +227,23 @@ class _Part:
         return corpus
 
 
+def _common_bos(parts: list[_Part], corpora: list[Corpus]) -> tuple[int, ...] | None:
+    """The ids that begin the documents of all parts, if known."""
+    found = {
+        x.bos: part.prefix for part, x in zip(parts, corpora, strict=True) if x.bos is not None
+    }
+    if len(found) > 1:
+        differ = " and ".join(f"of {part} begin {beginning(bos)}" for bos, part in found.items())
+        raise UserError(f"the documents {differ}; tokenize all with the same data.bos")
+    return next(iter(found), None)
+
+
 def _check_tokenizers(parts: list[_Part], corpora: list[Corpus]) -> None:
     """Rejects token files that were made with another tokenizer than the rest, if known."""
     found: dict[str | int, str] = {}
     for part, corpus in zip(parts, corpora, strict=True):
         if corpus.tokenizer is not None:
-            known = {tokenizer_identity(corpus.tokenizer.name)}
+            known = {(corpus.tokenizer.name, corpus.tokenizer.checksum)}
         elif isinstance(part.source, TokenFiles):
             known = {tokenizer_of(folder) for folder in {x.parent for x in part.source.files()}}
         else:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.packing.rules import consecutive
-from mtraining_jax.data.source import Source, eos_id_problems
+from mtraining_jax.data.source import Source, id_problems
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.utils.random_bits import GOLDEN, hash_uint64
 
@@ -37,7 +37,7 @@ class Synthetic(Source):
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         yield from super().problems(data, vocab_size)
-        yield from eos_id_problems(data)
+        yield from id_problems(data, "eos", "bos")
         if vocab_size < 2:
             yield (
                 f"model.vocab_size = {vocab_size} must be at least 2 for data.source = "

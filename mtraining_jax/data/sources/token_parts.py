@@ -8,7 +8,6 @@ of the parts and whether all of them exist.
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,12 +17,14 @@ import numpy as np
 
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.data.masked import MaskedTokens
-from mtraining_jax.data.tokenizer import BYTES
+from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
 from mtraining_jax.utils.errors import UserError
 
 MANIFEST = "token_parts.json"
 LENGTHS, MASK = ".lengths", ".mask"  # after the name of a token file
-TOKENIZER = "data.tokenizer", "checksum of the tokenizer"  # in the identity of a folder
+# In the identity of a folder.
+TOKENIZER = "data.tokenizer", "checksum of the tokenizer"
+BOS = "data.bos"  # a list of ids; None if the documents are token ids, bytes or conversations
 _VERSION = 1
 
 
@@ -81,7 +82,7 @@ def open_folder(folder: Path, identity: Mapping[str, Any]) -> None:
             if any(not path.name.startswith(".") for path in folder.iterdir()):
                 raise UserError(f"{folder} has other files: choose an empty folder")
             _write_manifest(folder, {"complete": False, "identity": dict(identity)})
-    known = _manifest(folder).get("identity", {})
+    known = _identity(folder)
     for name, value in json.loads(json.dumps(dict(identity))).items():
         if known.get(name) != value:
             raise UserError(
@@ -123,24 +124,31 @@ def check_parts(folder: Path, tokenizer: str) -> None:
     if tokenizer == BYTES or known is None:
         return
     name, checksum = known
-    with errors_as(UserError, f'data.tokenizer = "{tokenizer}" cannot be read', OSError):
-        if tokenizer_identity(tokenizer)[1] != checksum:
-            raise UserError(
-                f'data.paths: {folder} was made with data.tokenizer = "{name}", which is another '
-                f'tokenizer than "{tokenizer}"; set data.tokenizer to that one, or tokenize again'
-            )
-
-
-def tokenizer_identity(name: str) -> tuple[str, int | None]:
-    """The value of data.tokenizer and the checksum of its file, if it is one."""
-    return name, None if name == BYTES else zlib.crc32(Path(name).expanduser().read_bytes())
+    if make_tokenizer(tokenizer, eos=0).checksum != checksum:
+        raise UserError(
+            f'data.paths: {folder} was made with data.tokenizer = "{name}", which is another '
+            f'tokenizer than "{tokenizer}"; set data.tokenizer to that one, or tokenize again'
+        )
 
 
 def tokenizer_of(folder: Path) -> tuple[str, int | None] | None:
-    """The `tokenizer_identity` of a folder of parts, if known."""
-    known = _manifest(folder).get("identity", {}) if (folder / MANIFEST).is_file() else {}
-    name, checksum = map(known.get, TOKENIZER)
+    """The value of data.tokenizer and the checksum of a folder of parts, if known."""
+    name, checksum = map(_identity(folder).get, TOKENIZER)
     return None if name is None else (name, checksum)
+
+
+def bos_of(folder: Path) -> tuple[int, ...] | None:
+    """The ids that begin the documents of a folder of parts, if known."""
+    bos = _identity(folder).get(BOS)
+    return None if bos is None else tuple(bos)
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    """The identity of a folder of parts; empty for another folder."""
+    known = _manifest(folder).get("identity", {}) if (folder / MANIFEST).is_file() else {}
+    if known.get(TOKENIZER[0]) in (None, BYTES) or known.get("data.messages_field"):
+        return known
+    return {BOS: [], **known}  # earlier versions put no token before a text
 
 
 def _files(folder: Path, number: int) -> tuple[Path, ...]:

@@ -10,12 +10,14 @@ import numpy as np
 
 from mtraining_jax.data.corpus import Corpus, check_some_exact
 from mtraining_jax.data.packing.packs import pack_documents
-from mtraining_jax.data.source import FileSource, eos_id_problems
+from mtraining_jax.data.source import FileSource, id_problems
 from mtraining_jax.data.sources.token_files import open_token_file, read_lengths, read_mask
-from mtraining_jax.data.sources.token_parts import LENGTHS, MASK, check_parts
+from mtraining_jax.data.sources.token_parts import LENGTHS, MASK, bos_of, check_parts
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import Part, TokenStream, Vocab, chunks
+from mtraining_jax.data.tokenizer import beginning
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.text import counted
 
 
@@ -38,8 +40,8 @@ class TokenFiles(FileSource):
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         yield from super().problems(data, vocab_size)
-        if data.mode == "exact" or data.has_documents:  # documents end at eos
-            yield from eos_id_problems(data)
+        ends = data.mode == "exact" or data.has_documents  # documents end at eos
+        yield from id_problems(data, *(["eos", "bos"] if ends else ["bos"]))
 
     def has_lengths(self, data: DataSpec) -> bool:
         try:
@@ -47,6 +49,29 @@ class TokenFiles(FileSource):
         except UserError:
             return True  # `open` reports the error
         return all(file.row_len is not None or _lengths_path(file).is_file() for file in files)
+
+    def recorded_bos(self) -> tuple[int, ...] | None:
+        folders = {path.parent: bos_of(path.parent) for path in self.files()}
+        known = {bos: folder for folder, bos in folders.items() if bos is not None}
+        if len(known) > 1:
+            differ = " and ".join(f"{x} begin {beginning(bos)}" for bos, x in known.items())
+            raise UserError(
+                f"data.paths: the documents of {differ}; tokenize both with the same data.bos"
+            )
+        return next(iter(known), None)
+
+    def _bos(self, data: DataSpec) -> tuple[int, ...] | None:
+        """The ids that begin documents, by the files or else by data.bos."""
+        known, given = self.recorded_bos(), None
+        if data.bos is not None:
+            given = () if data.bos is False else (int(data.bos),)  # `problems` rejects strings
+        if None not in (known, given) and known != given:
+            raise UserError(
+                f"data.bos = {toml_value(data.bos)}, but the documents of data.paths = "
+                f"{toml_value(self.paths)} begin {beginning(known or ())}; remove data.bos, or "
+                "tokenize the text again"
+            )
+        return given if known is None else known
 
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         paths = self.files()
@@ -69,9 +94,10 @@ class TokenFiles(FileSource):
             rows = {file.row_len for file in files if file.row_len is not None} - {data.seq_len}
             if rows:
                 summary += f" with rows of {' or '.join(f'{n:,}' for n in sorted(rows))} joined"
-        summary += f", {stream.summary}"
+        summary, bos = f"{summary}, {stream.summary}", self._bos(data)
+        summary += "" if bos is None else f", documents begin {beginning(bos)}"
         trained = stream.trained if stream.masked else None
-        return Corpus(stream, vocab_size, None, summary, starts, pack, trained)
+        return Corpus(stream, vocab_size, None, summary, starts, pack, trained, bos=bos)
 
 
 def _exact_documents(files: list[Part], data: DataSpec) -> tuple[np.ndarray, np.ndarray]:

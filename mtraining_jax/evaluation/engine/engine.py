@@ -150,15 +150,13 @@ class Engine:
         tokenizer, found = self.loaded.needed_tokenizer(), []
         for number, prompt in enumerate(prompts, 1):
             try:
-                if isinstance(prompt, Conversation):
-                    text, encode = self.chat_template.prompt(prompt), tokenizer.encode
-                elif isinstance(prompt, str):
-                    text, encode = prompt, tokenizer.encode_prompt
-                else:
+                if not isinstance(prompt, str | Conversation):
                     kind = type(prompt).__name__
                     raise UserError(f"a {kind} is not a text; for token ids use Engine.generate")
+                is_text = isinstance(prompt, str)  # templates state bos
+                text = prompt if is_text else self.chat_template.prompt(prompt)
                 with errors_as(UserError, "the text is not Unicode", UnicodeEncodeError, TypeError):
-                    ids = encode(text)
+                    ids = tokenizer.encode(text, bos=is_text)
                 found.append(self._checked(ids, least=1))
                 self._check_length(len(found[-1]), max_new_tokens)
             except UserError as error:
@@ -279,8 +277,8 @@ def generate(
 
     Args:
         model: an `Engine`, which keeps its programs for the next call, or the folder of a model.
-        prompt: text, or a list of texts. The tokenizer may prepend a start token; no chat template
-            is applied.
+        prompt: text, or a list of texts. They begin with the token that the model's documents begin
+            with (data.bos), if any; no chat template is applied.
         options, on_text: see `Engine.generate`.
         **how: arguments of `Engine.load`, if `model` is a folder.
 

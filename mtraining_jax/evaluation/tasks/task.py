@@ -27,7 +27,7 @@ class Sample:
     length: int  # requested tokens; prompt and `max_new_tokens` together do not exceed it
     number: int
     prompt: str | tuple[int, ...] = field(repr=False)  # text, or ids if the task has no text
-    prompt_ids: np.ndarray = field(repr=False, compare=False)  # int32 [n], without a start token
+    prompt_ids: np.ndarray = field(repr=False, compare=False)  # int32 [n]
     references: tuple[str, ...] | tuple[int, ...]  # gold answers; the task says how many it needs
     max_new_tokens: int
     depth: float | None = None  # of the needle, from 0 (first) to 1 (last)

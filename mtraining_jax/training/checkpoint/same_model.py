@@ -7,6 +7,7 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 
 from mtraining_jax.config import Config, config_of_model, config_to_dict
+from mtraining_jax.config.load import with_bos
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
 
@@ -22,7 +23,8 @@ _FREE = ("checkpoint", "distributed", "run.name", "run.output_dir", "run.steps")
 
 def changed_fields(path: Path, saved: dict[str, Any], config: Config) -> list[str]:
     """Describes fields with values that differ from those of the checkpoint `path`."""
-    before = flatten_dict(config_to_dict(config_of_model(saved, str(path))), sep=".")
+    before = with_bos(config_of_model(saved, str(path)), saved)
+    before = flatten_dict(config_to_dict(before), sep=".")
     now = flatten_dict(config_to_dict(config), sep=".")
     return [
         f"{name} = {toml_value(now.get(name))}, was {toml_value(before.get(name))}"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from jax.errors import JaxRuntimeError
 
 from mtraining_jax.config import Config
-from mtraining_jax.config.load import with_steps
+from mtraining_jax.config.load import with_bos, with_steps
+from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.reporting.banner import banner
 from mtraining_jax.reporting.goodput import Goodput
 from mtraining_jax.reporting.page.page import page_of_finished_run
@@ -93,6 +94,7 @@ def _run(
         skip = functools.partial(run_folder.skip_damaged, config, display.say)
         run_on_process_0(skip, config.run.step_timeout_seconds)
     resume_from = agreed_resume_step(config)
+    config = _with_bos(config, resume_from, display)
     resume_from = newest_local_step(config, resume_from, opened) or resume_from
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from, _changed_fields(config, resume_from)))
@@ -129,6 +131,22 @@ def agreed_resume_step(config: Config) -> int | None:
     """Returns the resume step of process 0; the others must find the same checkpoint."""
     name = f"newest checkpoint in {run_folder.checkpoint_folder(config)}"
     return _seen_by_all(name, lambda: run_folder.resume_step(config), config)
+
+
+def _with_bos(config: Config, step: int | None, display: Display) -> Config:
+    """Keeps `data.bos` of a checkpoint or of token files; prints a note on older checkpoints."""
+    if step is None:
+        return with_bos(config)
+    saved = read_record(run_folder.checkpoint_folder(config), step)["config"]
+    resumed, data = with_bos(config, saved), config.data
+    if resumed.data.bos is False and data.bos is None and not data.source_options.holds_ids:
+        usual = make_tokenizer(data.tokenizer, data.eos)
+        if usual.bos:
+            display.say(
+                "note: this run was trained on documents without a beginning-of-sequence token and "
+                f"resumes so; a new run has them begin {usual.beginning} (data.bos)"
+            )
+    return resumed
 
 
 def _seen_by_all[T](name: str, look: Callable[[], T], config: Config) -> T:

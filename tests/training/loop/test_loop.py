@@ -1,6 +1,7 @@
 """Full runs: what they write, and how they resume."""
 
 import gc
+import importlib
 import json
 import shlex
 import shutil
@@ -8,6 +9,7 @@ import sys
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,12 +18,15 @@ from mtraining_jax.reporting.audit import FIGURES
 from mtraining_jax.reporting.goodput import KINDS
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers.jsonl import JsonlWriter
-from mtraining_jax.training.checkpoint import newest_step
+from mtraining_jax.training.build import build_mesh
+from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop import run
+from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import changed, dumps, losses, written
+from tests.data.tokenizer_folders import write_tokenizer
+from tests.training.common import changed, dumps, losses, tiny_config, written
 
 
 def folder_of(config, step):
@@ -372,3 +377,31 @@ def test_wandb_that_is_not_installed(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="metrics.wandb = true needs the package wandb"):
         run(changed(config, metrics={"wandb": True}))
+
+
+def test_a_run_from_before_data_bos_resumes_without_it(tmp_path, capsys, monkeypatch):
+    name = write_tokenizer(tmp_path / "t", "llama3")
+    (tmp_path / "a.txt").write_text("hello he " * 64)
+    data = {"source": "text", "paths": [str(tmp_path / "a.txt")], "tokenizer": name}
+    config = tiny_config(tmp_path, run={"steps": 1}, model={"vocab_size": 264}, data=data)
+    mesh = build_mesh(config)
+    state = jax.tree.map(jnp.zeros_like, StateBuilder(config, mesh).abstract())
+    checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
+    checkpoints.save(1, state, {}, config)
+    checkpoints.close()
+    module = importlib.import_module("mtraining_jax.training.loop.run")
+    read = module.read_record
+
+    def older(folder, step):
+        record = read(folder, step)
+        del record["config"]["data"]["bos"]
+        return record
+
+    monkeypatch.setattr(module, "read_record", older)
+    assert run(config) == []
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "this run was trained on documents without a beginning-of-sequence token" in lines
+    assert "a new run has them begin with <|begin_of_text|> (262)" in lines
+    assert "complete" in lines and "was none" not in lines
+    run(changed(config, data={"bos": False}))
+    assert "note: this run" not in capsys.readouterr().out
