@@ -22,7 +22,7 @@ def digests_of(loaded: Loaded) -> dict[str, str]:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         paths = Path(tokenizer.name), tokenizer.settings_file
         files = [path for path in paths if path.is_file()]
-    ends = tokenizer and tokenizer.eos, sorted(loaded.stop_ids)
+    ends = tokenizer and (tokenizer.bos, tokenizer.eos), sorted(loaded.stop_ids)
     found = {
         "parameters": digest(parameters, exact=True),
         "configuration": digest_of(network.spec),

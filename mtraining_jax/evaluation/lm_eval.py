@@ -95,8 +95,11 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
 
     @property
     def prefix_token_id(self) -> int:
-        start = self._tokenizer.start
-        return self.eot_token_id if start is None else start
+        """The token before a whole text: that of data.bos, or else as the harness does."""
+        tokenizer = self._tokenizer
+        if tokenizer.bos or tokenizer.bos_token is None or tokenizer.usual_bos:
+            return tokenizer.bos[-1] if tokenizer.bos else tokenizer.eos
+        return tokenizer.bos_token
 
     @property
     def max_length(self) -> int:
@@ -109,13 +112,11 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Encodes a text, with special tokens unless disabled, and at most one start token."""
-        plain = self._tokenizer.encode(string).tolist()
-        if add_special_tokens is False:
-            return plain
-        whole = self._tokenizer.encode_prompt(string).tolist()
-        twice = len(whole) > len(plain) > 0 and whole[0] == plain[0] == self._tokenizer.start
-        return plain if add_special_tokens is None and twice else whole
+        """Encodes a text, with bos unless disabled; by default only if it does not state it."""
+        plain = self._tokenizer.encode(string, bos=False).tolist()
+        bos = list(self._tokenizer.bos)
+        stated = add_special_tokens is None and plain[: len(bos)] == bos
+        return plain if add_special_tokens is False or stated else bos + plain
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -133,7 +134,7 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = harness_utils.get_rolling_token_windows(
-                self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
+                self.tok_encode(text, False), self.prefix_token_id, self.max_length, context_len=1
             )
             pairs = [(None, *harness_utils.make_disjoint_window(window)) for window in windows]
             answers = self._loglikelihood_tokens(pairs, disable_tqdm=True)

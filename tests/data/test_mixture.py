@@ -8,13 +8,8 @@ import pytest
 from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
 from mtraining_jax.config.load import with_steps
 from mtraining_jax.data.masked import MaskedTokens
-from mtraining_jax.data.sources.token_parts import (
-    TOKENIZER,
-    close_folder,
-    open_folder,
-    tokenizer_identity,
-    write_part,
-)
+from mtraining_jax.data.sources.token_parts import TOKENIZER, close_folder, open_folder, write_part
+from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.data.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section
@@ -257,7 +252,8 @@ def test_tokenizers_are_compared_by_content(tmp_path):
     for name, path, word in ("a", first, "x"), ("b", other, "x"), ("c", first, "y"):
         save_tokenizer(path, [*words, (1, word)])
         folder = tmp_path / f"tokens-{name}"
-        open_folder(folder, dict(zip(TOKENIZER, tokenizer_identity(path), strict=True)))
+        identity = path, make_tokenizer(path).checksum
+        open_folder(folder, dict(zip(TOKENIZER, identity, strict=True)))
         write_part(folder, 0, ids, np.array([2]), checksum=0, notes={})
         close_folder(folder, 1, {})
         tokens[name] = {"source": "tokens", "paths": [str(folder)]}
@@ -278,5 +274,6 @@ def test_tokenizers_are_compared_by_content(tmp_path):
         f'another tokenizer than "{other}"; set data.tokenizer to that one, or tokenize again'
     )
     assert error_of(**one, tokenizer="none.json") == (
-        'data.tokenizer = "none.json" cannot be read (No such file or directory)'
+        'data.tokenizer = "none.json" does not exist; it must be "bytes" or the path of a '
+        "tokenizer.json"
     )

@@ -1,13 +1,19 @@
 """Models of this package in lm-evaluation-harness, compared with its Hugging Face class."""
 
+import importlib
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mtraining_jax.data.tokenizer import make_tokenizer
+from mtraining_jax.evaluation.model import Forced
 from mtraining_jax.patterns.options.probes import VerticalSlashOptions
 from mtraining_jax.utils.errors import UserError
+from tests.data.tokenizer_folders import write_tokenizer
 from tests.evaluation import harness_tasks
 
 try:
@@ -83,3 +89,51 @@ def test_responses_of_another_model_are_not_used(model, tmp_path):
     other = HarnessModel(engine=model.engine.with_pattern(VerticalSlashOptions()))
     with pytest.raises(UserError, match="db has responses of another model; give each model"):
         CachingLM(other, str(tmp_path / "db"))
+
+
+@pytest.mark.parametrize(
+    "kind, bos, prefix, text",
+    [("llama3", None, 262, [262, 256]), ("llama3", False, 263, [256]), ("gpt2", None, 262, [256])],
+)
+def test_a_text_begins_once_as_in_training(tmp_path, monkeypatch, kind, bos, prefix, text):
+    def windows(tokens, prefix_token, max_seq_len, context_len):
+        assert max_seq_len == 512 and context_len == 1
+        return [([prefix_token, *tokens[:-1]], tokens)]
+
+    parts = {
+        "utils": {"get_rolling_token_windows": windows, "make_disjoint_window": lambda x: x},
+        "api": {},
+        "api.model": {"TemplateLM": object},
+        "api.registry": {"register_model": lambda name: lambda cls: cls},
+        "models": {},
+        "models.utils": {"handle_stop_sequences": None, "normalize_gen_kwargs": None},
+    }
+    monkeypatch.setitem(sys.modules, "lm_eval", types.ModuleType("lm_eval"))
+    for name, members in parts.items():
+        module = types.ModuleType(f"lm_eval.{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(sys.modules["lm_eval"], name, module, raising=False)
+    tqdm = types.SimpleNamespace(tqdm=lambda items, **_: items)
+    monkeypatch.setitem(sys.modules, "tqdm", tqdm)
+    monkeypatch.delitem(sys.modules, "mtraining_jax.evaluation.lm_eval", raising=False)
+    module = importlib.import_module("mtraining_jax.evaluation.lm_eval")
+    monkeypatch.delitem(sys.modules, "mtraining_jax.evaluation.lm_eval")
+
+    asked = []
+
+    def forced(context, continuation):
+        asked.append([*context, *continuation])
+        return Forced(np.zeros(len(continuation)), np.ones(len(continuation), bool), 1.0)
+
+    name = write_tokenizer(tmp_path, kind)
+    loaded = types.SimpleNamespace(needed_tokenizer=lambda: make_tokenizer(name, bos=bos))
+    engine = types.SimpleNamespace(loaded=loaded, max_positions=512, forced=forced)
+    found = module.HarnessModel(engine=engine)
+    assert found.tok_encode("he") == text
+    assert found.tok_encode("he", add_special_tokens=False) == [256]
+    if text[0] == 262:
+        assert found.tok_encode("<|begin_of_text|>he") == text
+    found.cache_hook = types.SimpleNamespace(add_partial=lambda *_: None)
+    found.loglikelihood_rolling([types.SimpleNamespace(args=("he",))])
+    assert asked == [[prefix, 256]]
