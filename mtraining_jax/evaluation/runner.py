@@ -89,9 +89,12 @@ def evaluate(
     watch.start(len(keys), sum(key in results for key in keys), where)
     for question, sample in _samples(_to_ask(questions, results), plan.seed, tokenizer):
         task = question.task
+        _check_ids(sample, next(iter(models.values())))
         watch.at(f"{task.name}, {question.length} tokens")
         for key in question.keys:
-            if key in results and results[key]["prompt_hash"] != sample.prompt_hash:
+            # The text may be the same, and the beginning-of-sequence token new.
+            same = {"prompt_hash": sample.prompt_hash, "prompt_tokens": len(_ids(sample))}
+            if key in results and not same.items() <= results[key].items():
                 raise UserError(
                     f'{results.folder}: sample {key.number} of task "{key.task}" at length '
                     f"{key.length} had another prompt, so data, tokenizer or options have "
@@ -183,6 +186,20 @@ def _answer(task: Task, sample: Sample | Document, model: Model, forced: bool) -
         "prefill_seconds": round(generated.prefill_seconds, 4),
         "decode_seconds": round(generated.decode_seconds, 4),
     }
+
+
+def _ids(sample: Sample | Document) -> np.ndarray:
+    return sample.ids if isinstance(sample, Document) else sample.prompt_ids
+
+
+def _check_ids(sample: Sample | Document, model: Model) -> None:
+    """Rejects ids that only the tokenizer has."""
+    ids = _ids(sample)
+    if ids.max() >= model.vocab_size:
+        raise UserError(
+            f'sample {sample.number} of task "{sample.task}" at length {sample.length} has token '
+            f"id {ids.max()}, but the model has only ids from 0 to {model.vocab_size - 1}"
+        )
 
 
 def _check_finite(numbers: np.ndarray, sample: Sample | Document) -> None:

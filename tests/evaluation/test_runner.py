@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.report import write_report
 from mtraining_jax.evaluation.results import Results, read_lines, read_settings
@@ -91,6 +92,25 @@ def test_a_killed_evaluation_resumes_where_it_stopped(tmp_path, stop_after):
     run(folder, plan(samples=6), again)  # further samples are added
     assert sum(model.asked for model in again.values()) == 4
     assert len(list(read_lines(folder))) == 24
+
+
+def test_results_without_a_token_at_the_beginning_are_not_resumed_with_one(tmp_path):
+    class WithBos(ByteTokenizer):
+        def encode(self, text, bos=True):
+            return np.append(np.uint16(0), super().encode(text)) if bos else super().encode(text)
+
+    run(tmp_path, plan(samples=1), models())
+    with pytest.raises(UserError, match='sample 0 of task "needle" at length 2048 had another'):
+        run(tmp_path, plan(samples=1), models(tokenizer=WithBos()))
+
+
+def test_a_prompt_with_an_id_that_the_model_lacks_is_named(tmp_path):
+    with pytest.raises(UserError) as caught:
+        run(tmp_path, plan(samples=1), models(vocab_size=122))
+    assert str(caught.value) == (
+        'sample 0 of task "needle" at length 2048 has token id 122, but the model has only ids '
+        "from 0 to 121"
+    )
 
 
 def test_results_with_other_settings_are_refused_and_nothing_is_written(tmp_path):
