@@ -57,15 +57,15 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
         if name in override and name in FREE:
             continue
         if name not in model:
-            model[name] = _plain(found[name])
+            model[name] = as_toml(found[name])
         elif not _equal(name, model[name], found):
             way = f', or keep it with model.override = ["{name}"]' if name in FREE else ""
             say(
                 f"model.{name}",
                 f"model.{name} = {_text(model[name])} differs from {Path(folder) / CONFIG_FILE},"
-                f" which has {_text(_plain(found[name]))}: remove it{way}",
+                f" which has {_text(as_toml(found[name]))}: remove it{way}",
             )
-            model[name] = _plain(found[name])
+            model[name] = as_toml(found[name])
     data, tokenizer = table.get("data", {}), Path(folder) / "tokenizer.json"
     if isinstance(data, dict) and tokenizer.is_file():
         data = {"tokenizer": str(tokenizer), **data}
@@ -84,7 +84,7 @@ def _equal(name: str, given: Any, found: Mapping[str, Any]) -> bool:
     return next(both) == next(both)
 
 
-def _plain(value: Any) -> Any:
+def as_toml(value: Any) -> Any:
     """A value as TOML would load it."""
     if not isinstance(value, RopeScaling):
         return value

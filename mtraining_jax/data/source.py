@@ -59,6 +59,11 @@ class Source:
         """Ids that begin the documents of pre-tokenized data, if it records them."""
         return None
 
+    @property
+    def sources(self) -> "list[Source]":
+        """The sources of the documents: itself, or those of its parts."""
+        return [self]
+
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         """Opens the source; called once, after `problems`, with the same result in all processes.
 

@@ -18,7 +18,8 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.file_limits import LARGEST_TOKENIZER, absence, check_size, read_json
 
-# End tokens of common model families; a vocabulary must have exactly one of them.
+# End tokens of common model families. Unless a vocabulary has exactly one of them,
+# tokenizer_config.json must name the end token.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 # Settings of tokenizer_config.json that transformers adds first, in this order.
@@ -155,7 +156,8 @@ class HuggingFaceTokenizer(Tokenizer):
         # Ids may have gaps.
         vocab_size = max(vocabulary.values()) + 1
         contents = {token.content for token in self.added_tokens.values()}
-        eos = _find_eos(eos, vocabulary, contents, field)
+        named = self.special_tokens.get("eos_token")
+        eos = _find_eos(eos, vocabulary, contents, named, field)
         if (processor := self._backend.post_processor) is not None:
             self.usual_bos = _first_ids(json.loads(processor.__getstate__()))
         super().__init__(str(path), vocab_size, eos, self._find_bos(bos, vocabulary, field))
@@ -296,7 +298,11 @@ def _first_ids(processor: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _find_eos(
-    eos: int | str | None, vocabulary: dict[str, int], added: Collection[str], field: str
+    eos: int | str | None,
+    vocabulary: dict[str, int],
+    added: Collection[str],
+    named: str | None,
+    field: str,
 ) -> int:
     if isinstance(eos, int):
         return eos
@@ -307,9 +313,12 @@ def _find_eos(
     # Merges may make one of the names too: those of Qwen2.5 make </s>.
     found = [token for token in _EOS_NAMES if token in added]
     found = found or [token for token in _EOS_NAMES if token in vocabulary]
+    if len(found) != 1 and named in vocabulary:
+        return vocabulary[named]
     if len(found) != 1:
         has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(_EOS_NAMES)}"
         raise UserError(
-            f"data.eos is not set, and {field} {has}; set data.eos to the end token or its id"
+            f"data.eos is not set, and {field} {has}; set data.eos to the end token or its id, or "
+            "name it as eos_token in the tokenizer_config.json next to the file"
         )
     return vocabulary[found[0]]

@@ -12,13 +12,19 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mtraining_jax.config import Config, config_of_model
+from mtraining_jax.config.init_from import as_toml
 from mtraining_jax.config.load import with_bos
 from mtraining_jax.config.renamed import with_current_names
 from mtraining_jax.data.documents import DocumentSource, check_ends
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.evaluation.engine.network import Network
-from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values, read_json
-from mtraining_jax.models.huggingface.peft import PEFT_CONFIG, read_peft_config
+from mtraining_jax.models.huggingface.config import (
+    CONFIG_FILE,
+    FREE,
+    read_end_tokens,
+    read_hf_values,
+)
+from mtraining_jax.models.huggingface.peft import MODEL_CONFIG, PEFT_CONFIG, read_peft_config
 from mtraining_jax.models.huggingface.read import check_base, load_parameters, load_peft
 from mtraining_jax.models.lora.adapters import is_adapter
 from mtraining_jax.models.parameters import LAYERS
@@ -27,7 +33,13 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
-from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
+from mtraining_jax.training.checkpoint import (
+    LOWEST_DENSITY,
+    newest_step,
+    read_parameters,
+    read_record,
+)
+from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
@@ -40,6 +52,7 @@ Overrides = Sequence[tuple[str, str]]
 # Sections of a run's configuration that matter for inference.
 _SECTIONS = ("model", "sparsity", "parallel", "data", "loss", "lora")
 _TOKENIZER_FILE = "tokenizer.json"
+_DENSE = 0.999  # densities above are dense; they have rounding errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +104,21 @@ def load(
     if dtype is not None:
         overrides = [*overrides, ("model.dtype", dtype)]
     if step is None:
-        source, trained_sparse = str(folder), False
+        source, trained_sparse, ends = str(folder), False, read_end_tokens(folder)
         # bfloat16 is slow on a CPU.
         usual = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
         if is_adapter_folder:
-            table["lora"], table["model"]["init_from"] = _adapters(folder, overrides)
+            table["lora"], of_model = _adapters(folder, overrides)
+            table["model"] |= of_model
+            ends = ends or read_end_tokens(of_model["init_from"])
     else:
         source = f"{folder}, step {step}"
-        saved = with_current_names(read_record(checkpoints, step)["config"])
+        record = read_record(checkpoints, step)
+        saved, place = with_current_names(record["config"]), record["loader"]
+        if (ends := place.get(END_TOKENS)) is None:  # in older checkpoints
+            start = saved["model"].get("init_from")
+            ends = [] if start is None else read_end_tokens(start)
         table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
         if not table["lora"].get("rank"):
             # The saved sizes are complete, and the folder of the initial weights may be gone.
@@ -109,6 +128,7 @@ def load(
         sparsity = table["sparsity"]
         dense_steps = sparsity.get("dense_cooldown_steps") or sparsity.get("dense_interval")
         trained_sparse = sparsity.get("kind", "dense") != "dense" and not dense_steps
+        trained_sparse &= place.get(LOWEST_DENSITY, 0) < _DENSE  # short documents are dense
     table["parallel"] |= _devices(table["parallel"])
     options = [name for name, _ in overrides if name.startswith("sparsity.")]
     if attention == "dense" and options == ["sparsity.block_size"]:
@@ -143,7 +163,8 @@ def load(
         sparse_answers,
         config.loss.chunk_size,
     )
-    found, stop_ids = _find_tokenizer(folder, config, step is not None, tokenizer)
+    found = _find_tokenizer(folder, config, step is not None, tokenizer, ends)
+    stop_ids = frozenset(ends or ([] if found is None else [found.eos]))
     state = in_compute_dtype(_read(folder, step, config, spec, mesh), spec)
     trained_sparse &= None in spec.windows
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
@@ -201,8 +222,8 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> PatternO
     return settings
 
 
-def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], str]:
-    """Returns the section lora for a folder of PEFT, and the folder of its base."""
+def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the sections lora and model for a folder of PEFT."""
     given = dict(overrides)
     _, named = read_peft_config(folder)
     base = given.get("model.init_from", named)
@@ -214,7 +235,11 @@ def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], str]:
     family = read_hf_values(base, given.get("model.family"))["family"]
     lora, _ = read_peft_config(folder, family)
     fields = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
-    return fields | {"init_from": str(folder)}, base
+    model: dict[str, Any] = {"init_from": base}
+    if (changed := folder / MODEL_CONFIG).is_file():  # by the run, for example its context length
+        values = read_hf_values(changed, given.get("model.family"))
+        model |= {name: as_toml(values[name]) for name in FREE} | {"override": list(FREE)}
+    return fields | {"init_from": str(folder)}, model
 
 
 def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh: Mesh) -> nnx.State:
@@ -243,11 +268,12 @@ def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh:
 
 
 def _find_tokenizer(
-    folder: Path, config: Config, is_run: bool, name: str | None
-) -> tuple[Tokenizer | None, frozenset[int]]:
+    folder: Path, config: Config, is_run: bool, name: str | None, ends: Sequence[int]
+) -> Tokenizer | None:
     data, start = config.data, Path(config.model.init_from or folder)  # of a base, or the folder
-    ids = [] if is_run else _end_ids(start)
-    eos = data.eos if is_run else next(iter(ids), None)
+    eos = data.eos if is_run else None
+    if eos is None and (not is_run or data.source_options.holds_ids):
+        eos = next(iter(ends), None)
     if name is None and is_run:
         # Token files and random ids need none, but the run may name the one they were made with.
         if isinstance(data.source_options, DocumentSource) or data.tokenizer != BYTES:
@@ -256,7 +282,7 @@ def _find_tokenizer(
         files = [x / _TOKENIZER_FILE for x in (folder, start)]
         name = next((str(file) for file in files if file.is_file()), None)
     if name is None:
-        return None, frozenset(ids)
+        return None
     tokenizer = make_tokenizer(name, eos, None if name == BYTES else data.bos)
     check_ends(tokenizer, config.model.vocab_size)
     if tokenizer.bos != tokenizer.usual_bos:
@@ -266,17 +292,4 @@ def _find_tokenizer(
             folder,
             toml_value(data.bos),
         )
-    return tokenizer, frozenset([*ids, tokenizer.eos])
-
-
-def _end_ids(folder: Path) -> list[int]:
-    for path in (folder / "generation_config.json", folder / CONFIG_FILE):
-        found = read_json(path).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
-            if not ids or not all(type(x) is int and x >= 0 for x in ids):
-                raise UserError(
-                    f"{path}: eos_token_id = {found!r} must be an id or a non-empty list of ids"
-                )
-            return ids
-    return []
+    return tokenizer

@@ -26,6 +26,7 @@ class History:
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.count, self.seconds = 0, 0.0  # of all steps
         self.dense = 0  # dense steps of a sparse run
+        self.lowest_density = 1.0
         self.finite = False  # whether any step had a finite loss and gradient norm
         self.first_loss: float | None = None  # finite, as all of these losses
         self.losses: deque[float] = deque(maxlen=10)
@@ -51,10 +52,12 @@ class History:
         if (text := validation_text(record)) is not None:
             self.validation = [*self.validation[:1], text]
         values = {name: record.get(name) for name in _MEANS}
+        if (density := density_of(record)) is not None:
+            self.lowest_density = min(self.lowest_density, density)
         if record.get("dense_step"):
             self.dense += 1
         else:
-            values["density"] = density_of(record)
+            values["density"] = density
         if "tuned" in record:
             fractions = record["tuned_by_group"]
             low, high = self.fractions

@@ -90,6 +90,10 @@ class Mixture(Source):
                     return bos
         return None
 
+    @property
+    def sources(self) -> list[Source]:
+        return [part.source for part in self._parts()]
+
     def open(self, data: DataSpec, vocab_size: int) -> Corpus:
         parts = self._parts()
         corpora = [part.opened(data, vocab_size) for part in parts]

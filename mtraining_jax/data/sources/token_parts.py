@@ -151,6 +151,13 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {BOS: [], **known}  # earlier versions put no token before a text
 
 
+def ends_of(folder: Path) -> tuple[bool, int | None]:
+    """Whether a folder of parts has conversations, and the end token of its other documents."""
+    known = _identity(folder)
+    is_chat = known.get("data.messages_field") is not None
+    return is_chat, None if is_chat else known.get("data.eos")
+
+
 def _files(folder: Path, number: int) -> tuple[Path, ...]:
     """The files of tokens, document lengths and label masks, and the record of a part."""
     name = f"part-{number:05}"

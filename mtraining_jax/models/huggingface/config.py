@@ -12,7 +12,8 @@ from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
 
-CONFIG_FILE, PEFT_CONFIG = "config.json", "adapter_config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+PEFT_CONFIG = "adapter_config.json"
 SPARSE_ENTRY = "sparse_attention"  # its entry for `sparse_attention.py`
 
 # Fields of `ModelSpec` that config.json fixes because they determine the model, and fields in
@@ -46,8 +47,12 @@ def read_hf_config(directory: str | Path, **overrides: Any) -> ModelSpec:
 
 
 def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict[str, Any]:
-    """Reads `FIXED` and `FREE`; `own_family` may be a user's family for the model_type."""
-    path = Path(directory) / CONFIG_FILE
+    """Reads `FIXED` and `FREE` of a folder, or of a file with another name than config.json.
+
+    `own_family` may be a user's family for the model_type.
+    """
+    path = Path(directory)
+    path = path if path.is_file() else path / CONFIG_FILE
     raw = read_json(path)
     kind, architectures = raw.get("model_type"), raw.get("architectures") or [None]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str | None):
@@ -137,6 +142,23 @@ def check_same_model(config: Any, directory: str | Path, override: Sequence[str]
                 f"{name} = {value(ours, name)}"
             )
     return theirs
+
+
+def read_end_tokens(directory: str | Path) -> list[int]:
+    """Reads the ids at which generation stops, as transformers does; empty if none are named.
+
+    Raises UserError if eos_token_id is neither an id nor a list of ids.
+    """
+    for path in (Path(directory) / GENERATION_FILE, Path(directory) / CONFIG_FILE):
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not ids or not all(type(x) is int and x >= 0 for x in ids):
+                raise UserError(
+                    f"{path}: eos_token_id = {found!r} must be an id or a non-empty list of ids"
+                )
+            return ids
+    return []
 
 
 def read_json(path: Path, limit: int = file_limits.LARGEST_CONFIG) -> dict[str, Any]:

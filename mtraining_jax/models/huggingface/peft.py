@@ -28,6 +28,9 @@ from mtraining_jax.utils.limits import (
     check_limits,
 )
 
+# The adapted model, as config.json. With that name, transformers would expect the weights of the
+# base in the folder.
+MODEL_CONFIG = "model_config.json"
 BASE_DIGEST = "base_digest"  # in the metadata of the tensors
 # Values of `init_lora_weights`; others, such as "pissa", also change the base.
 _INITS = True, False, "gaussian", "eva", "orthogonal"

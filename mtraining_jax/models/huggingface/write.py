@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +36,9 @@ from mtraining_jax.parallel.host_memory import to_device
 from mtraining_jax.utils.errors import UserError
 
 _SPARSE_FILE = Path(__file__).with_name("sparse_attention.py")
+# Fields of the folder `like` that do not describe what is written: its path, its own code, lengths
+# that transformers prefers to those of RoPE, and the pattern of another run.
+_STALE = "_name_or_path", "auto_map", "original_max_position_embeddings", SPARSE_ENTRY
 # If these are missing, transformers assumes ids that the vocabulary may not have.
 _UNKNOWN_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -50,7 +53,7 @@ def save_hf(
     copied: Mapping[str, Path | dict[str, Any]] | None = None,
     replace: bool = False,
     like: str | Path | None = None,
-    eos: int | None = None,
+    eos: Sequence[int] = (),
     sparsity: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes config.json and safetensors for transformers.
@@ -68,7 +71,7 @@ def save_hf(
         copied: extra files by name: a file to copy, or the contents of a JSON file.
         replace: replace an older folder, which is deleted when the new one is complete.
         like: folder with a config.json that provides fields that are not in `ModelSpec`.
-        eos: id of the end token, if `like` has none.
+        eos: ids of the end tokens; none: those of `like`.
         sparsity: result of `sparse_entry`; if given, transformers can use the pattern with a file
             that is added.
 
@@ -81,16 +84,10 @@ def save_hf(
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be positive")
 
-    first = {} if like is None else read_json(Path(like) / CONFIG_FILE)
-    config_json = _UNKNOWN_TOKENS | first | hf_config(spec, dtype)
-    config_json.pop(SPARSE_ENTRY, None)  # of the run that wrote `like`
-    if (original := "original_max_position_embeddings") not in hf_config(spec, dtype):
-        config_json.pop(original, None)  # it would replace that of the RoPE section
+    config_json = config_like(spec, dtype, like, eos)
     if sparsity is not None:
         config_json[SPARSE_ENTRY] = dict(sparsity)
         copied = {**(copied or {}), _SPARSE_FILE.name: _SPARSE_FILE}
-    if config_json["eos_token_id"] is None and eos is not None and eos < spec.vocab_size:
-        config_json["eos_token_id"] = eos
     names, leaves = jax.tree.leaves(parameter_names(state)), jax.tree.leaves(state)
     parameters = dict(zip(names, leaves, strict=True))
     found = {name: parameter.shape for name, parameter in parameters.items()}
@@ -127,6 +124,18 @@ def save_hf(
         if is_first:
             folder.discard()
     return directory
+
+
+def config_like(
+    spec: ModelSpec, dtype: str, like: str | Path | None, eos: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns the contents of config.json; for the arguments see `save_hf`."""
+    first = {} if like is None else read_json(Path(like) / CONFIG_FILE)
+    first = {name: value for name, value in first.items() if name not in _STALE}
+    found = _UNKNOWN_TOKENS | first | hf_config(spec, dtype)
+    if eos:
+        found["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    return found
 
 
 def save_peft(
@@ -249,13 +258,17 @@ class _Folder:
 
     def __init__(self, target: Path, replace: bool) -> None:
         self.target, self.replace = target, replace
-        self.temporary = target.absolute().parent / f".{target.name}.tmp-{os.getpid()}"
+        self.temporary = target.absolute().with_name(f".{target.name}.tmp")
+        self.old = self.temporary.with_suffix(".old")
 
     def make(self) -> None:
         in_use = self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir()))
         if in_use and not (self.replace and self.target.is_dir()):
             raise UserError(f"{self.target} exists and is not an empty folder; use another folder")
         self.temporary.parent.mkdir(parents=True, exist_ok=True)
+        for left in (self.temporary, self.old):  # by a process that was killed
+            if left.exists():
+                shutil.rmtree(left)
         self.temporary.mkdir()
 
     def write_tensors(
@@ -263,6 +276,8 @@ class _Folder:
     ) -> None:
         path = self.temporary / file
         save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+        if metadata:
+            _sort_metadata(path)
         mask = os.umask(0)
         os.umask(mask)
         path.chmod(0o666 & ~mask)  # safetensors creates files that only their owner can read
@@ -271,6 +286,7 @@ class _Folder:
     def write_others(self, files: Mapping[str, Path | dict[str, Any]]) -> None:
         for name, content in files.items():
             path = self.temporary / name
+            path.parent.mkdir(exist_ok=True)
             if isinstance(content, Path):
                 shutil.copyfile(content, path)
             else:
@@ -281,10 +297,9 @@ class _Folder:
         _flush(self.temporary)
         if self.replace and self.target.exists():
             # Renaming cannot replace a folder that is not empty, so it is moved away first.
-            old = self.temporary.with_suffix(".old")
-            self.target.rename(old)
+            self.target.rename(self.old)
             self.temporary.rename(self.target)
-            shutil.rmtree(old)
+            shutil.rmtree(self.old)
         else:
             self.temporary.rename(self.target)
         _flush(self.target.absolute().parent)
@@ -308,6 +323,17 @@ def _on_first(folder: _Folder, step: Callable[..., None], *arguments: Any) -> No
         failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failed)))
     if failed:
         raise UserError(problem or "the first process could not write the checkpoint")
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sorts the metadata of a safetensors file, which otherwise has another order each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        file.seek(8)
+        file.write(text.encode().ljust(size))
 
 
 def _flush(path: Path) -> None:

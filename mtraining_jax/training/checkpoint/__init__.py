@@ -1,6 +1,7 @@
 """Checkpoints of the full training state: saved in the background, restored on any mesh."""
 
 from mtraining_jax.training.checkpoint.store import (
+    LOWEST_DENSITY,
     Checkpoints,
     check_intact,
     newest_step,
@@ -11,6 +12,7 @@ from mtraining_jax.training.checkpoint.store import (
 )
 
 __all__ = [
+    "LOWEST_DENSITY",
     "Checkpoints",
     "check_intact",
     "newest_step",

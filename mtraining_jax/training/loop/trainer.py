@@ -20,7 +20,8 @@ from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import open_writers
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
-from mtraining_jax.training.checkpoint import Checkpoints, read_state, run_folder
+from mtraining_jax.training.checkpoint import LOWEST_DENSITY, Checkpoints, read_state, run_folder
+from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS, end_tokens
 from mtraining_jax.training.checkpoint.export import export_state
 from mtraining_jax.training.checkpoint.local import open_local, read_local_state
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -109,6 +110,7 @@ class Trainer:
             tunes = config.sparsity.tune != "none"
             self._replicas = Tuner(config, loader, mesh) if tunes else ReplicaLoad(config, loader)
         self._alarms = Alarms(config)
+        self._end_tokens, self._lowest_density = end_tokens(config), 1.0
         check_state_memory(builder.abstract(), mesh.local_devices)
         if resume_from is None:
             self._state = builder.fresh()
@@ -147,6 +149,8 @@ class Trainer:
             self._replicas.go_to(step, place.get(_TUNING))
         self._alarms.go_to(place.get(_ALARMS))
         self._goodput.go_to(place.get(_GOODPUT))
+        self._end_tokens = end_tokens(self._config, place.get(END_TOKENS, ()))
+        self._lowest_density = place.get(LOWEST_DENSITY, 0.0)  # unknown in older checkpoints
         where = " in checkpoint.local_dir" if is_local else ""
         self._display.say(f"resuming from the checkpoint of step {step}{where}")
         self._display.say(*resume_notes(folder / str(step), record["config"], self._config, step))
@@ -243,6 +247,9 @@ class Trainer:
         # Saving waits for the devices anyway.
         with self._finished.paused("checkpoint"), self._watchdog.watch(what):
             place = self._batches.loader.get_state() | {_ALARMS: self._alarms.state()}
+            place[END_TOKENS] = self._end_tokens
+            lowest = self._finished.wait().lowest_density
+            place[LOWEST_DENSITY] = min(lowest, self._lowest_density)
             place[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
             if isinstance(self._replicas, Tuner):
                 place[_TUNING] = self._replicas.state()
@@ -268,7 +275,8 @@ class Trainer:
         if self._save_is_due():
             places.append(_short(self._checkpoints.folder / str(self._step)))
         if self._config.checkpoint.export_hf:
-            places += map(str, export_state(self._config, self._builder, self._state))
+            eos = self._end_tokens
+            places += map(str, export_state(self._config, self._builder, self._state, eos))
         return places
 
     def _asked_to_stop(self) -> bool:
