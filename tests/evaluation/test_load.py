@@ -35,7 +35,8 @@ def run(tmp_path_factory):
     return saved_run(tmp_path_factory.mktemp("load"))
 
 
-def saved_run(folder, **sections):
+def saved_run(folder, place=None, **sections):
+    """A run in `folder` that has saved `place` next to its position in the data."""
     config = tiny_config(
         folder,
         run={"name": "test", "output_dir": str(folder / "runs")},
@@ -50,7 +51,7 @@ def saved_run(folder, **sections):
 
     state = jax.tree.map(some, StateBuilder(config, make_mesh(1, 2, 2)).abstract())
     checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
-    checkpoints.save(3, state, {}, config)
+    checkpoints.save(3, state, place or {}, config)
     checkpoints.close()
     return config.run.folder, {name: np.asarray(x) for name, x in state.parameters.items()}
 
@@ -112,6 +113,10 @@ def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
     for name, sparsity in {"last": {"dense_cooldown_steps": 1}, "dense": {"kind": "dense"}}.items():
         cooled_down, _ = saved_run(tmp_path / name, sparsity=sparsity)
         assert load(cooled_down, attention="dense").note_on_dense_use() is None
+    for name, density in {"short": 1.0000003, "long": 0.99}.items():  # documents
+        folder, _ = saved_run(tmp_path / name, place={"lowest_density": density})
+        noted = load(folder, attention="dense").note_on_dense_use() is not None
+        assert noted == (name == "long")
     assert load(QWEN2, attention="dense").note_on_dense_use() is None
 
 
@@ -129,6 +134,34 @@ def test_a_run_on_token_files_has_the_tokenizer_that_it_names(tmp_path):
     found = load(folder, attention="dense")
     assert found.tokenizer.name == str(path) and found.stop_ids == {0}
     assert found.tokenizer.encode("hello").tolist() == [2]
+
+
+def test_a_run_on_token_files_knows_its_end_tokens(tmp_path):
+    """Also if its tokenizer has two usual ones."""
+    words = {"unknown": 0, "<|endoftext|>": 1, "</s>": 2, "hello": 3}
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "unknown")).save(str(path))
+    data = {"data": {"tokenizer": str(path)}}
+    folder, _ = saved_run(tmp_path / "new", place={"end_tokens": [2, 3]}, **data)
+    found = load(folder, attention="dense")
+    assert found.stop_ids == {2, 3} and found.tokenizer.eos == 2
+    # Earlier versions did not save them, but the folder it started from may still exist.
+    start = shutil.copytree(QWEN2, tmp_path / "start")
+    old, _ = saved_run(tmp_path / "old", **data)
+    record = next((old / "checkpoints" / "3" / "record").iterdir())
+    saved = json.loads(record.read_text())
+    saved["config"]["model"]["init_from"] = str(start)
+    record.write_text(json.dumps(saved))
+    with pytest.raises(
+        UserError, match=r"has <\|endoftext\|> and </s>; .* or name it as eos_token"
+    ):
+        load(old, attention="dense")
+    (start / "generation_config.json").write_text('{"eos_token_id": [1, 9]}')
+    found = load(old, attention="dense")
+    assert found.stop_ids == {1, 9} and found.tokenizer.eos == 1
+    shutil.rmtree(start)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert load(old, attention="dense").stop_ids == {2}
 
 
 def test_a_hugging_face_folder_has_its_tokenizer_and_end_tokens(tmp_path):

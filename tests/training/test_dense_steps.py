@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
+from mtraining_jax.training.checkpoint.store import read_record
 from mtraining_jax.training.loop import run
 from tests.training.common import changed, losses, written
 
@@ -72,6 +73,9 @@ def test_a_run_that_ends_dense_is_one_of_two_commands_to_the_bit(sparse, capsys)
     parts += run(changed(two, run={"steps": 4}, sparsity={"kind": "dense"}))
     assert [without_times(x) for x in records] == [without_times(x) for x in parts]
     assert checksums(one, 4) == checksums(two, 4) != checksums(one, 2)
+    for config in (one, two):  # of all steps, also before the second command
+        place = read_record(checkpoint_folder(config), 4)["loader"]
+        assert place["lowest_density"] == min(record["density"] for record in records)
 
     # A run stopped before its dense steps takes the same ones, and compiles no other program.
     shutil.rmtree(checkpoint_folder(one) / "4")

@@ -2,6 +2,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -9,8 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from mtraining_jax.models.huggingface import read, write
 from mtraining_jax.models.huggingface.config import check_same_model, read_hf_config
+from mtraining_jax.models.huggingface.peft import PEFT_CONFIG, PEFT_FILE
 from mtraining_jax.models.huggingface.read import load_hf
-from mtraining_jax.models.huggingface.write import save_hf
+from mtraining_jax.models.huggingface.write import save_hf, save_peft
+from mtraining_jax.models.lora.adapters import LoraSpec, is_adapter
 from mtraining_jax.models.rope import LinearScaling, YarnScaling
 from mtraining_jax.models.transformer import param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
@@ -444,6 +447,53 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot write .*out: .*No space left on device"):
         save_hf(tmp_path / "out", spec, drawn(spec)[1], max_shard_bytes=10_000)
     assert saved and list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    spec = tiny_spec()
+    for name in (".out.tmp", ".out.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
+    save_hf(tmp_path / "out", spec, drawn(spec)[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    save_hf(tmp_path / "out", spec, drawn(spec)[1], replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_adapters_replace_older_ones_with_the_same_bytes(tmp_path):
+    spec = tiny_spec(lora=LoraSpec(2, 4.0, ("q_proj",)))
+    shapes = {n: x.shape for n, x in spec.parameters.items() if is_adapter(n)}
+    rng, folder = np.random.default_rng(0), tmp_path / "adapter"
+    adapters = {n: jnp.asarray(rng.normal(size=x), jnp.float32) for n, x in shapes.items()}
+    base = {"norm.weight": jnp.ones(8)}
+    files = set()
+    for _ in range(6):  # the order of two entries of metadata is random
+        save_peft(folder, spec, adapters, base=base, base_folder="b")
+        files.add((folder / PEFT_FILE).read_bytes())
+        (folder / "older.txt").write_text("of the older one")
+    assert len(files) == 1 and len(load_file(folder / PEFT_FILE)) == 2 * spec.num_layers
+    (folder / "older.txt").unlink()
+    assert {x.name for x in folder.iterdir()} == {PEFT_CONFIG, PEFT_FILE}
+    (folder / PEFT_CONFIG).unlink()
+    with pytest.raises(UserError, match="adapter exists and is not an empty folder"):
+        save_peft(folder, spec, adapters, base=base, base_folder="b")
+    assert [x.name for x in folder.iterdir()] == [PEFT_FILE]
+
+
+def test_fields_that_do_not_describe_what_is_written_are_dropped(original, tmp_path):
+    spec = untied()
+    like = shutil.copytree(original, tmp_path / "like")
+    config = json.loads((like / "config.json").read_text())
+    stale = {"_name_or_path": "x", "auto_map": {"AutoModel": "x.Y"}}
+    stale |= {"original_max_position_embeddings": 7, "sparse_attention": {}}
+    own = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "my_field": 4}
+    own |= {"transformers_version": "4.51.0"}
+    (like / "config.json").write_text(json.dumps(config | stale | own))
+    for eos, expected in (((), 2), ([5], 5), ([5, 2], [5, 2])):
+        out = save_hf(tmp_path / "out", spec, drawn(spec)[1], like=like, eos=eos, replace=True)
+        written = json.loads((out / "config.json").read_text())
+        dtypes = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        assert written == config | own | dtypes | {"eos_token_id": expected}
 
 
 def test_invalid_arguments_are_refused(tmp_path):
