@@ -70,6 +70,7 @@ _ARCHITECTURES = {
         "Qwen2ForCausalLM", False, ("attn_q", "attn_k", "attn_v"), {"use_sliding_window": False}
     ),
 }
+_OTHER_ENDS = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 _TOKENIZERS = {
     "smollm": _Tokenizer(None, {"type": "Digits", "individual_digits": True}, True, True),
     "qwen2": _Tokenizer(
@@ -138,6 +139,9 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
     """Returns the contents of config.json."""
     data, kind = file.metadata, file.metadata["general.architecture"]
     heads, width = data[f"{kind}.attention.head_count"], data[f"{kind}.embedding_length"]
+    # Turns and messages of chat models may end with other tokens than documents.
+    ends = data["tokenizer.ggml.eos_token_id"], *map(data.get, _OTHER_ENDS)
+    ends = list(dict.fromkeys(end for end in ends if end is not None))
     return {
         "architectures": [_ARCHITECTURES[kind].name],
         "model_type": kind,
@@ -156,7 +160,7 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         **_ARCHITECTURES[kind].fields,
         "bos_token_id": data["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": data["tokenizer.ggml.eos_token_id"],
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
         "torch_dtype": dtype,
     }
 

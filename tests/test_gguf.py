@@ -94,6 +94,7 @@ def write(path, architecture, pre, formats, biases=()):
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
+    writer.add_eot_token_id(2)
     writer.add_chat_template("{{ messages[0].content }}")
     shapes = {
         "token_embd.weight": (len(TOKENS), WIDTH),
@@ -183,7 +184,8 @@ def test_a_llama_is_converted(llama, tmp_path):
     assert tokenizer.decode(ids) == "ab c12" and tokenizer.eos == 0
     conversation = read_conversation([{"role": "user", "content": "ab"}], None, "a test")
     assert ChatTemplate(tokenizer).prompt(conversation) == "ab" and tokenizer.bos_token == 1
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["eos_token_id"]) == ("llama", [0, 2])
 
 
 def test_a_qwen2_with_k_quants_is_converted(qwen2, tmp_path, monkeypatch):
