@@ -74,8 +74,12 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             raise UserError(f"{where} has a part that is not text; only text is supported")
     if not isinstance(content, str) and not (content is None and role == "assistant" and calls):
         raise UserError(f"{where} has no content; it must be text")
-    if read.get("weight", 1) not in (0, 1):
-        raise UserError(f"{where} has weight = {read['weight']}; it must be 0 (not trained) or 1")
+    for name in ("weight", "train"):
+        if read.get(name, 1) not in (0, 1):
+            value = shortened(str(read[name]), 40)
+            raise UserError(f"{where} has {name} = {value}; it must be 0 (not trained) or 1")
+    if not read.get("train", 1):
+        read["weight"] = 0
     if not isinstance(calls, list):
         raise UserError(f"{where} has tool_calls that are not a list")
     if calls:

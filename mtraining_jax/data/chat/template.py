@@ -2,32 +2,41 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import re
-import uuid
 import zlib
+from collections import defaultdict
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mtraining_jax.data.chat.conversation import REASONING, Conversation
-from mtraining_jax.data.files import errors_as
+from mtraining_jax.data.chat.rendering import Rendered, Template
+from mtraining_jax.data.files import errors_as, shown_names
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.file_limits import read_text
+from mtraining_jax.utils.file_limits import read_json, read_text
 
-_TEMPLATE_FILE = "chat_template.jinja"
+# Where transformers saves templates, in order of preference; the last one is of processors.
+_FILE, _FOLDER, _PROCESSOR_FILE = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "chat_template.json",
+)
 # `strftime_now` of templates, fixed so that all processes and resumed runs render the same text.
 TRAINING_DATE = datetime(2024, 7, 26)
-# Before and after the text that a template marks; random, so that no message contains it.
-_MARK = f"\ufdd0{uuid.uuid4().hex}"
 # A note of `MaskedTokens`.
-_CHANGED = "conversations with a turn that is not trained because the template changes it later"
+_CHANGED = (
+    "conversations with a turn that is not trained because the chat template does not print it as "
+    "the model would generate it"
+)
 _GENERATION = re.compile(r"{%[-+]?\s*generation\b")
+_R = TypeVar("_R")
+_HINT = "mark what is trained with {% generation %} in the template"
 
 
 class ChatTemplate:
@@ -36,8 +45,7 @@ class ChatTemplate:
     Templates are rendered as in transformers: in Jinja's sandbox, with the same functions.
 
     Args:
-        tokenizer: A tokenizer.json with the template in the tokenizer_config.json or the
-            chat_template.jinja next to it.
+        tokenizer: A tokenizer.json with templates next to it, in files or tokenizer_config.json.
         now: The time for templates that print the date.
 
     Raises:
@@ -54,27 +62,22 @@ class ChatTemplate:
         self._name, sources = _sources(tokenizer)
         self._marked = {name for name, source in sources.items() if _GENERATION.search(source)}
         self.checksum = zlib.crc32(json.dumps([sources, tokenizer.special_tokens]).encode())
-        environment = _environment(now)
         # A template is code, so this may raise anything.
         with errors_as(UserError, f"{self._name}: the chat template is not valid", Exception):
-            self._templates = {
-                name: environment.from_string(source) for name, source in sources.items()
-            }
+            self._templates = {name: Template(source, now) for name, source in sources.items()}
         self._variables = tokenizer.special_tokens | {"documents": None}
         added = tokenizer.added_tokens
         self._special = {token.content: id for id, token in added.items() if token.special}
-        longest_first = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, longest_first)))
 
     def prompt(self, conversation: Conversation) -> str:
         """The text after which the model answers a conversation."""
-        return _marked_spans(self._render(conversation, prompt=True))[0]
+        return self._render(conversation, prompt=True)
 
     def end_token(self, conversation: Conversation) -> int | None:
         """The id of the token that ends an answer to a conversation; None if there is none."""
         messages = [*conversation.messages, {"role": "assistant", "content": "Yes."}]
         text = self._render(dataclasses.replace(conversation, messages=messages))
-        _, answer, after = _marked_spans(text)[0].rpartition("Yes.")
+        _, answer, after = text.rpartition("Yes.")
         ends = [end for end in self._special if answer and after.lstrip().startswith(end)]
         return self._special[max(ends, key=len)] if ends else None
 
@@ -83,91 +86,171 @@ class ChatTemplate:
 
         These are the tokens in `{% generation %}` blocks of the template. If it has none, they are
         for each message of the assistant the tokens from the end of its prompt up to the token that
-        ends its turn. Not trained are messages with `weight = 0` (as in OpenAI's API), and those
-        that the template changes once later messages follow, for example without their reasoning.
+        ends its turn. Not trained are messages with `weight = 0` (as in OpenAI's API), those that
+        the template changes once later messages follow, for example without their reasoning, and
+        other end tokens than those of a last message.
+
+        The number of renderings does not depend on that of messages, unless the prompts of a
+        conversation differ.
 
         Raises:
             UserError: If the template cannot render the conversation, ignores a part of it, or does
-                not show what the model generates; also without a message of the assistant.
+                not show what the model generates in any turn; also without a message of the
+                assistant.
         """
         messages, where, note = conversation.messages, conversation.where, ""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise UserError(f"{where}: no message has the role assistant, so nothing is trained")
-        weights = [messages[turn].get("weight", 1) for turn in turns]
+        asked = [turn for turn in turns if messages[turn].get("weight", 1)]
         text = self._render(conversation)
         self._check_complete(conversation, text)
+        rendered = self._render_marked(conversation)
+        if rendered.text != text:
+            raise UserError(
+                f"{where}: the chat template processes its own output, so it is unknown which part "
+                "the model generates"
+            )
         if self._kind(conversation) in self._marked:
-            text, spans = _marked_spans(text)
-            if 0 in weights and len(spans) != len(turns):
-                raise UserError(
-                    f"{where}: the chat template marks {len(spans)} parts of {len(turns)} messages "
-                    "of the assistant, so weight = 0 has no clear meaning"
-                )
-            weights = weights if 0 in weights else [1] * len(spans)
-            spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
+            spans = rendered.generated
+            if len(asked) < len(turns):
+                if len(spans) != len(turns):
+                    raise UserError(
+                        f"{where}: the chat template marks {len(spans)} parts of {len(turns)} "
+                        "messages of the assistant, so weight = 0 has no clear meaning"
+                    )
+                spans = [spans[turns.index(turn)] for turn in asked]
         else:
-            asked = [turn for turn, weight in zip(turns, weights, strict=True) if weight]
-            found = [self._answer(conversation, turn, text) for turn in asked]
-            spans = [span for span in found if span is not None]
+            spans = self._answers(conversation, asked, rendered)
             if len(spans) < len(asked):
                 note = _CHANGED
         ids, begins, ends = self._tokenizer.encode_with_offsets(text)
         trained = np.zeros(ids.shape, bool)
         for begin, end in spans:
-            trained |= (begins < end) & (ends > begin)
+            trained[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end)] = True
         return MaskedTokens(ids, trained, note)
 
-    def _answer(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int] | None:
-        """Begin and end of what the model generates in a turn; None if it is not in the text."""
-        where = f"{conversation.where}: message {turn + 1}"
-        hint = "mark what is trained with {% generation %} in the template"
-        prompt = self._render(conversation, turn, prompt=True)
-        upto = self._render(conversation, turn + 1).rstrip()
-        if not upto.startswith(prompt):
-            raise UserError(
+    def _answers(
+        self, conversation: Conversation, asked: list[int], rendered: Rendered
+    ) -> list[tuple[int, int]]:
+        """Begins and ends of what the model generates in these turns, as far as the text has it."""
+        alike: dict[Any, list[int]] = defaultdict(list)
+        lost = self._lost_thoughts(conversation, rendered)
+        for turn in asked:
+            before = conversation.messages[turn - 1]["role"] if turn else None
+            alike[before, bool(conversation.messages[turn].get("tool_calls"))].append(turn)
+        spans, problems = [], []
+        for turns in alike.values():
+            shapes = {turn: self._shape(conversation, turn) for turn in (turns[0], turns[-1])}
+            same = len(set(shapes.values())) == 1
+            for turn in turns:
+                known = shapes[turns[0]] if same else shapes.get(turn)
+                shape = known or self._shape(conversation, turn)
+                if isinstance(shape, UserError):
+                    problems.append(shape)
+                elif turn not in lost:
+                    spans += self._span(conversation, turn, rendered, *shape)
+        if problems and not spans:
+            raise problems[0]
+        return spans
+
+    def _shape(
+        self, conversation: Conversation, turn: int
+    ) -> tuple[str, tuple[str, ...]] | UserError:
+        """The begin of a turn in its prompt, and the tokens that end it if it is the last one."""
+        messages, where = conversation.messages, f"{conversation.where}: message {turn + 1}"
+        last = dataclasses.replace(conversation, messages=messages[: turn + 1])
+        before = dataclasses.replace(conversation, messages=messages[:turn])
+        try:
+            prompt, rendered = self._render(before, prompt=True), self._render_marked(last)
+        except UserError as error:
+            return error
+        if turn not in rendered.messages:
+            return UserError(
+                f"{where}: the chat template does not print each message once in a loop, so it is "
+                f"unknown what the model generates; {_HINT}"
+            )
+        text, (begin, _) = rendered.text, rendered.messages[turn]
+        if begin > len(prompt) or not text.startswith(prompt):
+            return UserError(
                 f"{where}: the chat template does not continue its own prompt, which ends with "
-                f"{json.dumps(prompt[-40:])}, so it is unknown what the model generates; {hint}"
+                f"{json.dumps(prompt[-40:])}, so it is unknown what the model generates; {_HINT}"
             )
-        end = self._end_of_turn(upto)
-        if end is None:
-            raise UserError(
+        ends = self._end_tokens(text[len(prompt) :])
+        if not ends:
+            return UserError(
                 f"{where}: the chat template ends this turn without a special token, so the model "
-                f"would not learn to stop; {hint}"
+                f"would not learn to stop; {_HINT}"
             )
-        content, answer = conversation.messages[turn].get("content") or "", upto[len(prompt) :]
-        if "".join(content.split()) not in "".join(answer.split()):  # they may trim spaces
-            raise UserError(f"{where}: the chat template drops a part of its content; {hint}")
-        if text.startswith(upto):
-            return len(prompt), len(upto)
-        # Later messages change the turn: harmless if it only loses tags, such as empty reasoning
-        # before the answer, or another special token after the one that ends the turn.
-        begin = len(prompt)
-        while end is not None and text.startswith(prompt):
-            kept = text[begin : text.find(end, begin) + len(end)]
-            lost = self._added.sub("", answer.removesuffix(kept)).strip()
-            if kept.endswith(end) and answer.endswith(kept) and not lost:
-                return begin, begin + len(kept)
-            answer = answer.removesuffix(end).rstrip()
-            end = self._end_of_turn(answer)
-        return None
+        if not _holds(text[begin:], len(prompt) - begin, messages[turn]):
+            return UserError(
+                f"{where}: the chat template drops a part of its content, also from the last "
+                "message; use a template that renders all of it"
+            )
+        return prompt[begin:], ends
+
+    def _span(
+        self, conversation: Conversation, turn: int, rendered: Rendered, begin: str, ends: Any
+    ) -> list[tuple[int, int]]:
+        """Begin and end of what the model generates in a turn, if the text has it."""
+        first, stop = rendered.messages.get(turn, (0, 0))
+        text = rendered.text[first:stop]
+        message = conversation.messages[turn]
+        if not text.startswith(begin) or not _holds(text, len(begin), message):
+            return []
+        text, found = text.rstrip(), self._end_tokens(text[len(begin) :])
+        if found and not any(found[-n:] == ends[:n] for n in range(1, len(found) + 1)):
+            text = text.removesuffix(found[-1])  # not what ends a last message
+        return [(first + len(begin), first + len(text))]
+
+    def _lost_thoughts(self, conversation: Conversation, rendered: Rendered) -> set[int]:
+        """The messages with reasoning that is not in the text."""
+        messages = conversation.messages
+        thoughts = {i for i, message in enumerate(messages) if REASONING[0] in message}
+        if not thoughts:
+            return set()
+        other = self._render_marked(
+            dataclasses.replace(conversation, messages=_unthought(messages))
+        )
+        with_thoughts, without = (
+            {i: each.text[slice(*each.messages.get(i, (0, 0)))] for i in thoughts}
+            for each in (rendered, other)
+        )
+        return {i for i in thoughts if with_thoughts[i] == without[i]}
+
+    def _end_tokens(self, text: str) -> tuple[str, ...]:
+        """The last special tokens of a text, if it ends with one; at most 4."""
+        found: list[str] = []
+        while len(found) < 4:
+            text = text.rstrip()
+            ends = list(filter(text.endswith, self._special))
+            if not ends:
+                break
+            found.insert(0, max(ends, key=len))
+            text = text.removesuffix(found[0])
+        return tuple(found)
 
     def _check_complete(self, conversation: Conversation, text: str) -> None:
         """Raises UserError if the template ignores a part that many templates ignore."""
         messages, tools = conversation.messages, conversation.tools
-        less: dict[str, tuple[list[dict[str, Any]], Any]] = {"tools": (messages, None)}
+        cases: list[tuple[str, list[Any], list[Any], Any]] = [("tools", messages, messages, None)]
         for role in ("developer", "tool"):
-            kept = [message for message in messages if message["role"] != role]
-            less[f"messages of the role {role}"] = kept, tools
-        for names in (("tool_calls",), REASONING):
-            kept = [{n: x for n, x in message.items() if n not in names} for message in messages]
-            less[names[0]] = kept, tools
-        for part, (messages, tools) in less.items():
-            other = Conversation(messages, tools, conversation.where)
-            if other == conversation:
+            others = [message for message in messages if message["role"] != role]
+            cases.append((f"messages of the role {role}", messages, others, tools))
+        for most, part in ((0, "tool_calls"), (1, "several tool_calls in a message")):
+            fewer = [_with_calls(message, most) for message in messages]
+            cases.append((part, messages, fewer, tools))
+        # Many templates drop the reasoning of earlier messages.
+        if thoughts := [i for i, message in enumerate(messages) if REASONING[0] in message]:
+            upto = messages[: thoughts[-1] + 1]
+            cases.append((REASONING[0], upto, _unthought(upto), tools))
+        for part, whole, rest, other_tools in cases:
+            if (rest, other_tools) == (whole, tools):
                 continue
+            of = dataclasses.replace(conversation, messages=whole)
             try:
-                ignored = self._render(other) == text
+                other = self._render(Conversation(rest, other_tools, conversation.where))
+                ignored = other == (text if whole is messages else self._render(of))
             except UserError:
                 continue
             if ignored:
@@ -179,86 +262,82 @@ class ChatTemplate:
     def _kind(self, conversation: Conversation) -> str:
         """The name of the template, which some folders have several of."""
         has_tools = conversation.tools is not None and "tool_use" in self._templates
-        return "tool_use" if has_tools else "default"
+        kind = "tool_use" if has_tools else "default"
+        if kind not in self._templates:
+            raise UserError(
+                f"{conversation.where}: {self._name} has no chat template with the name "
+                f'"{kind}"; it has {shown_names(self._templates)}'
+            )
+        return kind
 
-    def _render(
-        self, conversation: Conversation, count: int | None = None, prompt: bool = False
-    ) -> str:
-        """The text of the first `count` messages, with that before an answer if `prompt`."""
+    def _render(self, conversation: Conversation, prompt: bool = False) -> str:
+        """The text of a conversation, with that before an answer if `prompt`."""
+        return self._called(Template.render, conversation, prompt)
+
+    def _render_marked(self, conversation: Conversation) -> Rendered:
+        return self._called(Template.render_marked, conversation, False)
+
+    def _called(self, render: Callable[..., _R], conversation: Conversation, prompt: bool) -> _R:
         template = self._templates[self._kind(conversation)]
         what = f"{conversation.where}: the chat template of {self._name} fails"
         with errors_as(UserError, what, Exception):
-            return template.render(
-                messages=conversation.messages[:count],
+            return render(
+                template,
+                conversation.messages,
                 tools=conversation.tools,
                 add_generation_prompt=prompt,
                 **self._variables,
             )
 
-    def _end_of_turn(self, text: str) -> str | None:
-        """The special token at the end of a text."""
-        found = filter(text.rstrip().endswith, self._special)
-        return max(found, key=len, default=None)
+
+def _with_calls(message: dict[str, Any], most: int) -> dict[str, Any]:
+    """A message with at most so many tool calls."""
+    calls = message.get("tool_calls", [])[:most]
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return rest | ({"tool_calls": calls} if calls else {})
+
+
+def _unthought(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without their reasoning."""
+    return [{n: x for n, x in message.items() if n not in REASONING} for message in messages]
+
+
+def _holds(text: str, begin: int, message: dict[str, Any]) -> bool:
+    """Whether a text has the content of a message, which ends after `begin`, apart from spaces."""
+    # Prompts may end with the first tag of the reasoning.
+    begin, text = len("".join(text[:begin].split())), "".join(text.split())
+    content = "".join((message.get("content") or "").split())
+    return not content or text.find(content, max(begin - len(content) + 1, 0)) >= 0
 
 
 def _sources(tokenizer: HuggingFaceTokenizer) -> tuple[Path, dict[str, str]]:
-    """The file with the templates, and their texts by name."""
-    file = Path(tokenizer.name).with_name(_TEMPLATE_FILE)
-    if file.exists():
-        with errors_as(UserError, f"{file} cannot be read", OSError, UnicodeDecodeError):
-            return file, {"default": read_text(file)}
-    file, found = tokenizer.settings_file, tokenizer.settings.get("chat_template")
-    if isinstance(found, str):
-        return file, {"default": found}
+    """The file or folder with the templates, and their texts by name, as in transformers."""
+    config, folder = tokenizer.settings_file, tokenizer.settings_file.parent
+    files = {"default": folder / _FILE} if (folder / _FILE).exists() else {}
+    files |= {path.stem: path for path in sorted((folder / _FOLDER).glob("*.jinja"))}
+    if files:
+        with errors_as(UserError, f"{folder}: a chat template cannot be read", OSError, ValueError):
+            found = {name: read_text(path) for name, path in files.items()}
+        return files.get("default", folder / _FOLDER), found
+    found, file = tokenizer.settings.get("chat_template"), config
+    if found is None and (folder / _PROCESSOR_FILE).exists():
+        file = folder / _PROCESSOR_FILE
+        with errors_as(UserError, f"{file} cannot be read", Exception):
+            found = read_json(file)["chat_template"]
     if found is None:
         raise UserError(
             f'data.tokenizer = "{tokenizer.name}" has no chat template: neither chat_template in '
-            f"{file.name} nor {_TEMPLATE_FILE} next to it"
+            f"{config.name} nor {_FILE} next to it"
         )
+    if isinstance(found, str):
+        return file, {"default": found}
     with errors_as(UserError, f"{file}: chat_template is not valid", Exception):
-        named = {str(each["name"]): str(each["template"]) for each in found}
-    if "default" not in named:
-        raise UserError(f'{file}: chat_template has no template with the name "default"')
-    return file, named
-
-
-def _environment(now: datetime) -> Any:
-    """A Jinja environment with what transformers documents for chat templates."""
-    problem = 'chat templates need Jinja2: pip install "jinja2>=3.1.6", or uv run --extra chat'
-    with errors_as(UserError, problem, ImportError):
-        import jinja2
-        from jinja2 import ext, nodes, sandbox
-
-    class Generation(ext.Extension):
-        """Puts marks around the text of `{% generation %}` blocks."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            mark = nodes.Output([nodes.TemplateData(_MARK)])
-            return nodes.Scope([mark, *body, mark]).set_lineno(line)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
-    return environment
-
-
-def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and the spans that they enclosed."""
-    pieces = text.split(_MARK)
-    edges = [0, *itertools.accumulate(map(len, pieces))]
-    return "".join(pieces), list(zip(edges[1:-1:2], edges[2::2], strict=True))
+        named = (
+            found.items()
+            if isinstance(found, dict)
+            else ((each["name"], each["template"]) for each in found)
+        )
+        return file, {str(name): str(source) for name, source in named}
 
 
 @functools.cache

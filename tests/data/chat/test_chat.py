@@ -195,8 +195,11 @@ def test_named_templates(tmp_path):
     each = chats_of(tmp_path / "a", named)
     assert trained_texts(each, encoded(each, TURNS)) == GOLDEN["llama3"][2]
     assert trained_texts(each, encoded(each, WITH_TOOLS, TOOLS)) == GOLDEN["qwen2.5"][2]
-    with pytest.raises(UserError, match="tokenizer_config.json: chat_template has no template"):
-        chats_of(tmp_path / "b", named[1:])
+    each = chats_of(tmp_path / "b", named[1:])
+    assert trained_texts(each, encoded(each, WITH_TOOLS, TOOLS)) == GOLDEN["qwen2.5"][2]
+    assert error(each, TURNS).endswith(
+        'no chat template with the name "default"; it has "tool_use"'
+    )
 
 
 @pytest.mark.parametrize(
