@@ -110,9 +110,14 @@ def noted(notes: Mapping[str, int]) -> str:
     return "".join(f", {number:,} {note}" for note, number in notes.items() if note)
 
 
+_EMPTY = MaskedTokens(np.zeros(0, np.int64), note="skipped because they are empty or null")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableSource(FileSource, DocumentSource):
     """Files with a field or column of text, token ids or messages.
+
+    Documents that are empty, or null in a column other than the tools, are skipped and counted.
 
     Attributes:
         text_field: JSONL field or table column with the text.
@@ -171,17 +176,31 @@ class TableSource(FileSource, DocumentSource):
         names = ("token_field", "mask_field") if self.holds_ids else ("text_field", "prompt_field")
         return {name: column for name in names if (column := getattr(self, name)) is not None}
 
-    def columns_in(self, names: Collection[str]) -> dict[str, str]:
-        """`columns` for a file with these names, which may lack tools."""
+    def columns_in(self, names: Collection[str], where: str) -> dict[str, str]:
+        """`columns` for a file with these names, which may lack tools but have no name twice."""
         lacks_tools = self.messages_field and self.tools_field not in names
-        return {k: x for k, x in self.columns.items() if not (lacks_tools and k == "tools_field")}
+        found = {k: x for k, x in self.columns.items() if not (lacks_tools and k == "tools_field")}
+        for option, column in found.items():
+            if (count := list(names).count(column)) > 1:
+                raise UserError(
+                    f"{where} has {count} columns with the name of {self.shown(option)}; rename "
+                    "all but one of them"
+                )
+        return found
 
     def shown(self, name: str) -> str:
         """An option and its column, for messages."""
         return f'data.{name} = "{self.columns[name]}"'
 
     def document(self, values: Sequence[Any], where: str) -> Document:
-        """The document with these values of `columns_in`; the ids are an array."""
+        """The document with these values of `columns_in`, None for null; the ids are an array.
+
+        A document without content is counted, and has no tokens.
+        """
+        required = values[:1] if self.messages_field else values
+        empty = [isinstance(x, str | list | np.ndarray) and not len(x) for x in required]
+        if all(empty) or any(value is None for value in required):
+            return _EMPTY
         match list(self.columns), values:
             case [_], [content]:
                 return content

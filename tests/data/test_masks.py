@@ -261,7 +261,7 @@ GOOD = [1] * LENGTHS[0]
         ([None, 1, 1, 1, 1], " is not a list of integers"),
         ([[1], [1, 1], 1, 1, 1], " is not a list of integers"),
         ("11111", " is not a list of integers"),
-        (None, " is not a list of integers"),
+        (3, " is not a list of integers"),
     ],
 )
 def test_invalid_masks(tmp_path, mask, reason):

@@ -36,9 +36,8 @@ def write_tokens(folder, **fields):
 
 def read(folder, token_field="input_ids", **fields):
     source = MosaicShards(paths=(str(folder),), token_field=token_field, **fields)
-    return [
-        (where, ids if isinstance(ids, str) else ids.tolist()) for where, ids in source.documents()
-    ]
+    found = ((where, getattr(ids, "ids", ids)) for where, ids in source.documents())
+    return [(where, ids if isinstance(ids, str) else ids.tolist()) for where, ids in found]
 
 
 def mds_error(folder, **fields):

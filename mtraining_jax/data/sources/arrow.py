@@ -32,7 +32,7 @@ class ArrowSource(TableSource):
             with errors_as(UserError, problem, *unreadable):
                 schema, batches = self.open_table(path)
                 names = schema.names  # decoded here
-            of = self.columns_in(names)
+            of = self.columns_in(names, str(path))
             for option in of:
                 self._check(option, schema, names, path)
             row = 0
@@ -63,7 +63,7 @@ class ArrowSource(TableSource):
         if name not in names:
             raise UserError(f"{path} lacks {column}; it has {shown_names(names)}")
         kind = schema.field(name).type
-        if self.messages_field:  # a list or JSON, checked with each row
+        if self.messages_field or types.is_null(kind):  # a list or JSON, checked with each row
             return
         if not self.holds_ids:
             if not (types.is_string(kind) or types.is_large_string(kind)):
@@ -77,9 +77,7 @@ class ArrowSource(TableSource):
     def _value(self, option: str, value: Any, where: str) -> Any:
         if self.messages_field:
             return _without_nulls(value.as_py())
-        if not value.is_valid:
-            raise UserError(f"{where}: the column of {self.shown(option)} is null")
-        if not self.holds_ids:
+        if not self.holds_ids or not value.is_valid:
             return value.as_py()
         if value.values.null_count:
             raise UserError(f"{where}: the column of {self.shown(option)} has a null in its list")

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from mtraining_jax.data.documents import Document, TableSource
 from mtraining_jax.data.files import COMPRESSIONS, errors_as, open_compressed, shown_names
 from mtraining_jax.data.masked import integers
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened
 
 _LONGEST_LINE = 2**27  # a small compressed file can have gigabytes without a line break
 
@@ -33,12 +35,13 @@ class JsonLines(TableSource):
 
     def _parsed(self, line: bytes, where: str) -> Document:
         try:
-            record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+            text = line.rstrip(b"\r\n").decode("utf-8")
+            record = json.loads(text, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not valid JSON ({_reason(error)})") from error
         if not isinstance(record, dict):
             raise UserError(f"{where} is {_kind(record)}, not a JSON object")
-        values = [self._value(record, name, where) for name in self.columns_in(record)]
+        values = [self._value(record, name, where) for name in self.columns_in(record, where)]
         return self.document(values, where)
 
     def _value(self, record: dict[str, Any], option: str, where: str) -> Any:
@@ -46,6 +49,8 @@ class JsonLines(TableSource):
         if name not in record:
             raise UserError(f"{where} has no field of {field}; it has {shown_names(record)}")
         value = record[name]
+        if value is None:
+            return None
         if option == "token_field":
             return integers(value, f"{where}: the field of {field}")
         if option in ("text_field", "prompt_field") and not isinstance(value, str):
@@ -62,6 +67,15 @@ def _lines(path: Path) -> Iterator[bytes]:
         with open_compressed(path, kinds[0] if kinds else None) as lines:
             while line := lines.readline(_LONGEST_LINE + 1):
                 yield line
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; JSON does not say which of two fields of one name counts."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f'an object has two fields named "{shortened(name, 40)}"')
+    return record
 
 
 def _reason(error: Exception) -> str:

@@ -54,7 +54,7 @@ class MosaicShards(TableSource):
                 yield from self._of_shard(shard)
 
     def _of_shard(self, shard: Shard) -> Iterator[tuple[str, Document]]:
-        of = self.columns_in(shard.names)
+        of = self.columns_in(shard.names, str(shard.path))
         columns = [shard.column(name, self.shown(option)) for option, name in of.items()]
         if self.holds_ids and self.span_field in shard.names:
             columns.append(shard.column(self.span_field, "data.span_field"))
