@@ -110,7 +110,7 @@ def noted(notes: Mapping[str, int]) -> str:
     return "".join(f", {number:,} {note}" for note, number in notes.items() if note)
 
 
-_EMPTY = MaskedTokens(np.zeros(0, np.int64), note="skipped because they are empty or null")
+_EMPTY = MaskedTokens(np.zeros(0, np.int64), note="without content (empty or null) skipped")
 
 
 @dataclass(frozen=True, kw_only=True)

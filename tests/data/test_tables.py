@@ -68,7 +68,7 @@ def test_empty_and_null_documents_are_skipped_and_counted(
     data = section(300, source=source, paths=(str(tmp_path / file),), **options)
     assert data.source_options.open(data, 300).summary.startswith(f"{len(rows)} documents, {size}")
     loader = loader_of(data, 300, block_size=1)
-    assert f", {len(rows) - 1} skipped because they are empty or null" in loader.description
+    assert f", {len(rows) - 1} without content (empty or null) skipped" in loader.description
     assert loader.num_sequences == 1 and f"{len(rows) - 1} with fewer" in loader.description
     loader.close()
 
@@ -77,7 +77,7 @@ def test_a_table_without_content(tmp_path):
     for rows in ([None], [""]):
         source = write(tmp_path / "a.jsonl", ["text"], [rows] * 2)
         message = error_of(source=source, paths=(str(tmp_path / "a.jsonl"),))
-        assert "2 documents, 0 tokens, 2 skipped because they are empty or null" in message
+        assert "2 documents, 0 tokens, 2 without content (empty or null) skipped" in message
     # All values of a part of the data may be null.
     source = write(tmp_path / "a.parquet", ["text"], [[None]] * 3)
     paths = (str(tmp_path / "a.parquet"),)
@@ -90,7 +90,7 @@ def test_empty_texts_of_shards(tmp_path):
     write_mds(tmp_path, [("text", "str", None)], [samples])
     data = section(source="mds", paths=(str(tmp_path),))
     assert data.source_options.open(data, 257).summary == (
-        "3 documents, 10 tokens, 1 skipped because they are empty or null"
+        "3 documents, 10 tokens, 1 without content (empty or null) skipped"
     )
 
 

@@ -373,3 +373,22 @@ def test_packing_errors(tmp_path):
     assert "is not supported by this command" in error_of(**fields, eos=EOS)
     with pytest.raises(ValueError, match="data.seq_len = 4 is not a multiple of 3"):
         loader_of(section(**fields, eos=EOS), VOCAB, block_size=3)
+
+
+def test_only_documents_that_are_trained_in_whole_are_split(tmp_path):
+    long = np.arange(10, 20)
+    masks = {1: np.ones(10, int), 2: np.arange(10) > 0, 3: np.arange(10) < 9}
+    rows = [{"ids": [1, 2], "m": [0, 1]}]
+    rows += [
+        {"ids": (long * k).tolist(), "m": mask.astype(int).tolist()} for k, mask in masks.items()
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"token_field": "ids", "mask_field": "m", "mode": "pack", "seq_len": 4}
+    loader = loader_of(section(source="jsonl", paths=(str(path),), **fields), block_size=1)
+    assert loader.description.endswith(
+        ", 2 longer than a sequence skipped (up to 10 tokens), 1 longer than a sequence split"
+    )
+    found = [next(loader)["tokens"] for _ in range(loader.num_sequences)]
+    assert sorted(np.concatenate(found, axis=None).tolist()) == [1, 2, *long.tolist()]
+    loader.close()
