@@ -13,7 +13,7 @@ def next_token(
 ) -> Array:
     """Samples the next token of each sequence, int32 [B]; `number` tokens were sampled before.
 
-    A row whose highest logit is not finite gives `NO_TOKEN`.
+    `NO_TOKEN` where the highest logit is not finite.
     """
     peak_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
     if kind == "greedy":

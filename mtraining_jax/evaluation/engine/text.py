@@ -64,7 +64,7 @@ class GrowingText:
 
 
 class _Pieces:
-    """The texts of single tokens, whose concatenation is the text of all."""
+    """The texts of single tokens. Joined, they are the text of all."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -110,7 +110,7 @@ class _Pieces:
 
 
 def possible_start(text: str, stop: Sequence[str]) -> int:
-    """Returns where a stop text may begin that goes on after the text, or the length if nowhere."""
+    """Returns where the first part of a stop text may end the text, or its length if nowhere."""
     longest = max((len(x) for x in stop), default=0)
     for start in range(max(0, len(text) - longest + 1), len(text)):
         if any(x.startswith(text[start:]) for x in stop):
