@@ -44,7 +44,7 @@ class Results:
     they do not, or a line is damaged.
 
     Attributes:
-        last_date: When a command last added lines to the folder; None if unknown.
+        last_date: When a command last evaluated into the folder; None if unknown.
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class Results:
         before = read_settings(self.folder) if self._lines else {}
         now = json.loads(json.dumps(settings))  # turns tuples into lists
         self.settings = _joined(before, now, "", self.folder)
-        self.last_date = next((x.get("date") for x in read_invocations(self.folder)[::-1]), None)
+        self.last_date = [{}, *read_invocations(self.folder)][-1].get("date")
 
     def __contains__(self, key: Key) -> bool:
         return key in self._lines

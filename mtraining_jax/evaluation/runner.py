@@ -85,7 +85,7 @@ def evaluate(
         for number in range(min(plan.samples, task.count(tokenizer, length)))
     ]
     keys = [key for question in questions for key in question.keys]
-    where = f"{results.folder}, last changed {results.last_date or 'at an unknown date'}"
+    where = f"{results.folder}, last evaluated {results.last_date or 'at an unknown date'}"
     watch.start(len(keys), sum(key in results for key in keys), where)
     for question, sample in _samples(_to_ask(questions, results), plan.seed, tokenizer):
         task = question.task

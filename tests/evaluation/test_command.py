@@ -61,7 +61,7 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
     # Everything is evaluated: nothing runs again, and another seed is refused.
     content = (tmp_path / "out" / "samples.jsonl").read_text()
     again = command("--lengths 128 --samples 6 --attention both --sparse-answers")[1]
-    where = f"{tmp_path / 'out'}, last changed 20"
+    where = f"{tmp_path / 'out'}, last evaluated 20"
     assert f"12 of 12 samples are already evaluated for this model: {where}" in again
     status, printed = command("--lengths 128 --seed 3 --sparse-answers")
     assert status == 2 and "has results with seed = 0, but this evaluation has 3" in printed
