@@ -81,7 +81,7 @@ def make_train_step(
             batch = batch | {"dropout": draw_dropout(state, batch["tokens"].shape, mesh)}
         loss, gradients, by_group = gradients_of(trained, frozen, batch, rows)
         several = config.parallel.replicas > 1
-        layers = jax.tree.map(_over_parts, by_group) if several else dict(by_group)
+        layers = jax.tree.map(mean_over_parts, by_group) if several else dict(by_group)
         others = {x: layers.pop(x) for x in ("audit", "masks", AUXILIARY_LOSS) if x in layers}
         with jax.named_scope("optimizer"):
             scale, norm, norms = clip(gradients, config.optimizer.clip_norm)
@@ -227,7 +227,7 @@ def make_gradients(
         (loss, gradients), layers = lax.scan(
             add_micro_batch, zeros, micro_batches(batch, parts, mesh)
         )
-        return loss, gradients, jax.tree.map(_over_parts, layers)
+        return loss, gradients, jax.tree.map(mean_over_parts, layers)
 
     def summed_over_replicas(*args: Any):
         loss, gradients, layers = of_replica(*args)
@@ -288,7 +288,7 @@ def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
     return {name: cut(name, x) for name, x in batch.items()}
 
 
-def _over_parts(x: Array) -> Array:
+def mean_over_parts(x: Array) -> Array:
     """Mean over micro-batches or replicas; integers (masks) are taken from the first.
 
     A part without a value does not count: all of its audited queries may be padding.

@@ -32,3 +32,4 @@ def test_the_last_chunk_is_padded():
     np.testing.assert_array_equal(chunked(x[:4], 2), x[:4].reshape(2, 2, 2))
     expected = [[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [-1, -1]]]
     np.testing.assert_array_equal(chunked(x, 3, -1), expected)
+    np.testing.assert_array_equal(chunked(x, 3)[1, 2], [0, 0])

@@ -12,7 +12,12 @@ from mtraining_jax.parallel.replicas import per_replica
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import audits_steps, make_train_step, micro_batches
+from mtraining_jax.training.step import (
+    audits_steps,
+    make_train_step,
+    mean_over_parts,
+    micro_batches,
+)
 from tests.parallel.hlo_meetings import meetings
 from tests.training.common import VERTICAL_SLASH, changed, tiny_config
 
@@ -79,6 +84,13 @@ def test_the_parts_of_a_step_have_names_in_traces(tmp_path):
     scopes = set(re.findall(r"\w+", " ".join(re.findall(r'loc\("([^"]*)"', text))))
     names = {"embedding", "attention_inputs", "attention", "selection", "mlp", "loss", "optimizer"}
     assert names | {"ring_plans", "ring_forward", "ring_backward"} <= scopes
+
+
+def test_a_part_without_a_value_does_not_count():
+    """As when all audited queries of a micro-batch are padding; and masks are not averaged."""
+    recall = jnp.array([[0.5, np.nan], [np.nan, np.nan], [0.75, np.nan]])
+    np.testing.assert_array_equal(mean_over_parts(recall), [0.625, np.nan])
+    np.testing.assert_array_equal(mean_over_parts(jnp.array([[3, 4], [1, 1]])), [3, 4])
 
 
 def test_loss_falls_and_metrics_are_complete(dense):
