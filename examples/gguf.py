@@ -139,6 +139,11 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
     """Returns the contents of config.json."""
     data, kind = file.metadata, file.metadata["general.architecture"]
     heads, width = data[f"{kind}.attention.head_count"], data[f"{kind}.embedding_length"]
+    usual = {"rope.scaling.type": "none", "rope.scale_linear": 1.0, "attention.sliding_window": 0}
+    usual |= dict.fromkeys(("rope.dimension_count", "attention.key_length"), width // heads)
+    for name, needed in usual.items():
+        if (found := data.get(f"{kind}.{name}", needed)) != needed:
+            raise UserError(f"{kind}.{name} = {found} in the GGUF file must be {needed}")
     # Turns and messages of chat models may end with other tokens than documents.
     ends = data["tokenizer.ggml.eos_token_id"], *map(data.get, _OTHER_ENDS)
     ends = list(dict.fromkeys(end for end in ends if end is not None))

@@ -76,14 +76,14 @@ def by_the_package(kind):
 FORMATS = {Q.Q4_K: q4_k, Q.Q6_K: q6_k}
 
 
-def write(path, architecture, pre, formats, biases=()):
+def write(path, architecture, pre, formats, biases=(), **counts_of_others):
     """Writes a model, and returns its tensors by their names in the file."""
     rng, writer = np.random.default_rng(0), gguf.GGUFWriter(path, architecture)
     counts = dict(
         block_count=1, context_length=64, embedding_length=WIDTH, feed_forward_length=INNER
     )
     heads = {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS}
-    for name, count in (counts | heads).items():
+    for name, count in (counts | heads | counts_of_others).items():
         writer.add_uint32(f"{architecture}.{name}", count)
     writer.add_float32(f"{architecture}.rope.freq_base", 1e5)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
@@ -244,6 +244,13 @@ def test_unreadable_files_are_refused_with_a_message(llama, tmp_path, capsys):
             main([str(tmp_path / "model"), "--gguf", str(tmp_path / "none.gguf")])
         assert "none.gguf cannot be read: No such file" in capsys.readouterr().err
     assert [x.name for x in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_other_rotary_positions_are_refused(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write(path, "llama", "smollm", {}, **{"rope.dimension_count": HEAD // 2})
+    with pytest.raises(UserError, match="llama.rope.dimension_count = 32 .* must be 64"):
+        write_folder(tmp_path / "model", path)
 
 
 def test_pieces_are_joined(tmp_path):

@@ -192,3 +192,29 @@ def test_dropout_is_the_same_in_chunks_and_scales_what_it_keeps():
     assert set(np.unique(dropped)) == {0, np.float32(1 / 0.75)}
     np.testing.assert_allclose(np.mean(dropped), 1, atol=0.03)
     assert not np.array_equal(dropped, Dropout(seeds)(ones, 0.25, "k_proj"))
+
+
+def test_a_fresh_adapter_has_the_initial_values_of_peft():
+    """A is uniform with a variance of a third of its width, as Kaiming's with a = sqrt(5)."""
+    spec = tiny_spec(lora=dataclasses.replace(LORA, rank=64))
+    first, other = (by_name(init_model(spec, seed=seed)[1]) for seed in (0, 1))
+    name = "layers.mlp.up_proj.lora_A.weight"
+    a, limit = np.asarray(first[name]), 32**-0.5
+    assert a.shape == (3, 64, 32) and np.abs(a).max() <= limit
+    np.testing.assert_allclose([a.min(), a.max()], [-limit, limit], rtol=0.01)
+    np.testing.assert_allclose(a.std(axis=(1, 2)), limit / 3**0.5, rtol=0.05)
+    assert not np.array_equal(a[0], a[1]) and not np.array_equal(a, other[name])
+    assert not np.array_equal(a, first["layers.mlp.gate_proj.lora_A.weight"])
+    assert not np.asarray(first["layers.mlp.up_proj.lora_B.weight"]).any()
+
+
+def test_dropout_is_what_a_resumed_run_repeats():
+    """Values as they are, because a run may resume with a later version."""
+    seeds = seeds_from(jnp.asarray([1 << 8, 0xFFFFFFFF, 3 << 20], jnp.uint32))
+    np.testing.assert_array_equal(seeds, [1, 2**24 - 1, 3 << 12])
+    layers = [Dropout.of_layer(seeds, jnp.int32(layer)).seeds for layer in (0, 1)]
+    np.testing.assert_array_equal(
+        layers, [[6850960, 12318437, 8329980], [3114560, 16538008, 2952011]]
+    )
+    kept = Dropout(seeds)(jnp.ones((3, 8)), 0.5, "q_proj") > 0
+    np.testing.assert_array_equal(np.packbits(kept), [217, 228, 8])

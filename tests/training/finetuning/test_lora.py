@@ -14,11 +14,13 @@ from safetensors.numpy import load_file, save_file
 from mtraining_jax.config import Config, config_of_model, config_to_dict, validate
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.transformer import graph_definition
+from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.store import read_record
 from mtraining_jax.training.loop.run import run
-from mtraining_jax.training.state import StateBuilder
+from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.training.step import draw_dropout
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import forward
 from tests.training.common import losses
@@ -180,3 +182,20 @@ def test_adapters_are_not_a_checkpoint(config, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="has adapters of PEFT; set lora.init_from = .* their base"):
         adapted(config, model={"init_from": str(tmp_path)})
+
+
+def test_dropout_seeds_depend_on_the_run_and_the_step():
+    """Values as they are, because a run may resume with a later version."""
+    zero, mesh = jnp.int32(0), make_mesh(1, 1, 1)
+
+    @jax.jit
+    def seeds(step, rng):
+        return draw_dropout(TrainState(step, {}, (), zero, zero, rng), (1, 3), mesh)
+
+    for step, rng, golden in (
+        (5, [1, 2], [[5876476, 13788190, 7778218]]),
+        (6, [1, 2], [[9095010, 14062375, 8610586]]),
+        (5, [1, 3], [[13333527, 12923810, 5267740]]),
+    ):
+        found = seeds(jnp.int32(step), jnp.asarray(rng, jnp.uint32))
+        np.testing.assert_array_equal(found, golden)
