@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import tokenizers.pre_tokenizers
+import tokenizers.processors
 
 from mtraining_jax.data.files import errors_as, reason
 from mtraining_jax.utils.errors import UserError
@@ -240,6 +241,15 @@ class HuggingFaceTokenizer(Tokenizer):
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Special tokens and others that are one token wherever they occur, by id."""
         return self._backend.get_added_tokens_decoder()
+
+    def with_bos(self) -> dict[str, Any]:
+        """The contents of a tokenizer.json that begins texts with `bos` by itself."""
+        names = [self._backend.id_to_token(x) for x in self.bos]
+        processor = tokenizers.processors.TemplateProcessing(
+            single=[*names, "$A"], special_tokens=list(zip(names, self.bos, strict=True))
+        )
+        template = json.loads(processor.__getstate__())
+        return {**read_json(Path(self.name), LARGEST_TOKENIZER), "post_processor": template}
 
     @property
     def bos_token(self) -> int | None:

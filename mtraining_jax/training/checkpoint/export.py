@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mtraining_jax.config import Config
-from mtraining_jax.data.tokenizer import BYTES
+from mtraining_jax.data.tokenizer import BYTES, HuggingFaceTokenizer, make_tokenizer
 from mtraining_jax.models.huggingface.config import (
     GENERATION_FILE,
     read_end_tokens,
@@ -78,7 +78,7 @@ def exported_files(config: Config, eos: Sequence[int]) -> _Files:
     """Returns paths or contents of the files to add to an export, by name.
 
     They are those of model.init_from and data.tokenizer, except for what training changed: the
-    context length, the end tokens, and the token that ends a turn.
+    context length, how texts begin, the end tokens, and the token that ends a turn.
     """
     start, data = config.model.init_from, config.data
     files = {} if start is None else _found(Path(start), _OF_WEIGHTS)
@@ -90,6 +90,10 @@ def exported_files(config: Config, eos: Sequence[int]) -> _Files:
         is_named = tokenizer.name == _TOKENIZER
         files |= _found(tokenizer.parent, _OF_TOKENIZER if is_named else (_SETTINGS, *_TEMPLATES))
         files[_TOKENIZER] = tokenizer
+        if data.bos is not None:
+            loaded = make_tokenizer(data.tokenizer, 0 if data.eos is None else data.eos, data.bos)
+            if isinstance(loaded, HuggingFaceTokenizer) and loaded.bos != loaded.usual_bos:
+                files[_TOKENIZER] = loaded.with_bos()
     elif start is not None and data.source_options.holds_ids:
         files |= _found(Path(start), _OF_TOKENIZER)
     old = None if start is None else read_hf_values(start)["max_position_embeddings"]

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
+from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
@@ -22,6 +24,7 @@ from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat.chat_folders import template_of, write_folder
+from tests.data.tokenizer_folders import write_tokenizer
 from tests.models.common import CHECKPOINTS
 from tests.training.common import changed
 
@@ -149,6 +152,19 @@ def test_the_tokenizer_of_training_is_exported_whatever_its_name(plain_config, t
     assert files_of(ids) == of_start | {name: start / name for name in names}
     text = changed(plain_config, data={"source": "text", "tokenizer": "bytes"})
     assert files_of(dataclasses.replace(text, model=tuned)).keys() == of_start.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bos", "ids"),
+    [("llama3", False, [256]), ("llama3", None, [262, 256]), ("qwen2", 263, [263, 256])],
+)
+def test_an_exported_tokenizer_begins_texts_as_training_did(plain_config, tmp_path, kind, bos, ids):
+    path = write_tokenizer(tmp_path, kind)
+    config = changed(plain_config, data={"tokenizer": path, "bos": bos})
+    file = exported_files(config, [])["tokenizer.json"]
+    content = json.dumps(file) if isinstance(file, dict) else file.read_text()
+    assert Tokenizer.from_str(content).encode("he").ids == ids
+    assert make_tokenizer(path, bos=bos).encode("he").tolist() == ids
 
 
 @pytest.mark.parametrize(
