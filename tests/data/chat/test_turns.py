@@ -129,7 +129,7 @@ class Clock(datetime):
 
 @pytest.mark.parametrize(
     ("style", "turn"),
-    [("llama3", [Q1, A1]), ("harmony", [Q1, A1]), ("harmony", [Q1, CALLS, SUN, A1])],
+    [("llama3", [Q1, A1]), ("harmony", [Q1, A1]), ("harmony", [Q1, CALLS, SUN, A1, Q2, A2])],
 )
 def test_the_number_of_renderings_does_not_depend_on_that_of_messages(tmp_path, style, turn):
     source = OTHERS.get(style) or template_of(style, marked=False)
