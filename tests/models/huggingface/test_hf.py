@@ -339,16 +339,16 @@ def test_a_tied_model_ignores_only_a_copy_of_its_embedding(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
 def test_rotary_frequencies_must_be_those_of_config_json(tmp_path, dtype):
-    spec = tiny_spec(rope_scaling=LinearScaling(4.0), rope_theta=5e5)
+    spec = tiny_spec(rope_scaling=LinearScaling(4.0), rope_theta=5e6)
     directory = save_hf(tmp_path / "out", spec, drawn(spec)[1], dtype="float32")
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    plain = 5e5 ** -(np.arange(4) / 4)
+    plain = 5e6 ** -(np.arange(4) / 4)
     for frequencies in (plain, plain / 4):  # older files have those before scaling
         with_tensor(directory, name, frequencies.astype(np.dtype(dtype)))
         load_hf(directory, spec)
     # Those of the file, also if the run changes them.
     load_hf(directory, tiny_spec(rope_theta=7.0), override=["rope_theta", "rope_scaling"])
-    with_tensor(directory, name, (4e5 ** -(np.arange(4) / 4)).astype(np.dtype(dtype)))
+    with_tensor(directory, name, (4e6 ** -(np.arange(4) / 4)).astype(np.dtype(dtype)))
     message = "inv_freq has frequencies of another RoPE than config.json, where rope_theta = 500000"
     with pytest.raises(UserError, match=message):
         load_hf(directory, spec)
