@@ -61,8 +61,8 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
     text = raw.get("text_config")
     if isinstance(text, dict) and text.get("model_type") in FAMILIES.names:
         raise UserError(
-            f"{path} describes {architecture}, of which only the text model is supported; write it "
-            'into a folder with transformers, as docs/training.md shows in "Text models"'
+            f"{path} describes {architecture}; only its text model is supported: write it into a "
+            'folder with transformers, as docs/training.md shows in "Text models"'
         )
     if path.with_name(PEFT_CONFIG).exists():
         raise UserError(

@@ -107,7 +107,7 @@ def read_peft_config(
             f"{path}: init_lora_weights = {json.dumps(init)} may change the base model; {_MERGE}"
         )
     if raw.get("exclude_modules") or isinstance(raw.get("target_modules"), str):
-        # The tensors tell which modules match the patterns.
+        # The tensors are those of the modules that match the patterns.
         names = Tensors(directory, PEFT_FILE).files
         marks = tuple(f".{factor}.weight" for factor in FACTORS)
         found = {x.rpartition(".lora_")[0] for x in names if x.endswith(marks)}

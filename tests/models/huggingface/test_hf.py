@@ -182,7 +182,7 @@ def test_plain_rope(checkpoint):
         ({"rms_norm_eps": True}, "rms_norm_eps=true must be a number"),
         (
             {"text_config": {"model_type": "gemma3_text"}, "architectures": ["XForAll"]},
-            'XForAll, of which only the text model .*, as docs/training.md shows in "Text models"',
+            'XForAll; only its text model .*, as docs/training.md shows in "Text models"',
         ),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers is missing"),
         ({"hidden_size": "wide"}, "hidden_size='wide'; it must be an integer"),
