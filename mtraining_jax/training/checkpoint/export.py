@@ -70,8 +70,9 @@ def export_checkpoint(config: Config, step: int) -> list[Path]:
     """Exports a checkpoint of the run; see `export_state`."""
     builder = StateBuilder(config, build_mesh(config))
     folder = run_folder.checkpoint_folder(config)
-    state, place = read_state(folder, step, builder.abstract(), config, builder.base)
-    return export_state(config, builder, state, end_tokens(config, place.get(END_TOKENS, ())))
+    state, record = read_state(folder, step, builder.abstract(), config, builder.base)
+    eos = end_tokens(config, record["loader"].get(END_TOKENS, ()))
+    return export_state(config, builder, state, eos)
 
 
 def exported_files(config: Config, eos: Sequence[int]) -> _Files:
