@@ -243,7 +243,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._backend.get_added_tokens_decoder()
 
     def with_bos(self) -> dict[str, Any]:
-        """The contents of a tokenizer.json that begins texts with `bos` by itself."""
+        """The contents of a tokenizer.json whose post-processor begins texts with `bos`."""
         names = [self._backend.id_to_token(x) for x in self.bos]
         processor = tokenizers.processors.TemplateProcessing(
             single=[*names, "$A"], special_tokens=list(zip(names, self.bos, strict=True))
