@@ -9,7 +9,7 @@ from typing import Any
 
 from mtraining_jax.config.build import Builder, Fields, Layer, Layers, merged
 from mtraining_jax.config.files import find_config, read_chain
-from mtraining_jax.config.held_out import with_data_of_training
+from mtraining_jax.config.held_out import about_held_out, with_data_of_training
 from mtraining_jax.config.renamed import RENAMED, notify, with_current_names
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.sections import DataConfig
@@ -124,8 +124,12 @@ def with_bos(config: Config, saved: Mapping[str, Any] | None = None) -> Config:
     of_data = of_eval = None
     if saved is not None:
         of_data, of_eval = saved.get("data", {}), saved.get("eval", {}).get("data") or {}
-    held_out = dataclasses.replace(config.eval, data=resolved(config.eval.data, of_eval))
-    return dataclasses.replace(config, data=resolved(config.data, of_data), eval=held_out)
+    data = resolved(config.data, of_data)
+    try:
+        held_out = dataclasses.replace(config.eval, data=resolved(config.eval.data, of_eval))
+    except UserError as error:
+        raise UserError(about_held_out(str(error))) from error
+    return dataclasses.replace(config, data=data, eval=held_out)
 
 
 def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Field]:
