@@ -11,6 +11,7 @@ import shlex
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,7 @@ def record_start(config: Config, resume_from: int | None) -> None:
     folder, packages = config.run.folder, ("jax", "jaxlib", "flax")
     versions = {"mtraining-jax": VERSION, "python": platform.python_version()}
     start = {
+        "id": uuid.uuid4().hex,  # two runs may start in the same second
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from_step": resume_from,
         "command": shlex.join(sys.argv),
