@@ -64,7 +64,7 @@ def read_hf_values(directory: str | Path, own_family: str | None = None) -> dict
             f"{path} describes {architecture}; only its text model is supported: write it into a "
             'folder with transformers, as docs/training.md shows in "Text models"'
         )
-    if path.with_name(PEFT_CONFIG).exists():
+    if path.name == CONFIG_FILE and path.with_name(PEFT_CONFIG).exists():
         raise UserError(
             f"{path.parent} has adapters of PEFT next to {CONFIG_FILE}; move {PEFT_CONFIG} and its "
             "tensors into a folder of their own, for lora.init_from"
