@@ -151,7 +151,10 @@ def test_each_document_begins_with_bos_and_ends_with_one_eos(tmp_path, post):
     ids, corpus = stream(**fields)
     # An empty text has no tokens.
     assert ids == [1, 259, 272, 2, 1, 259, 269, 2, 1, 259, 272, 259, 272, 2]
-    assert corpus.summary == "4 documents, 14 tokens, documents begin with <s> (1)"
+    assert corpus.summary == (
+        "4 documents, 14 tokens, 1 without content (empty or null) skipped, "
+        "documents begin with <s> (1)"
+    )
     batch = next(loader_of(section(**fields, mode="pack", batch_size=2), VOCAB, block_size=4))
     assert batch["tokens"].ravel().tolist().count(1) == 3
     assert not np.any(batch["labels"] == 1)  # an input only

@@ -32,8 +32,8 @@ def without_times(record):
     return {
         name: value
         for name, value in record.items()
-        if not name.startswith(("tokens_per", "tflops", "time_share/"))
-        and not name.endswith(("_seconds", "_by_process"))
+        if not name.startswith(("tflops", "time_share/"))
+        and not name.endswith(("_per_second", "_seconds", "_by_process"))
         and name not in ("dense_step", "wall_time", "restarts")
     }
 
