@@ -10,7 +10,7 @@ from mtraining_jax.reporting.page.page import NAME, write_page
 from mtraining_jax.utils.errors import UserError
 
 _USAGE = """\
-usage: python -m mtraining_jax.report FOLDER ... [--output FILE]
+FOLDER ... [--output FILE]
 
 Writes one HTML page about runs, with everything in one file: loss, density, recall, audits, speed
 and memory, from FOLDER/metrics.jsonl. Several runs are drawn over each other. Needs matplotlib.
@@ -23,11 +23,11 @@ and memory, from FOLDER/metrics.jsonl. Several runs are drawn over each other. N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, or 2 after a user error."""
-    return run_command(arguments, lambda: _USAGE, _run)
+    return run_command("report", arguments, lambda: _USAGE, _run)
 
 
 def _run(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="report", allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("folders", nargs="*", type=expanded_path)
     parser.add_argument("--output", type=expanded_path)
     options = parser.parse_args(arguments)

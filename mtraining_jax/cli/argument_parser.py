@@ -23,9 +23,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return [*all_fields(), *options]
 
 
-def config_parser(prog: str) -> ArgumentParser:
+def config_parser() -> ArgumentParser:
     """A parser with the options of all commands that read a configuration."""
-    parser = ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--help", nargs="?", const="")
     return parser

@@ -1,8 +1,9 @@
-"""The command `evaluate.py`: parses arguments, and writes results, tables and pictures."""
+"""The command `evaluate`: parses arguments, and writes results, tables and pictures."""
 
 import argparse
 import itertools
 import shlex
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ from mtraining_jax.cli.model_command import (
 )
 from mtraining_jax.evaluation.tasks import GROUPS, TASKS, option_docs
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.jax_platform import set_platform
 
 _USAGE = """\
-usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
+--model FOLDER --tasks NAMES --lengths LENGTHS [options]
 
   --model FOLDER         run folder (its newest checkpoint) or Hugging Face checkpoint
   --second-model FOLDER  another model to compare with on the same prompts
@@ -46,7 +48,7 @@ usage: evaluate.py --model FOLDER --tasks NAMES --lengths LENGTHS [options]
   --tokenizer NAME       bytes or the path of a tokenizer.json, instead of the model's tokenizer
   --cpu-devices N        run on N virtual CPU devices
   --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE
-                         override the sparse pattern or the mesh, as in train.py
+                         override the sparse pattern or the mesh, as in training
   --task.OPTION=VALUE    options of tasks, listed below
   --version              print the version and exit
   --help [SECTION]       print this help, or the fields of a section, and exit
@@ -60,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Returns the options, with `models` by label, `attentions`, `options` of tasks, and `overrides`
     of the configuration; with --report only that one counts.
     """
-    parser = model_parser("evaluate.py")
+    parser = model_parser()
     for name in ("second-model", "report"):
         parser.add_argument(f"--{name}", type=expanded_path)
     parser.add_argument("--output", type=output_folder)
@@ -111,7 +113,7 @@ def _lengths(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, or 2 after a user error."""
-    return run_command(arguments, help_text, _run)
+    return run_command("evaluate", arguments, help_text, _run)
 
 
 def _run(arguments: list[str]) -> int:
@@ -123,14 +125,14 @@ def _run(arguments: list[str]) -> int:
         from mtraining_jax.evaluation.command import run
 
         set_platform(request.cpu_devices)
-        run(request, console, command=shlex.join(["evaluate.py", *arguments]))
+        run(request, console, command=f"{command_of('evaluate')} {shlex.join(arguments)}")
     for path in write_report(request.report or request.output, console):
         console.print(f"wrote {path}", markup=False)
     return 0
 
 
 def help_text() -> str:
-    """Returns the text of `--help`: usage, tasks, and options of tasks."""
+    """Returns the text of `--help` after the command: usage, tasks, and options of tasks."""
     lines = [_USAGE.format(groups=", ".join(GROUPS))]
     docs: dict[str, str] = {}
     for cls, names in itertools.groupby(TASKS.names, TASKS.get):
@@ -150,3 +152,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(
         text, 100, initial_indent=spaces, subsequent_indent=spaces, break_on_hyphens=False
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The command `generate.py`: continues prompts, and streams the new text of a single one."""
+"""The command `generate`: continues prompts, and streams the new text of a single one."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ from mtraining_jax.utils.jax_platform import set_platform
 from mtraining_jax.utils.text import counted, print_text
 
 _USAGE = """\
-usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompts FILE) [options]
+--model FOLDER (--prompt TEXT | --prompt-file FILE | --prompts FILE) [options]
 
   --model FOLDER        run folder (its newest checkpoint) or Hugging Face checkpoint
   --prompt TEXT         text to continue; no chat template is applied without --chat
@@ -50,7 +50,7 @@ usage: generate.py --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompt
   --tokenizer NAME      bytes or the path of a tokenizer.json, instead of the model's tokenizer
   --cpu-devices N       run on N virtual CPU devices
   --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE, --model.FIELD=VALUE
-                        override the sparse pattern, the mesh or the model, as in train.py
+                        override the sparse pattern, the mesh or the model, as in training
   --version             print the version and exit
   --help [SECTION]      print this help, or the fields of a section, and exit
 
@@ -64,11 +64,11 @@ _ENDS = {"end": "the end token", "stop": "a stop text", "length": "--max-new-tok
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after a user error, or 130 if interrupted."""
-    return run_command(arguments, lambda: _USAGE, _run)
+    return run_command("generate", arguments, lambda: _USAGE, _run)
 
 
 def _run(arguments: list[str]) -> int:
-    parser = model_parser("generate.py")
+    parser = model_parser()
     for name in ("prompt", "prompt-file", "prompts"):
         parser.add_argument(f"--{name}")
     for name in _NUMBERS:
@@ -203,3 +203,7 @@ def _text(option: str, file: str) -> str:
         return read_text(Path(file), option)
     with errors_as(UserError, f"{option}: standard input is not UTF-8 text", UnicodeDecodeError):
         return sys.stdin.buffer.read().decode("utf-8-sig")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

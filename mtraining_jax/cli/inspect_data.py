@@ -19,16 +19,16 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted, print_text
 
 _USAGE = """\
-usage: python -m mtraining_jax.cli.inspect_data --config NAME [options]
+--config NAME [options]
 
 Prints how documents become sequences: their number, the first sequences with the beginning and end
 of their documents, and for packed documents (data.mode=pack or data.mask_documents=true) document
 lengths, documents per sequence, padding, and how much the attention cost of sequences varies. Data
 with label masks is shown in parts, marked + if trained, else -.
 
-  --config NAME    configuration of the run, as in train.py
+  --config NAME    configuration of the run, as in training
   --SECTION.FIELD=VALUE
-                   override a field, as in train.py
+                   override a field, as in training
   --samples N      number of sequences to show, of each part of a mixture (default: 3)
   --picture FILE   also write a plot of packed documents (needs matplotlib)
   --help [SECTION] print this help, or the fields of a section, and exit
@@ -40,11 +40,11 @@ _PICTURE_TYPES = (".png", ".pdf", ".svg", ".jpg")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, or 2 after a user error."""
-    return run_command(arguments, lambda: _USAGE, _run)
+    return run_command("inspect_data", arguments, lambda: _USAGE, _run)
 
 
 def _run(arguments: list[str]) -> int:
-    parser = config_parser("python -m mtraining_jax.cli.inspect_data")
+    parser = config_parser()
     parser.add_argument("--picture", type=expanded_path)
     parser.add_argument("--samples", type=at_least(0), default=3)
     options = parse_with_overrides(parser, arguments)

@@ -13,6 +13,7 @@ from mtraining_jax.config.load import fields_with
 from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.file_limits import is_url
+from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
 
@@ -20,17 +21,31 @@ _UNITS = {"K": 2**10, "M": 2**20}
 
 
 def run_command(
-    arguments: Sequence[str] | None, help_text: Callable[[], str], run: Callable[[list[str]], int]
+    name: str,
+    arguments: Sequence[str] | None,
+    help_text: Callable[[], str],
+    run: Callable[[list[str]], int],
 ) -> int:
-    """Runs a command; returns its exit status, 0 for --help and --version, 2 after a user error."""
+    """Runs a command; returns its exit status, 0 for --help and --version, 2 after a user error.
+
+    Args:
+        name: as in `mtraining NAME`.
+        arguments: without the program's name; None for those of this process.
+        help_text: returns the text of `--help` after `usage: ` and the command.
+        run: runs the command with its arguments; returns the exit status.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+
+    def usage() -> str:
+        return f"usage: {command_of(name)} {help_text()}"
+
     try:
         for number, argument in enumerate(arguments):
-            name, _, section = argument.partition("=")
-            if name in ("-h", "--help"):
+            option, _, section = argument.partition("=")
+            if option in ("-h", "--help"):
                 following = [*arguments[number + 1 :], "-"][0]
                 section = section or ("" if following.startswith("-") else following)
-                return print_text(_fields_of(section, arguments) if section else help_text())
+                return print_text(_fields_of(section, arguments) if section else usage())
         if "--version" in arguments:
             return print_text(f"mtraining-jax {VERSION}\n")
         return run(arguments)
@@ -47,9 +62,9 @@ def _fields_of(section: str, arguments: Sequence[str]) -> str:
     return fields_text(fields_with(None, overrides), section)
 
 
-def model_parser(prog: str) -> ArgumentParser:
+def model_parser() -> ArgumentParser:
     """Creates a parser with the options of all these commands."""
-    parser = ArgumentParser(prog=prog, allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--model", type=expanded_path)
     parser.add_argument("--tokenizer")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))

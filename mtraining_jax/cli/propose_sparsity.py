@@ -35,7 +35,7 @@ SETTINGS = (
 )
 
 _USAGE = f"""\
-usage: python -m mtraining_jax.cli.propose_sparsity --model FOLDER --text FILES --length L [options]
+--model FOLDER --text FILES --length L [options]
 
 Evaluates a model on text, with dense attention and with several sparse patterns, and proposes the
 fastest pattern with a small increase of the loss. Reports for each pattern the density (computed
@@ -52,7 +52,7 @@ is trained; a model trained with sparse attention adapts to it.
                       and {len(SETTINGS) - 2} more
   --most-rise X       maximum increase of the loss, in nats (default 0.01)
   --most-copies X     maximum increase of the loss on far copies, in nats (default 0.05)
-  --config NAME       planned run, as in train.py: predicts its step time on H200s with each pattern
+  --config NAME       planned run, as in training: predicts its step time on H200s with each pattern
                       at its measured density; without it, the pattern of lowest density counts as
                       fastest
   --output FILE       write all results as JSON
@@ -60,14 +60,14 @@ is trained; a model trained with sparse attention adapts to it.
   --dtype TYPE        compute type: bfloat16 or float32
   --cpu-devices N     run on N virtual CPU devices
   --parallel.FIELD=VALUE
-                      device mesh for this evaluation, as in train.py
+                      device mesh for this evaluation, as in training
   --help [SECTION]    print this help, or the fields of a section, and exit
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 1 if all settings exceed the limits, 2 after a user error."""
-    return run_command(arguments, lambda: _USAGE, _run)
+    return run_command("propose_sparsity", arguments, lambda: _USAGE, _run)
 
 
 def _run(arguments: list[str]) -> int:
@@ -139,7 +139,7 @@ def _run(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """Returns the options, and fields of [parallel] by dotted name."""
-    parser = model_parser("python -m mtraining_jax.cli.propose_sparsity")
+    parser = model_parser()
     parser.add_argument("--text", nargs="+", default=[])
     parser.add_argument("--length", type=token_count)
     parser.add_argument("--sequences", type=at_least(1), default=8)

@@ -12,16 +12,16 @@ from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError
 
 _USAGE = """\
-usage: python -m mtraining_jax.cli.tokenize_corpus --out FOLDER --config NAME [options]
+--out FOLDER --config NAME [options]
 
 Pre-tokenizes the documents of a run's [data] into token files, which runs then read with
 --data.source=tokens --data.paths='["FOLDER"]'. If interrupted, the same command resumes.
 
   --out FOLDER     output folder for the token files: new, or from an interrupted command
-  --config NAME    configuration of the run, as in train.py; uses data.source, its fields,
+  --config NAME    configuration of the run, as in training; uses data.source, its fields,
                    data.tokenizer, data.eos, data.bos and model.vocab_size
   --SECTION.FIELD=VALUE
-                   override a field, as in train.py
+                   override a field, as in training
   --processes N    tokenizer processes (default: one per processor)
   --help [SECTION] print this help, or the fields of a section, and exit
 """
@@ -31,11 +31,11 @@ _SECONDS_BETWEEN_LINES = 10
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, or 2 after a user error."""
-    return run_command(arguments, lambda: _USAGE, _run)
+    return run_command("tokenize_corpus", arguments, lambda: _USAGE, _run)
 
 
 def _run(arguments: list[str]) -> int:
-    parser = config_parser("python -m mtraining_jax.cli.tokenize_corpus")
+    parser = config_parser()
     parser.add_argument("--out", type=output_folder)
     parser.add_argument("--processes", type=at_least(1), default=_processors())
     options = parse_with_overrides(parser, arguments)

@@ -1,4 +1,4 @@
-"""The command `train.py`."""
+"""The command `train`."""
 
 import sys
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ from mtraining_jax.config.load import fields_with
 from mtraining_jax.config.notes import notes
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.utils.errors import DoesNotFit, UserError, print_error
+from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.jax_platform import abort_stuck_collectives, set_platform
 from mtraining_jax.utils.signals import EXIT_STOPPED, Stopped, StopSignals
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
 
 _USAGE = """\
-usage: train.py --config NAME [--SECTION.FIELD=VALUE ...]
+usage: {command} --config NAME [--SECTION.FIELD=VALUE ...]
 
   --config NAME    configuration of the run: the path of a TOML file, or one of
                    {names}
@@ -54,8 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return print_error(error)
 
 
+def _usage() -> str:
+    names, gpus = ", ".join(available_configs()), ", ".join(list(GPUS)[2:])
+    return _USAGE.format(command=command_of("train"), names=names, gpus=gpus) + "\n"
+
+
 def _run(arguments: Sequence[str], signals: StopSignals) -> int:
-    parser = config_parser("train.py")
+    parser = config_parser()
     modes = "auto", "compile", "estimate"
     parser.add_argument("--dry-run", nargs="?", const=modes[0], choices=modes)
     parser.add_argument("--dry-run-gpu", choices=list(GPUS))
@@ -63,8 +69,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         parser.add_argument(f"--{name}", action="store_true")
     options = parse_with_overrides(parser, arguments)
     if options.help is not None:
-        names, gpus = ", ".join(available_configs()), ", ".join(list(GPUS)[2:])
-        usage = "" if options.help else _USAGE.format(names=names, gpus=gpus) + "\n"
+        usage = "" if options.help else _usage()
         fields = fields_with(options.config, options.overrides)
         return print_text(usage + help_text(fields, options.help or None))
     if options.version:
@@ -100,3 +105,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         error.args = (f"{error}; {ways_after(error, config)}",)
         raise
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

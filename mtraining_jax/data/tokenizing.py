@@ -28,6 +28,7 @@ from mtraining_jax.data.sources.token_parts import (
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.tokenizer import Bos
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.text import counted
 
 # Bytes of documents per part; a process holds two parts and their tokens.
@@ -75,7 +76,7 @@ def pretokenize_hint(data: DataSpec) -> str | None:
     what = "copies" if source.holds_ids else "tokenizes"
     return (
         f"one process of each host {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
-        "pre-tokenize it, see python -m mtraining_jax.cli.tokenize_corpus --help"
+        f"pre-tokenize it, see {command_of('tokenize_corpus')} --help"
     )
 
 

@@ -23,6 +23,7 @@ from mtraining_jax.patterns.options.rows import PROMPT_END
 from mtraining_jax.training.checkpoint import newest_step, read_record
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.version import VERSION
 
 
@@ -61,8 +62,8 @@ def run(request: argparse.Namespace, console: Console, command: str) -> None:
                 except KeyboardInterrupt:
                     raise UserError(
                         f"interrupted after {watch.done} of {watch.total} samples; run the same "
-                        f"command again to resume, or evaluate.py --report {request.output} to see "
-                        "these results"
+                        f"command again to resume, or {command_of('evaluate')} --report "
+                        f"{request.output} to see these results"
                     ) from None
 
 

@@ -12,6 +12,7 @@ from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.data.packing.report import report_on
 from mtraining_jax.models.spec import layer_windows, windows_text
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.invocation import command_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,7 @@ def planned_pairs(config: Config, opened: bool = False) -> Pairs:
         packs = packs_of(corpus, data, config.sparsity.block_size)
     except UserError as error:
         assumed = (
-            f"ASSUMED one document per sequence: {error}; python -m "
-            "mtraining_jax.cli.inspect_data counts them"
+            f"ASSUMED one document per sequence: {error}; {command_of('inspect_data')} counts them"
         )
         return dataclasses.replace(one_document, source=assumed)
     report = report_on(packs, data.seq_len, config.sparsity.block_size)

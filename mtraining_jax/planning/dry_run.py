@@ -17,8 +17,8 @@ from mtraining_jax.planning.fitting import Proposal, fastest, other_runs
 from mtraining_jax.planning.hardware import GPUS, H200, Gpu
 from mtraining_jax.planning.memory import Memory, estimate_memory, pinned_limit, planned_state
 from mtraining_jax.utils.errors import DoesNotFit, UserError
+from mtraining_jax.utils.invocation import command_with
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, free_host_memory, host_memory
-from mtraining_jax.utils.text import command_with
 
 _GIB = 2**30
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it

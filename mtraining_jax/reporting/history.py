@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mtraining_jax.reporting.record import Record, density_of, validation_text
+from mtraining_jax.utils.invocation import command_of
 
 KEPT = 1000  # all records, with values per layer and head, would take gigabytes
 # A gradient norm is an outlier above this multiple of the median of so many steps before it.
@@ -91,7 +92,7 @@ class History:
             f"the gradient norm, {norm:.4g}, is more than {_OUTLIER} times the median of the "
             f"{len(before)} steps before, {usual:.4g}; it is largest, {found[name].max():.4g}, "
             f"for {name}{layer}; resume from a checkpoint before this step; "
-            "if it does not recur, a device may be faulty (python -m mtraining_jax.check_cluster)"
+            f"if it does not recur, a device may be faulty ({command_of('check_cluster')})"
         )
 
     def mean(self, name: str) -> float | None:

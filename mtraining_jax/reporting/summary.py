@@ -9,7 +9,8 @@ from mtraining_jax.config import Config, available_configs
 from mtraining_jax.reporting.goodput import processes_text, time_text
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.record import SPEEDS, Record, note_on_density, rate, speed_text
-from mtraining_jax.utils.text import command_with, counted
+from mtraining_jax.utils.invocation import command_with
+from mtraining_jax.utils.text import counted
 
 
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
@@ -80,7 +81,7 @@ def _next_steps(config: Config, done: int) -> list[str]:
         commands[
             f"{shlex.quote(f'--run.name={config.run.name}_gpu')} --parallel.cpu_devices=none"
             " --parallel.replicas=1 --parallel.nodes=1 --parallel.devices_per_node=1"
-        ] = "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install '.[cuda]')"
+        ] = "on one GPU; needs the extra cuda (uv run --extra cuda, or pip install 'jax[cuda13]')"
     if config.model.init_from is None:  # otherwise the checkpoint sets the size
         larger = f"--model.num_layers={2 * config.model.num_layers}"
         commands[f"{shlex.quote(f'--run.name={config.run.name}_larger')} {larger}"] = (

@@ -1,9 +1,7 @@
 """Plural forms, and printing of long texts."""
 
-import os
-import shlex
-import sys
-from collections.abc import Collection, Iterable
+import difflib
+from collections.abc import Iterable
 
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import redirect_to_devnull
@@ -29,28 +27,6 @@ def nearest_multiples(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-def command_with(options: Iterable[str], without: Collection[str] = ()) -> str:
-    """The command of this process with other options, and without some.
-
-    Args:
-        options: as `--section.field=value`; they replace those of the same name.
-        without: names of options, with dashes.
-    """
-    options = list(options)
-    names = {option.partition("=")[0] for option in options}.union(without)
-    kept, rest = [], list(sys.argv)
-    while rest:
-        argument = rest.pop(0)
-        if argument.partition("=")[0] not in names:
-            kept.append(argument)
-        elif "=" not in argument and rest and not rest[0].startswith("--"):
-            rest.pop(0)  # its value
-    program = "uv run" if "UV" in os.environ else "python"
-    if "SLURM_STEP_NODELIST" in os.environ and os.environ.get("SLURM_NTASKS") != "1":
-        program = f"srun {program}"
-    return f"{program} {shlex.join([*kept, *options])}"
-
-
 def print_text(text: str) -> int:
     """Prints text to stdout, for `--help` and similar options, and returns the exit status, 0.
 
@@ -64,3 +40,22 @@ def print_text(text: str) -> int:
         if not isinstance(error, BrokenPipeError):
             raise UserError(f"the output cannot be written ({error.strerror})") from error
     return 0
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+    """`did you mean "NAME"?`, with the name that is most similar to an unknown one, if any."""
+    close = difflib.get_close_matches(name, list(names), 1, cutoff=0.6)
+    return f'did you mean "{close[0]}"?' if close else None
+
+
+def choose_one_of(name: str, names: Iterable[str], similar: Iterable[str] = ()) -> str:
+    """The end of an error message about an unknown name: a similar one, and all names.
+
+    Args:
+        name: the unknown name.
+        names: all names, which are listed.
+        similar: other valid names, which are only suggested.
+    """
+    names = list(names)
+    hint = did_you_mean(name, [*names, *similar])
+    return f"{f'{hint} Choose' if hint else 'choose'} one of {', '.join(names)}"

@@ -35,7 +35,7 @@ def runs(monkeypatch) -> list[Config]:
 
 
 def parse(*arguments):
-    parser = config_parser("train.py")
+    parser = config_parser()
     parser.add_argument("--print-config", action="store_true")
     return parse_with_overrides(parser, arguments)
 
@@ -199,8 +199,8 @@ def test_version_of_other_commands(module, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["mtraining_jax", "--help"],
-        ["mtraining_jax", "--config=tiny", "--print-config"],
+        ["mtraining_jax", "train", "--help"],
+        ["mtraining_jax", "train", "--config=tiny", "--print-config"],
         ["mtraining_jax.cli.inspect_data", "--config=tiny", "--data.source=synthetic"],
     ],
 )

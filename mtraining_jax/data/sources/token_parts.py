@@ -19,6 +19,7 @@ from mtraining_jax.data.files import errors_as
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.tokenizer import BYTES, make_tokenizer
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.invocation import command_of
 
 MANIFEST = "token_parts.json"
 LENGTHS, MASK = ".lengths", ".mask"  # after the name of a token file
@@ -117,7 +118,7 @@ def check_parts(folder: Path, tokenizer: str) -> None:
     """
     if (folder / MANIFEST).is_file() and not _manifest(folder).get("complete"):
         raise UserError(
-            f"data.paths: {folder} is incomplete: mtraining_jax.cli.tokenize_corpus has not "
+            f"data.paths: {folder} is incomplete: {command_of('tokenize_corpus')} has not "
             "finished; run the same command again to resume it"
         )
     known = tokenizer_of(folder)

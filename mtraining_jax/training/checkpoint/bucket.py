@@ -25,9 +25,7 @@ _FETCHED = "*", "masks/*", "samples/*"
 def check_bucket(url: str) -> None:
     """Raises a UserError if a folder of a bucket cannot be read or written; leaves no file."""
     if find_spec("gcsfs") is None:
-        raise UserError(
-            f"{url} needs gcsfs: uv run --extra gcs, or pip install 'mtraining-jax[gcs]'"
-        )
+        raise UserError(f"{url} needs gcsfs: uv run --extra gcs, or pip install gcsfs")
     from google.cloud import storage  # installed with gcsfs
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it raises the errors that it logs
