@@ -16,11 +16,14 @@ from mtraining_jax.config.tables import Table, nearest, table_of, table_type
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, joined, shortened, toml_value
 from mtraining_jax.utils.limits import LARGEST_INT
+from mtraining_jax.utils.text import did_you_mean
 
 # A table of values by section and field, and its origin for messages.
 Layer = tuple[str, Mapping[str, Any]]
 Layers = Sequence[Layer]
 Fields = Mapping[str, Field]  # by dotted name
+_QUOTED = re.compile(r'"([^"]+)"')  # names among allowed values
+_MANY = 5  # fewer names are seen at a glance, and float16 may not mean bfloat16
 
 
 def merged(layers: Layers) -> tuple[dict[str, Any], dict[str, int]]:
@@ -192,7 +195,11 @@ def _not_allowed(name: str, field: Field, value: Any, error: ValidationError) ->
     most = ""
     if isinstance(value, int) and value > LARGEST_INT and int in field.kinds:
         most = f", at most {LARGEST_INT}" if "less than" not in field.allowed else ""
-    return f"{name} = {_shown(value)} is not allowed: it must be {field.allowed}{most}"
+    names, hint = _QUOTED.findall(field.allowed), None
+    if isinstance(value, str) and len(names) >= _MANY:
+        hint = did_you_mean(value, names)
+    rule = f"; {hint} It" if hint else ": it"
+    return f"{name} = {_shown(value)} is not allowed{rule} must be {field.allowed}{most}"
 
 
 def _plain(value: Any) -> Any:

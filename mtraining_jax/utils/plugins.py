@@ -2,11 +2,12 @@
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import choose_one_of
 
 
 class Registry:
@@ -17,11 +18,19 @@ class Registry:
         base: base class of all plug-ins, as `module:Class`.
         public: what a user derives plug-ins from, if not from `base`.
         built_in: built-in plug-ins, name -> `module:Class`.
+        groups: names of groups of plug-ins, which may be meant by a misspelled name.
     """
 
-    def __init__(self, what: str, base: str, built_in: Mapping[str, str], public: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        base: str,
+        built_in: Mapping[str, str],
+        public: str = "",
+        groups: Collection[str] = (),
+    ) -> None:
         self.what, self._base, self._public = what, base, public or base
-        self._built_in = dict(built_in)
+        self._built_in, self._groups = dict(built_in), groups
         self._loaded: dict[str, type] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -46,8 +55,10 @@ class Registry:
         if name in self._loaded:
             return self._loaded[name]
         if name not in self._built_in and ":" not in name:
-            ways = f"{', '.join(self._built_in)} or pass package.module:Class"
-            raise UserError(f'unknown {self.what} "{name}"; choose one of {ways}')
+            ways = (
+                f"{choose_one_of(name, self._built_in, self._groups)} or pass package.module:Class"
+            )
+            raise UserError(f'unknown {self.what} "{name}"; {ways}')
         if name not in self._built_in and (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         found = _load(self._built_in.get(name, name), name, self.what)

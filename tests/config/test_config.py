@@ -338,6 +338,22 @@ def test_missing_fields(write):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("sparsity.kind", "sampled_row", "sampled_rows"),
+        ("data.source", "pyton_stdlib", "python_stdlib"),
+        ("model.family", "qwen_3", "qwen3"),
+        ("model.remat", "atention", "attention"),
+    ],
+)
+def test_a_misspelled_value_is_recognized(name, value, meant):
+    with pytest.raises(UserError) as error:
+        load_config("tiny", [(name, value)])
+    hint = f'{name} = "{value}" is not allowed; did you mean "{meant}"? It must be '
+    assert hint in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
         ("model.num_layers", '"two"', "an integer (at least 1)"),

@@ -48,8 +48,9 @@ def test_impossible_option(text, field, value, allowed):
 
 
 def test_impossible_source_and_type(text):
-    assert 'data.source = "json" is not allowed: it must be one of "python_std' in error_of(
-        source="json"
+    assert (
+        'data.source = "json" is not allowed; did you mean "jsonl"? It must be one of "python_std'
+        in error_of(source="json")
     )
     message = error_of(**text | {"source": "tokens"}, token_dtype="float32")
     assert 'data.token_dtype = "float32" is not allowed: it must be "uint8", "uint16"' in message

@@ -81,7 +81,8 @@ def test_a_haystack_of_essays(tmp_path):
 @pytest.mark.parametrize(
     ("names", "options", "sentence"),
     [
-        (["needel"], {}, 'unknown task "needel"; choose one of needle, passkey'),
+        (["needel"], {}, 'unknown task "needel"; did you mean "needle"[?] Choose one of needle'),
+        (["rulers"], {}, 'unknown task "rulers"; did you mean "ruler"[?] Choose one of needle'),
         (["mqar"], {"paris": 3}, 'unknown option "paris" of the tasks mqar; use pairs'),
         (["mqar"], {"pairs": "many"}, 'option pairs = "many" of task "mqar": Input should be a'),
         (["mqar"], {"pairs": 0}, 'task "mqar": pairs=0 must be an integer .at least 1.'),

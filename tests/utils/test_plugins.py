@@ -24,7 +24,8 @@ def registry(tmp_path, monkeypatch):
     (tmp_path / "own_plugins_for_tests.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    yield Registry("thing", "own_plugins_for_tests:Base", {"first": "own_plugins_for_tests:Mine"})
+    built_in = {"first": "own_plugins_for_tests:Mine"}
+    yield Registry("thing", "own_plugins_for_tests:Base", built_in, groups=("all",))
     sys.modules.pop("own_plugins_for_tests", None)
 
 
@@ -41,6 +42,8 @@ def test_lookup_by_name_and_by_module(registry):
     ("name", "sentence"),
     [
         ("second", 'unknown thing "second"; choose one of first or pass package.module:Class'),
+        ("frist", 'unknown thing "frist"; did you mean "first"\\? Choose one of first or pass '),
+        ("alll", 'unknown thing "alll"; did you mean "all"\\? Choose one of first or pass pack'),
         ("nowhere_at_all:X", "cannot be loaded as a thing: No module named 'nowhere_at_all'"),
         ("own_plugins_for_tests:Gone", "own_plugins_for_tests has no 'Gone'"),
         ("./own_plugins_for_tests:Mine", "must be package.module:Class, as Python imports it"),

@@ -18,6 +18,14 @@ _HERE = "mtraining_jax.evaluation.tasks"
 _NEEDLES = tuple(VARIANTS)
 _INFINITEBENCH = tuple(f"infinitebench_{part}" for part in InfiniteBench.parts)
 _LONGBENCH = tuple(f"longbench_{part}" for part in LongBench.parts)
+# Groups of tasks. "ruler_generated" needs no files.
+_GENERATED = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "ruler": (*_GENERATED, "ruler_qa_1", "ruler_qa_2"),
+    "ruler_generated": _GENERATED,
+    "infinitebench": _INFINITEBENCH,
+    "longbench": _LONGBENCH,
+}
 TASKS = Registry(
     "task",
     base=f"{_HERE}.task:Task",
@@ -36,15 +44,8 @@ TASKS = Registry(
         "longbench_v2": f"{_HERE}.published.longbench:LongBenchV2",
         "documents": f"{_HERE}.documents:LongDocuments",
     },
+    groups=GROUPS,
 )
-# Groups of tasks. "ruler_generated" needs no files.
-_GENERATED = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe")
-GROUPS: dict[str, tuple[str, ...]] = {
-    "ruler": (*_GENERATED, "ruler_qa_1", "ruler_qa_2"),
-    "ruler_generated": _GENERATED,
-    "infinitebench": _INFINITEBENCH,
-    "longbench": _LONGBENCH,
-}
 
 
 def make_tasks(names: Sequence[str], options: Mapping[str, Any]) -> list[Task]:

@@ -7,6 +7,7 @@ from mtraining_jax.models.rope.kind import LinearScaling, RopeScaling
 from mtraining_jax.models.rope.llama3 import Llama3Scaling
 from mtraining_jax.models.rope.longrope import LongRopeScaling
 from mtraining_jax.models.rope.yarn import YarnScaling
+from mtraining_jax.utils.text import choose_one_of
 
 # By `rope_type` in config.json.
 ROPE_KINDS: Mapping[str, type[RopeScaling]] = {
@@ -21,5 +22,5 @@ def make_scaling(values: Any) -> RopeScaling | None:
     raw = values if isinstance(values, Mapping) else vars(values)
     name = raw.get("type") or raw.get("rope_type") or YarnScaling.type
     if name not in ROPE_KINDS:
-        raise ValueError(f'unknown type "{name}"; choose one of {", ".join(ROPE_KINDS)}')
+        raise ValueError(f'unknown type "{name}"; {choose_one_of(str(name), ROPE_KINDS)}')
     return ROPE_KINDS[name].from_fields(raw)
