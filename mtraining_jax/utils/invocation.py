@@ -19,7 +19,8 @@ def command_of(name: str) -> str:
     """
     this = Path(sys.argv[0])
     script = this.with_name(f"{name}.py")
-    if this.stem in _SCRIPTS and this.suffix == ".py" and name in _SCRIPTS and script.is_file():
+    scripts = {f"{x}.py" for x in _SCRIPTS}
+    if _module() is None and {this.name, script.name} <= scripts and script.is_file():
         return shlex.join(_run_with_python(str(script)))
     name = name.replace("_", "-")
     if this.name == _INSTALLED:
@@ -51,14 +52,22 @@ def command_with(options: Iterable[str], without: Collection[str] = ()) -> str:
 
 def _program() -> list[str]:
     """The words of this process's command line before its arguments."""
-    this, spec = sys.argv[0], getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None and spec.origin == this:  # python -m
-        return _run_with_python("-m", spec.name.removesuffix(".__main__"))
+    this, module = sys.argv[0], _module()
+    if module is not None:
+        return _run_with_python("-m", module)
     if Path(this).name == _INSTALLED:
         found = shutil.which(_INSTALLED)
         on_path = found is not None and Path(found).resolve() == Path(this).resolve()
         return [*_uv(), _INSTALLED if on_path else this]
     return _run_with_python(this)
+
+
+def _module() -> str | None:
+    """The module that this process runs by `python -m`; None if it runs a script."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or spec.origin != sys.argv[0]:
+        return None
+    return spec.name.removesuffix(".__main__")
 
 
 def _run_with_python(*words: str) -> list[str]:

@@ -116,11 +116,12 @@ def test_commands_of_a_checkout(monkeypatch):
     assert command_of("generate") == "uv run python -m mtraining_jax generate"
 
 
-def test_commands_after_python_m(monkeypatch):
-    module = importlib.import_module("mtraining_jax.__main__")
+@pytest.mark.parametrize("name", ["mtraining_jax.__main__", "mtraining_jax.cli.evaluate"])
+def test_commands_after_python_m(name, monkeypatch):
+    module = importlib.import_module(name)
     monkeypatch.delenv("UV", raising=False)
     monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.setattr(sys, "argv", [module.__file__, "train", "--config=tiny"])
+    monkeypatch.setattr(sys, "argv", [module.__file__, "train", "--dtype=float32"])
     assert command_of("generate") == "python -m mtraining_jax generate"
-    again = command_with(["--run.steps=9"])
-    assert again == "python -m mtraining_jax train --config=tiny --run.steps=9"
+    again = f"python -m {name.removesuffix('.__main__')} train --dtype=float32 --seed=9"
+    assert command_with(["--seed=9"]) == again
