@@ -6,11 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.config import Config, available_configs
+from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.reporting.goodput import processes_text, time_text
 from mtraining_jax.reporting.history import History
+from mtraining_jax.reporting.page.page import NAME
 from mtraining_jax.reporting.record import SPEEDS, Record, note_on_density, rate, speed_text
-from mtraining_jax.utils.invocation import command_with
+from mtraining_jax.utils.invocation import command_of, command_with
 from mtraining_jax.utils.text import counted
+
+_EVALUATED = 1024  # tokens; tasks need some hundred
 
 
 def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]:
@@ -71,6 +76,7 @@ def already_complete(config: Config, step: int, changed: Sequence[str] = ()) -> 
 
 
 def _next_steps(config: Config, done: int) -> list[str]:
+    lines = _ways_to_use(config)
     commands = {}
     if config.checkpoint.last_step:
         commands[f"--run.steps={2 * done}"] = f"continue training from step {done}"
@@ -87,10 +93,31 @@ def _next_steps(config: Config, done: int) -> list[str]:
         commands[f"{shlex.quote(f'--run.name={config.run.name}_larger')} {larger}"] = (
             "a larger model; all fields can be set like this, see --help"
         )
-    lines = [f"  {_command(options)}\n      {what}" for options, what in commands.items()]
+    lines += [f"  {_command(options)}\n      {what}" for options, what in commands.items()]
     others = [name for name in available_configs() if name != config.run.name]
     if others:
         lines.append(f"  other configurations: {', '.join(others)}")
+    return lines
+
+
+def _ways_to_use(config: Config) -> list[str]:
+    """How to look at a finished run, and use the model of its last checkpoint."""
+    lines, folder, data = [], config.run.folder, config.data
+    if (folder / NAME).is_file():
+        lines.append(f"  open {folder / NAME} in a browser")
+    has_tokenizer = isinstance(data.source_options, DocumentSource) or data.tokenizer != BYTES
+    if not has_tokenizer or not config.checkpoint.last_step or config.run.bucket is not None:
+        return lines
+    model = f"--model {shlex.quote(str(folder))}"
+    lines.append(
+        f"  {command_of('generate')} {model} --prompt TEXT --temperature 0.8\n"
+        "      continue a text with this model"
+    )
+    if data.seq_len >= _EVALUATED:
+        lines.append(
+            f"  {command_of('evaluate')} {model} --tasks needle --lengths {data.seq_len} "
+            "--attention both\n      measure what it finds in long texts, dense and sparse"
+        )
     return lines
 
 

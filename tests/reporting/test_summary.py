@@ -40,6 +40,24 @@ def test_training_continues_without_starting_from_scratch(config, monkeypatch):
     assert command.count("--checkpoint.resume=false") == 1
 
 
+def test_the_first_hints_use_the_model(tmp_path, config, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # without generate.py
+    text = changed(config, data={"source": "text", "seq_len": 2048}, checkpoint={"last_step": True})
+    page, model = config.run.folder / "report.html", f"--model {config.run.folder}"
+    page.parent.mkdir(parents=True)
+    lines = already_complete(text, 3)
+    first = lines[lines.index("next:") + 1 :]
+    assert first[0].startswith(f"  python -m mtraining_jax generate {model} --prompt TEXT ")
+    assert first[1].startswith(f"  python -m mtraining_jax evaluate {model} --tasks needle --len")
+    page.touch()
+    assert already_complete(text, 3)[2] == f"  open {page} in a browser"
+    for without in (
+        config,  # token files have no tokenizer
+        changed(text, checkpoint={"last_step": False}),
+    ):
+        assert model not in "\n".join(already_complete(without, 3))
+
+
 def test_no_larger_model_is_suggested_with_init_from(config):
     options = "--run.name=test_larger --model.num_layers=4"  # free, unlike a fixed name
     assert options in "\n".join(already_complete(config, 3))
