@@ -1,9 +1,10 @@
 """Loads a validated `Config` from a TOML file and overrides."""
 
 import dataclasses
+import logging
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mtraining_jax.utils.text import counted
 # Dotted field name and value as text; None if an option of the command line has no value.
 Overrides = Sequence[tuple[str, str | None]]
 _COMMAND_LINE = "command line"
+_LOG = logging.getLogger(__name__)
 
 
 def load_config(name_or_path: str | Path, overrides: Overrides = ()) -> Config:
@@ -39,7 +41,32 @@ def load_config(name_or_path: str | Path, overrides: Overrides = ()) -> Config:
     layers = _file_layers(name_or_path)
     default_name = {"run": {"name": Path(layers[0][0]).stem}}
     config = _load([*layers, ("default", default_name)], overrides)
+    names = {RENAMED.get(name, name) for name, _ in overrides}
+    if "run.steps" in names:
+        config = _with_warm_ups_that_fit(config, names)
     validate(config)
+    return config
+
+
+def _with_warm_ups_that_fit(config: Config, names: Collection[str]) -> Config:
+    """Shortens warm-ups of a file for a test run of few steps; `names` are set by the user."""
+    steps, optimizer, sparsity = config.run.steps, config.optimizer, config.sparsity
+    too_long = []
+    if (
+        optimizer.schedule != "constant"
+        and (optimizer.decay_steps or steps) < optimizer.warmup_steps
+    ):
+        too_long.append("optimizer.warmup_steps")
+    if sparsity.dense_warmup_steps + sparsity.dense_cooldown_steps > steps:
+        too_long += ["sparsity.dense_warmup_steps", "sparsity.dense_cooldown_steps"]
+    for name in too_long:
+        section, field = name.split(".")
+        before, now = getattr(getattr(config, section), field), steps // 10
+        if name not in names and before > now:
+            part = dataclasses.replace(getattr(config, section), **{field: now})
+            config = dataclasses.replace(config, **{section: part})
+            note = "note: %s = %d, instead of %d in the file, to fit run.steps = %d"
+            _LOG.warning(note, name, now, before, steps)
     return config
 
 

@@ -745,6 +745,29 @@ def test_contradictions(columns, overrides, sentence):
     assert messages(columns, **overrides) == [sentence]
 
 
+@pytest.mark.parametrize("name", available_configs())
+def test_every_shipped_configuration_has_a_short_run(name):
+    for steps in 1, 5:
+        assert load_config(name, [("run.steps", str(steps))]).run.steps == steps
+
+
+def test_warm_ups_of_a_file_fit_the_steps_of_the_command_line(write, caplog):
+    warm_up = "warmup_steps = 40\nschedule = 'cosine'"
+    path = write(f"{MODEL}\n[optimizer]\n{warm_up}\n[sparsity]\ndense_cooldown_steps = 30")
+    config = override(path, run__steps="50")
+    assert config.optimizer.warmup_steps == 40 and config.sparsity.dense_cooldown_steps == 30
+    assert caplog.messages == []
+    config = override(path, run__steps="20")
+    assert config.optimizer.warmup_steps == 2 and config.sparsity.dense_cooldown_steps == 2
+    assert caplog.messages == [
+        "note: optimizer.warmup_steps = 2, instead of 40 in the file, to fit run.steps = 20",
+        "note: sparsity.dense_cooldown_steps = 2, instead of 30 in the file, to fit run.steps = 20",
+    ]
+    # Typed together, they contradict each other.
+    typed = {"run__steps": "20", "optimizer__warmup_steps": "40"}
+    assert messages(path, **typed)[0].startswith("optimizer.warmup_steps = 40 is more than run.st")
+
+
 @pytest.mark.parametrize("kind", ["dense", "sampled_rows", "vertical_slash"])
 def test_longest_sequence(kind, minimal):
     fields = {"sparsity__kind": kind, "model__max_position_embeddings": str(2**24)}
