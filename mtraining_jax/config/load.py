@@ -52,10 +52,8 @@ def _with_warm_ups_that_fit(config: Config, names: Collection[str]) -> Config:
     """Shortens warm-ups of a file for a test run of few steps; `names` are set by the user."""
     steps, optimizer, sparsity = config.run.steps, config.optimizer, config.sparsity
     too_long = []
-    if (
-        optimizer.schedule != "constant"
-        and (optimizer.decay_steps or steps) < optimizer.warmup_steps
-    ):
+    ends = optimizer.schedule != "constant" and optimizer.decay_steps is None
+    if ends and optimizer.warmup_steps > steps:
         too_long.append("optimizer.warmup_steps")
     if sparsity.dense_warmup_steps + sparsity.dense_cooldown_steps > steps:
         too_long += ["sparsity.dense_warmup_steps", "sparsity.dense_cooldown_steps"]
