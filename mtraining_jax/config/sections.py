@@ -272,7 +272,7 @@ class EvalConfig:
     """Validation: the loss on data that is not trained on."""
 
     interval: NonNegativeInt = 0
-    """Evaluate every N steps and after the last step; 0 disables."""
+    """Evaluate before the first step, every N steps and after the last step; 0 disables."""
     num_batches: PositiveInt = 8
     """Batches per evaluation, the same every time; fewer if the data has fewer."""
     attention: Literal["same", "dense", "both"] = "same"

@@ -50,8 +50,7 @@ class History:
             if self.first_loss is None:
                 self.first_loss = record["loss"]
             self.finite |= record["grad_norm"] is not None
-        if (text := validation_text(record)) is not None:
-            self.validation = [*self.validation[:1], text]
+        self.add_validation(record)
         values = {name: record.get(name) for name in _MEANS}
         if (density := density_of(record)) is not None:
             self.lowest_density = min(self.lowest_density, density)
@@ -68,6 +67,11 @@ class History:
             if value is not None:
                 self._sums[name] += value
                 self._counts[name] += 1
+
+    def add_validation(self, record: Record) -> None:
+        """Keeps the validation loss of a record, if it has one."""
+        if (text := validation_text(record)) is not None:
+            self.validation = [*self.validation[:1], text]
 
     def gradient_outlier(self, record: Record, norms: Mapping[str, ArrayLike]) -> str | None:
         """A warning if the gradient norm of a new record is far above those before it.

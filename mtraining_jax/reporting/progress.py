@@ -90,6 +90,11 @@ class Display:
         for alarm in record.get("alarms", ()):
             self.say(f"warning: {alarm}")
 
+    def validation(self, record: Record, total: int) -> None:
+        """Prints the validation loss before the first step."""
+        self._validation = validation_text(record)
+        self.say(f"step {0:>{len(str(total))}}/{total}  validation loss {self._validation}")
+
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -33,9 +33,11 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys,
     config = changed(held_out, run={"steps": 5}, checkpoint={"interval": 3})
     whole = run(config)
     assert [("eval_loss" in record) for record in whole] == [False, True, False, True, True]
-    assert written(config) == whole
+    before, *records = written(config)
+    assert records == whole
     assert watched == [
         "reading the batch of step 1",
+        "the evaluation before step 1",
         "reading the batch of step 2",
         "the evaluation after step 2",
         "reading the batch of step 3",
@@ -48,15 +50,23 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys,
         "writing the last checkpoint",
     ]
     watched.clear()
+    assert before.keys() == {"step", "eval_loss", "eval_loss_by_position", "eval_seconds"}
+    # Of random parameters: all tokens are about as likely.
+    assert before["step"] == 0 and abs(before["eval_loss"] - np.log(VOCAB)) < 0.2
     means = whole[1]["eval_loss_by_position"]
     counts = np.array([1, 2, 4, 8, 16, 32])  # 63 labels per sequence
     assert np.average(means, weights=counts) == pytest.approx(whole[1]["eval_loss"], rel=1e-6)
     printed = capsys.readouterr().out
     assert f"validation loss {whole[1]['eval_loss']:.4f}" in printed
+    first, last = (f"{x['eval_loss']:.4f}" for x in (before, whole[4]))
+    assert f"\nstep 0/5  validation loss {first}\n" in printed
+    assert f"  validation {first} -> {last}\n" in printed
     assert "tokens: 1 file, 576 tokens" in printed and "  validation " in printed
     # Evaluation at other steps does not change the training metrics.
     shutil.rmtree(checkpoint_folder(config) / "5")
     rest = run(changed(config, eval={"interval": 5}))
+    assert "note: " not in capsys.readouterr().err  # such as on missing lines
+    assert [x["step"] for x in written(config)] == [0, 1, 2, 3, 4, 5]  # not evaluated again
     np.testing.assert_array_equal(losses(rest), losses(whole[3:]))
     assert watched[0] == "reading the checkpoint of step 3"
     assert "eval_loss" not in rest[0]

@@ -68,6 +68,7 @@ _FACTS = (
     ("tokens", "tokens", "last", "{:,.0f}"),
     ("first loss", "loss", "first", "{:.3f}"),
     ("last loss, of 10 steps", "loss", "end", "{:.3f}"),
+    ("first validation loss", "eval_loss", "first", "{:.4f}"),
     ("validation loss", "eval_loss", "last", "{:.4f}"),
     ("with dense attention", "eval_loss_dense", "last", "{:.4f}"),
     ("density", "density", "mean", "{:.1%}"),

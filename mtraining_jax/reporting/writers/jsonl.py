@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step."""
+"""metrics.jsonl: one JSON object per step, and one of step 0 for the first validation loss."""
 
 import contextlib
 import json
@@ -19,7 +19,8 @@ class JsonlWriter:
         # Renamed into place, so that an interruption loses no line.
         new = path.with_suffix(".new")
         lines = _lines_until(path, last_step)
-        if (missing := last_step - len(lines)) > 0:
+        starts_with_0 = bool(lines) and json.loads(lines[0])["step"] == 0
+        if (missing := last_step + starts_with_0 - len(lines)) > 0:
             what = f"has no line for {missing:,} of the {counted(last_step, 'step')} so far"
             print(f"note: {path} {what}; training is not affected", file=sys.stderr)
         new.write_text("".join(lines), encoding="utf-8")

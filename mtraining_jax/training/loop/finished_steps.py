@@ -95,6 +95,17 @@ class FinishedSteps:
         if before is not None:
             before.result()
 
+    def add_validation(self, evaluate: Callable[[Callable[[], None]], Record]) -> None:
+        """Reports an evaluation before the first step, as step 0."""
+        with self._watchdog.watch("the evaluation before step 1") as restart:
+            record = {"step": 0} | evaluate(restart)
+        self._goodput.add("eval", record["eval_seconds"])
+        for writer in self._writers:
+            with self._written(writer.where, 0):
+                writer.write(record)
+        self._display.validation(record, self._config.run.steps)
+        self._history.add_validation(record)
+
     def wait(self) -> History:
         """Waits until all added steps are reported and their masks drawn; returns the history."""
         if self._pending is not None:
