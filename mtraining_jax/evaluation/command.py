@@ -15,9 +15,10 @@ from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.identity import digest_of, digests_of
 from mtraining_jax.evaluation.load import no_model
 from mtraining_jax.evaluation.progress import Watch
+from mtraining_jax.evaluation.report import write_results
 from mtraining_jax.evaluation.results import Results
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
-from mtraining_jax.evaluation.tasks import make_tasks
+from mtraining_jax.evaluation.tasks import Task, make_tasks
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values
 from mtraining_jax.patterns.options.rows import PROMPT_END
 from mtraining_jax.training.checkpoint import newest_step, read_record
@@ -34,7 +35,8 @@ def run(request: argparse.Namespace, console: Console, command: str) -> None:
     UserError after an interruption, too.
     """
     tasks = make_tasks(request.tasks, request.options)
-    plan = Plan(tasks, request.lengths, request.samples, request.seed, request.generate)
+    optional = {task.name for task in tasks}.difference(request.tasks)  # of groups
+    plan = Plan(tasks, request.lengths, request.samples, request.seed, request.generate, optional)
     names = {label: path.resolve().name for label, path in request.models.items()}
     if len(set(names.values())) < len(names):
         names = {x: "/".join(path.resolve().parts[-2:]) for x, path in request.models.items()}
@@ -43,22 +45,27 @@ def run(request: argparse.Namespace, console: Console, command: str) -> None:
     for label, path in request.models.items():
         check_lengths(plan.lengths, _max_positions(path), names[label])
 
-    def load(label: str) -> dict[str, Engine]:
+    def load(label: str) -> tuple[dict[str, Engine], Plan]:
         engines = _load(request, label, console)
-        check(plan, next(iter(engines.values())), names[label])
+        fitting = check(plan, next(iter(engines.values())), names[label])
+        for reason in fitting.skipped.values():
+            console.print(f"note: skipped: {reason}", markup=False)
         results.check_model(label, digests_of(list(engines.values())[-1].loaded))
-        return engines
+        return engines, fitting
+
+    def after_task() -> None:
+        write_results(request.output)
 
     engines = {}
     with Watch(console) as watch:
         for label in request.models:
             engines.clear()  # frees memory
-            engines = load(label)
+            engines, fitting = load(label)
             with results:
                 if label == "model":
                     results.note(_facts(command))
                 try:
-                    evaluate(plan, engines, label, results, watch)
+                    evaluate(fitting, engines, label, results, watch, after_task)
                 except KeyboardInterrupt:
                     raise UserError(
                         f"interrupted after {watch.done} of {watch.total} samples; run the same "
@@ -77,8 +84,9 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
     tasks = {}
     for task in plan.tasks:
         tasks[task.name] = dataclasses.asdict(task)
-        code = Path(inspect.getfile(type(task)))
-        tasks[task.name]["digest of code and files"] = digest_of(code, *task.files)
+        classes = (cls for cls in type(task).__mro__ if issubclass(cls, Task))
+        code = dict.fromkeys(Path(inspect.getfile(cls)) for cls in classes)
+        tasks[task.name]["digest of code and files"] = digest_of(*code, *task.files)
         del tasks[task.name]["name"]
     return {
         "models": {label: {"name": name} for label, name in names.items()},

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,6 +31,15 @@ class Plan:
     samples: int  # per task and length, limited by the data set
     seed: int = 0
     generate: bool = False  # answers even where teacher forcing is enough
+    # Names of tasks that are skipped at lengths that are too short for them, as in a group.
+    optional: Collection[str] = ()
+    skipped: Mapping[tuple[str, int], str] = dataclasses.field(default_factory=dict)
+
+    def samples_of(self, task: Task, length: int, tokenizer: Tokenizer | None) -> int:
+        """The number of samples of a task and length."""
+        if (task.name, length) in self.skipped:
+            return 0
+        return min(self.samples, task.count(tokenizer, length))
 
 
 def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None:
@@ -42,8 +51,12 @@ def check_lengths(lengths: Sequence[int], max_positions: int, name: str) -> None
         )
 
 
-def check(plan: Plan, model: Model, name: str) -> None:
-    """Checks that a plan fits a model before anything runs; `name` is for messages."""
+def check(plan: Plan, model: Model, name: str) -> Plan:
+    """Checks that a plan fits a model before anything runs; `name` is for messages.
+
+    Returns the plan with reasons for the tasks and lengths to skip (`Plan.skipped`). Raises
+    UserError if anything else does not fit, or nothing remains.
+    """
     check_lengths(plan.lengths, model.max_positions, name)
     for task in plan.tasks:
         if task.needs_tokenizer and model.tokenizer is None:
@@ -57,6 +70,17 @@ def check(plan: Plan, model: Model, name: str) -> None:
                 f'task "{task.name}" has {ids} token ids, but {name} has a vocabulary of only '
                 f"{model.vocab_size}; --task.vocab_size must be at most {model.vocab_size}"
             )
+    skipped: dict[tuple[str, int], str] = {}
+    for task, length in itertools.product(plan.tasks, plan.lengths):
+        try:
+            samples = plan.samples_of(task, length, model.tokenizer)
+            task.check_length(length, samples, plan.seed, model.tokenizer)
+        except UserError as error:
+            everything = len(skipped) + 1 == len(plan.tasks) * len(plan.lengths)
+            if task.name not in plan.optional or everything:
+                raise
+            skipped[task.name, length] = str(error)
+    return dataclasses.replace(plan, skipped=skipped)
 
 
 class _Question(NamedTuple):
@@ -69,25 +93,34 @@ class _Question(NamedTuple):
 
 
 def evaluate(
-    plan: Plan, models: Mapping[str, Model], label: str, results: Results, watch: Watch
+    plan: Plan,
+    models: Mapping[str, Model],
+    label: str,
+    results: Results,
+    watch: Watch,
+    after_task: Callable[[], None] = lambda: None,
 ) -> None:
     """Evaluates samples without a result, and appends a line for each.
 
     Samples are made once and given to all of `models`, by attention kind, so that their scores
-    can be compared pairwise. `label` is that of the models in the results. Raises UserError from a
-    task or a model, or if existing lines have other prompts.
+    can be compared pairwise. `label` is that of the models in the results. `after_task` is called
+    when all samples of a task have results. Raises UserError from a task or a model, or if existing
+    lines have other prompts.
     """
     tokenizer = next(iter(models.values())).tokenizer
     questions = [
         _Question(task, length, number, [Key(label, x, task.name, length, number) for x in models])
         for task in plan.tasks
         for length in plan.lengths
-        for number in range(min(plan.samples, task.count(tokenizer, length)))
+        for number in range(plan.samples_of(task, length, tokenizer))
     ]
     keys = [key for question in questions for key in question.keys]
     where = f"{results.folder}, last evaluated {results.last_date or 'at an unknown date'}"
     watch.start(len(keys), sum(key in results for key in keys), where)
+    task = None
     for question, sample in _samples(_to_ask(questions, results), plan.seed, tokenizer):
+        if task is not None and question.task is not task:
+            after_task()
         task = question.task
         _check_ids(sample, next(iter(models.values())))
         watch.at(f"{task.name}, {question.length} tokens")

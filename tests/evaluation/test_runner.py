@@ -1,8 +1,11 @@
 """Evaluations of a fake model: what they write, how they resume, what they refuse."""
 
 import contextlib
+import dataclasses
+import inspect
 import io
 import json
+import re
 import shutil
 from dataclasses import dataclass
 
@@ -10,12 +13,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mtraining_jax.cli.evaluate import parse
 from mtraining_jax.data.tokenizer import ByteTokenizer
+from mtraining_jax.evaluation import command
 from mtraining_jax.evaluation.progress import Watch
-from mtraining_jax.evaluation.report import write_report
+from mtraining_jax.evaluation.report import write_report, write_results
 from mtraining_jax.evaluation.results import Results, read_lines, read_settings
 from mtraining_jax.evaluation.runner import Plan, check, evaluate
-from mtraining_jax.evaluation.tasks import Document, Task, make_tasks
+from mtraining_jax.evaluation.tasks import GROUPS, Document, Task, make_tasks
+from mtraining_jax.evaluation.tasks.sized import DepthTask
 from mtraining_jax.utils.errors import UserError
 from tests.evaluation.fake_model import FakeModel
 
@@ -64,7 +70,7 @@ def test_a_window_misses_what_dense_finds(tmp_path):
         for attention in ("dense", "sparse")
     }
     assert by_depth["dense"] == [1] * 10
-    assert by_depth["sparse"] == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert by_depth["sparse"] == [0, 1, 1, 0, 1, 0, 1, 0, 0, 1]
     first = lines[0]
     assert first["how"] == "forced" and first["depth"] == 0 and first["answer_tokens"] == 8
     assert first["log_prob"] == -1 and first["right_tokens"] == 8 and first["density"] == 1
@@ -133,9 +139,9 @@ def test_results_with_other_settings_are_refused_and_nothing_is_written(tmp_path
 
 def test_a_task_with_more_ids_than_the_model_is_refused():
     tasks = make_tasks(["needle", "mqar"], {"pairs": "4", "vocab_size": "64"})
-    check(Plan(tasks, (64,), 1), FakeModel(vocab_size=64), "tiny")
+    check(Plan(tasks, (512,), 1), FakeModel(vocab_size=64), "tiny")
     with pytest.raises(UserError, match='"mqar" has 64 token ids, but tiny has a vocabulary of on'):
-        check(Plan(tasks, (64,), 1), FakeModel(vocab_size=63), "tiny")
+        check(Plan(tasks, (512,), 1), FakeModel(vocab_size=63), "tiny")
 
 
 def test_settings_without_a_line_are_ignored(tmp_path):
@@ -158,6 +164,91 @@ def test_an_impossible_plan_is_found_before_anything_runs():
     bad.forced = lambda *_: type("F", (), {"log_probs": np.array([np.nan])})
     with pytest.raises(UserError, match="a non-finite loss on sample 0"):
         evaluate(plan(), {"dense": bad}, "model", _Nothing(), _Nothing())
+
+
+@pytest.mark.parametrize("name", ["needle", "mqar", "ruler_vt"])
+def test_a_length_that_is_too_short_for_a_named_task_is_found_before_anything_runs(name):
+    named = Plan(make_tasks([name], {}), (8192, 100), 2)
+    with pytest.raises(UserError, match=f'^length 100 is too short for task "{name}"; .* 1?[0-9]'):
+        check(named, FakeModel(vocab_size=8192), "tiny")
+    optional = dataclasses.replace(named, optional={name})
+    skipped = check(optional, FakeModel(vocab_size=8192), "tiny").skipped
+    assert skipped.keys() == {(name, 100)} and "length 100 is too short" in skipped[name, 100]
+    with pytest.raises(UserError, match="^length 100 is too short"):  # nothing remains
+        check(dataclasses.replace(optional, lengths=(100,)), FakeModel(vocab_size=8192), "tiny")
+
+
+def test_samples_longer_than_the_measured_one_are_found_too(monkeypatch):
+    (needle,) = make_tasks(["needle"], {})
+    with pytest.raises(UserError) as error:
+        needle.check_length(100, 1, 0, ByteTokenizer())
+    smallest = int(re.findall("take ([0-9]+) tokens", str(error.value))[0])
+    build = type(needle).build
+
+    def longer(self, size, length, number, seed):
+        draft = build(self, size, length, number, seed)
+        return dataclasses.replace(draft, prompt=draft.prompt + "?" * 200 * (number == 3))
+
+    monkeypatch.setattr(type(needle), "build", longer)
+    needle.check_length(smallest + 100, 3, 0, ByteTokenizer())
+    with pytest.raises(UserError, match=f"length {smallest + 100} is too short"):
+        needle.check_length(smallest + 100, 4, 0, ByteTokenizer())
+
+
+def test_a_group_skips_tasks_at_lengths_that_are_too_short(tmp_path, monkeypatch):
+    model = FakeModel()
+    model.loaded = None
+    monkeypatch.setattr(command, "_load", lambda *_: {"dense": model})
+    monkeypatch.setattr(command, "_max_positions", lambda _: 8192)
+    monkeypatch.setattr(command, "digests_of", lambda _: {})
+    out = tmp_path / "out"
+    names = "--tasks ruler_generated needle --lengths 2048 8192 --samples 1 --generate"
+    request = parse(f"--model {tmp_path} {names} --output {out}".split())
+    console = Console(file=io.StringIO(), width=300)
+    command.run(request, console, "test")
+    notes = [x for x in console.file.getvalue().splitlines() if x.startswith("note: ")]
+    (note,) = notes
+    assert note.startswith('note: skipped: length 2048 is too short for task "ruler_vt"; its short')
+    found = {(line["task"], line["length"]) for line in read_lines(out)}
+    tasks = {*GROUPS["ruler_generated"], "needle"}
+    assert found == {(x, n) for x in tasks for n in (2048, 8192)} - {("ruler_vt", 2048)}
+    # A task asked for by name is an error.
+    names = "--tasks ruler_generated ruler_vt --lengths 2048"
+    named = parse(f"--model {tmp_path} {names} --output {tmp_path / 'named'}".split())
+    with pytest.raises(UserError, match='length 2048 is too short for task "ruler_vt"'):
+        command.run(named, console, "test")
+
+
+def test_results_of_other_code_of_a_task_or_its_base_are_refused(tmp_path, monkeypatch):
+    model, console = FakeModel(), Console(file=io.StringIO())
+    model.loaded, base = None, tmp_path / "base.py"
+    monkeypatch.setattr(command, "_load", lambda *_: {"dense": model})
+    monkeypatch.setattr(command, "_max_positions", lambda _: 8192)
+    monkeypatch.setattr(command, "digests_of", lambda _: {})
+    getfile = inspect.getfile
+    monkeypatch.setattr(inspect, "getfile", lambda x: base if x is DepthTask else getfile(x))
+    names = f"--tasks needle --lengths 2048 --samples 1 --output {tmp_path / 'out'}"
+    for code, refused in ("depths", False), ("depths", False), ("other depths", True):
+        base.write_text(code)
+        problem = "tasks.needle.digest of code and files = "
+        expected = pytest.raises(UserError, match=problem) if refused else contextlib.nullcontext()
+        with expected:
+            command.run(parse(f"--model {tmp_path} {names}".split()), console, "test")
+
+
+def test_the_report_is_written_after_each_task(tmp_path):
+    reports = []
+
+    def after_task():
+        reports.append(write_results(tmp_path).read_text())
+
+    tasks = make_tasks(["needle", "passkey", "ruler_niah_single_1"], {})
+    several = Plan(tasks, (2048, 4096), 1, generate=True)
+    with Results(tmp_path, {}) as results, Watch(Console(file=io.StringIO())) as watch:
+        evaluate(several, {"dense": FakeModel()}, "model", results, watch, after_task)
+    assert len(reports) == 2  # the last one is the caller's
+    assert ["| passkey | " in report for report in reports] == [False, True]
+    assert all("| needle | model | dense | 100.0 (1) | 100.0 (1) |" in x for x in reports)
 
 
 class _Nothing:

@@ -60,7 +60,7 @@ class TestRecall(TaskContract):
 @pytest.mark.parametrize("name", ["needle", "passkey"])
 def test_a_needle_lies_at_its_depth(name):
     finder = task(name, depths=5)
-    for number, depth in enumerate((0, 0.25, 0.5, 0.75, 1)):
+    for number, depth in enumerate((0, 1, 0.5, 0.25, 0.75)):
         sample = finder.sample(4096, number, 1, BYTES)
         assert sample.depth == depth and sample.number == number
         (value,) = sample.references
@@ -69,6 +69,19 @@ def test_a_needle_lies_at_its_depth(name):
         assert abs(place - depth) < 0.12
         assert finder.score(sample, f"I say {value}!") == 1
         assert finder.score(sample, value[:-1]) == 0
+
+
+@pytest.mark.parametrize("depths", [1, 2, 3, 5, 10, 37])
+def test_any_number_of_samples_covers_all_depths(depths):
+    needle = task("needle", depths=depths)
+    found = [needle.depth(number) for number in range(2 * depths)]
+    even = np.linspace(0, 1, depths) if depths > 1 else [0.5]
+    np.testing.assert_allclose(sorted(found[:depths]), even)
+    assert found[depths:] == found[:depths]
+    for samples in range(2, depths):
+        gaps = np.diff(sorted(found[:samples]))
+        assert sum(gaps) == pytest.approx(1)  # from the beginning to the end
+        assert max(gaps) <= 3 * min(gaps) + 1e-6  # halves of the same gap, and rounding
 
 
 def test_a_haystack_of_essays(tmp_path):

@@ -62,12 +62,17 @@ class AssociativeRecall(Task):
                 f"{4 * self.pairs}, for pairs={self.pairs}"
             )
 
-    def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
+    def check_length(
+        self, length: int, samples: int, seed: int, tokenizer: Tokenizer | None
+    ) -> None:
         if length // 4 < self.pairs:
             raise UserError(
                 f'length {length} is too short for task "{self.name}"; with pairs={self.pairs} it '
                 f"must be at least {4 * self.pairs}"
             )
+
+    def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
+        self.check_length(length, 1, seed, tokenizer)
         own_seed = int(self.stream(length, number, seed).bits(1)[0])
         tokens, labels = mqar(length // 4 * 4, self.pairs, self.vocab_size, own_seed)
         half = tokens.size // 2

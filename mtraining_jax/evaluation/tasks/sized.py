@@ -1,6 +1,7 @@
 """Tasks with generated prompts: a haystack of as many pieces as fit the length."""
 
 import functools
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,18 @@ class SizedTask(Task):
         """Builds the text of a sample with `size` pieces; the number -1 measures sizes."""
         raise NotImplementedError(f"{type(self).__name__}.build")
 
+    def check_length(
+        self, length: int, samples: int, seed: int, tokenizer: Tokenizer | None
+    ) -> None:
+        assert tokenizer is not None
+        for number in range(-1, samples):
+            prompt = self.build(self.min_size, length, number, seed).prompt
+            smallest = len(tokenizer.encode(prompt)) + self.max_new_tokens
+            if smallest > length:
+                raise self.too_short(length, smallest)
+            if number < 0 and 2 * smallest <= length:  # others are not twice as long
+                return
+
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
         assert tokenizer is not None
         size = _size(self, length, tokenizer)
@@ -67,7 +80,7 @@ class SizedTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class DepthTask(SizedTask):
-    """One needle at evenly spaced depths: sample n has depth number n mod depths.
+    """One needle at evenly spaced depths, in an order in which few samples cover the whole range.
 
     Attributes:
         depths: Number of needle depths, evenly spaced from 0 to 1; 1 puts the needle in the
@@ -77,7 +90,22 @@ class DepthTask(SizedTask):
     depths: PositiveInt = 10
 
     def depth(self, number: int) -> float:
-        return number % self.depths / (self.depths - 1) if self.depths > 1 else 0.5
+        """The depth of a sample, whatever the number of samples: the first two are at the ends."""
+        if self.depths == 1:
+            return 0.5
+        return _spread_order(self.depths)[number % self.depths] / (self.depths - 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _spread_order(count: int) -> tuple[int, ...]:
+    """The numbers 0 to `count` - 1 >= 1: both ends, then always the middle of the largest gap."""
+    order, gaps = [0, count - 1], [(1 - count, 0, count - 1)]
+    while len(order) < count:
+        _, low, high = heapq.heappop(gaps)
+        order.append(middle := (low + high) // 2)
+        for a, b in (low, middle), (middle, high):
+            heapq.heappush(gaps, (a - b, a, b))
+    return tuple(order)
 
 
 @functools.lru_cache(maxsize=256)

@@ -98,6 +98,11 @@ class Task:
         """Returns the number of different samples of a length."""
         return sys.maxsize
 
+    def check_length(
+        self, length: int, samples: int, seed: int, tokenizer: Tokenizer | None
+    ) -> None:
+        """Raises UserError if the shortest of the first samples do not fit a length."""
+
     def sample(
         self, length: int, number: int, seed: int, tokenizer: Tokenizer | None
     ) -> Sample | Document:

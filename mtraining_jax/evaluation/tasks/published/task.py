@@ -73,15 +73,22 @@ class PublishedTask(Task):
     def count(self, tokenizer: Tokenizer | None, length: int) -> int:
         return len(self.records)
 
+    def check_length(
+        self, length: int, samples: int, seed: int, tokenizer: Tokenizer | None
+    ) -> None:
+        # A longer prompt is cut to two tokens or more.
+        smallest = self.parts[self.part].max_new_tokens + 2
+        if length < smallest:
+            raise self.too_short(length, smallest)
+
     def sample(self, length: int, number: int, seed: int, tokenizer: Tokenizer | None) -> Sample:
+        self.check_length(length, 1, seed, tokenizer)
         assert tokenizer is not None
         record, max_new_tokens = self.records[number], self.parts[self.part].max_new_tokens
         prompt = self.prompt(record)
         ids, cut = np.asarray(tokenizer.encode(prompt), np.int32), 0
         if ids.size > length - max_new_tokens:
             half = (length - max_new_tokens) // 2
-            if half < 1:
-                raise self.too_short(length, max_new_tokens + 2)
             begin, end = ids[:half], ids[-half:]
             cut = ids.size - 2 * half
             ids = np.concatenate([begin, end])
