@@ -128,8 +128,16 @@ def _documents_of_mask(
         documents = documents_of(first, end, batch, block_size) if causal else None
         if documents is not None:
             return documents
+        positions, window = np.arange(tokens), tokens - int(first.flat[-1])
+        is_window = (first == np.maximum(positions + 1 - window, 0)).all()
+        if causal and is_window and (end == positions + 1).all():
+            raise ValueError(
+                f"mask of shape {mask_array.shape} is a sliding window of {window} tokens; it must "
+                f"be None: pass pattern=SlidingWindow({window}) to attention_fn instead"
+            )
     raise ValueError(
         f"mask of shape {mask_array.shape} is neither causal nor causal within documents; it must "
         f"be {wanted}. Padding at the end of a sequence needs no mask, since earlier tokens do not "
-        "see it"
+        "see it; a sliding window is pattern=SlidingWindow(window=W); other masks, such as those "
+        "of a prefix LM, are not supported"
     )

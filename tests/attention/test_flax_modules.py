@@ -173,7 +173,11 @@ def test_inputs_are_cast_to_the_dtype_of_the_module():
         ({"mask": np.ones((1, 1, TOKENS, TOKENS), bool)}, "mask of shape .1, 1, 64, 64. is "
                                                            "neither causal nor causal within"),
         # A sliding window cannot be expressed as documents.
-        ({"mask": np.tri(TOKENS, dtype=bool) & ~np.tri(TOKENS, k=-16, dtype=bool)}, "is neither"),
+        ({"mask": np.tri(TOKENS, dtype=bool) & ~np.tri(TOKENS, k=-16, dtype=bool)},
+         "sliding window of 16 tokens; it must be None: pass pattern=SlidingWindow.16. to attent"),
+        # Of a prefix LM: all tokens see the first 16.
+        ({"mask": np.tri(TOKENS, dtype=bool) | (np.arange(TOKENS) < 16)},
+         "neither causal .* window is pattern=SlidingWindow.* prefix LM, are not supported"),
         ({"mask": np.tri(1, dtype=bool)}, "mask of shape .1, 1. is neither causal nor"),
     ],
 )  # fmt: skip
