@@ -10,7 +10,7 @@ from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.spec import layer_windows, windows_text
 from mtraining_jax.reporting.page.page import NAME
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.text import counted
+from mtraining_jax.utils.text import counted, with_unit
 from pallas_kernels import backends
 
 _ANCHORS = {"mean": "mean time", "min": "fastest replica", "max": "slowest replica"}
@@ -36,7 +36,7 @@ def banner(
         mixed = None in layer_windows(model)
         pattern = f"{pattern}, {windows}" if mixed else windows
     rows = {
-        "model": f"{family_of(model.family).title} with {_count(total)} parameters{trainable}"
+        "model": f"{family_of(model.family).title} with {with_unit(total)} parameters{trainable}"
         f"{start}: {model.num_layers} layers, width {model.hidden_size},"
         f" {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim},"
         f" vocabulary {model.vocab_size:,}, {model.dtype}",
@@ -90,10 +90,3 @@ def _backend(config: Config) -> str:
         reason = "no Hopper GPU"
     padded = f", heads padded from {model.head_dim} to {width}" if width != model.head_dim else ""
     return f"{name} ({reason}){padded}"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return str(number)

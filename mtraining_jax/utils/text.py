@@ -13,6 +13,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def with_unit(number: int) -> str:
+    """A large number in short: `427.3 K`, `3.1 B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
 def short_power(number: int) -> str:
     """A power of two: 512 as 512, 1024 as 1K, 2^20 as 1M."""
     for unit, size in (("M", 2**20), ("K", 2**10)):

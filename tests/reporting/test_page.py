@@ -135,6 +135,80 @@ def test_a_page_has_only_the_sections_of_its_data(tmp_path):
     assert "JAX reports the memory of GPUs" in texts["p"][-1]
 
 
+def test_rounding_errors_are_not_drawn_as_data(tmp_path):
+    """A flat line has one height, and its axis no more digits than the figures of the page."""
+    folder, lines = tmp_path / "run", []
+    folder.mkdir()
+    for step in range(1, 31):
+        density = 1 + 3e-7 * (step % 2)
+        record = {"step": step, "loss": 2.0 + step % 2, "lr": 1e-3 + 1e-9 * (step % 2)}
+        record |= {"density": density, "density_per_layer": [1.0, density]}
+        lines.append(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    write_page([folder], out := tmp_path / "page.html")
+    figures = dict(re.findall("<figure><h3>(.*?) <small>(.*?)</figure>", out.read_text()))
+    assert {"Loss", "Density", "Learning rate"} <= figures.keys()
+    assert "Density by layer" not in figures
+
+    def heights(name):
+        (path,) = re.findall(r'<path d="([^"]*)"[^>]*stroke: #3b82f6', figures[name])
+        return {float(y) for _, y in re.findall(r"[ML] ([0-9.]+) ([0-9.]+)", path)}
+
+    assert max(heights("Loss")) - min(heights("Loss")) > 50
+    for name in "Density", "Learning rate":
+        assert max(heights(name)) - min(heights(name)) < 1
+    ticks = re.findall("<text[^>]*>([0-9.]+%)", figures["Density"])
+    assert "100.0%" in ticks and all(len(x) <= 6 for x in ticks)
+    assert max(float(x[:-1]) for x in ticks) == 100
+
+
+def test_a_page_says_what_ran_when_and_where(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    model = dict(
+        vocab_size=257, hidden_size=128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64,
+        intermediate_size=384, max_position_embeddings=2048, tie_word_embeddings="true",
+    )  # fmt: skip
+    fields = "".join(f"{name} = {value}\n" for name, value in model.items())
+    config = (
+        f'[model]\nfamily = "FAMILY"\n{fields}[sparsity]\nkind = "moba"\n[data]\nseq_len = 2048'
+    )
+    (folder / "config.toml").write_text(config.replace("FAMILY", "qwen2"))
+    start = {
+        "time": "2026-11-28T15:05:33+00:00", "command": "train.py --run.name='<x>'",
+        "versions": {"mtraining-jax": "0.1.0", "jax": "0.11.2", "python": "3.12"},
+        "devices": {"NVIDIA H100": 8}, "processes": 2,
+    }  # fmt: skip
+    again = start | {"time": "2026-11-29T15:05:33+00:00"}
+    path = folder / "starts.jsonl"
+    path.write_text("".join(f"{json.dumps(x)}\n" for x in (start, again)) + "[1]\n{half")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "wall_time": 3725.2}')
+
+    def read():
+        write_page([folder], out := tmp_path / "page.html")
+        texts = Reader(out.read_text(encoding="utf-8")).texts
+        assert texts["h1"] == ["run"] and "run" not in texts["h3"]  # the title stands there once
+        return dict(zip(texts["dt"], texts["dd"], strict=True)), texts["pre"]
+
+    facts, (command, *_) = read()
+    assert command == "train.py --run.name='<x>'"
+    assert {
+        "started": "2026-11-28 15:05 UTC", "restarts": "1",
+        "devices": "8 x NVIDIA H100, 2 processes",
+        "versions": "mtraining-jax 0.1.0, jax 0.11.2", "model": "qwen2, 427.3 K parameters",
+        "attention": "moba", "sequence": "2,048 tokens", "duration": "1:02:05",
+    }.items() <= facts.items()  # fmt: skip
+    # A page runs no code of the folder, and needs none of these facts.
+    (tmp_path / "run" / "own_family_of_a_page.py").write_text("raise AssertionError")
+    (folder / "config.toml").write_text(config.replace("FAMILY", "own_family_of_a_page:X"))
+    path.write_text(json.dumps({"time": 3, "devices": [], "versions": 1, "command": None}))
+    facts, _ = read()
+    assert facts["model"] == "own_family_of_a_page:X" and "started" not in facts
+    path.write_bytes(b"\xff")
+    (folder / "config.toml").write_text("[model]\nfamily = 'qwen2'\nhidden_size = 'x'")
+    assert read()[0]["model"] == "qwen2"
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

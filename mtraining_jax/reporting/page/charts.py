@@ -19,6 +19,8 @@ _DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # and their names in CS
 _INK = "#010203"  # replaced by the text color of the page
 _SIZE = 4.8, 2.8  # inches of 72 units; a phone shows about 330 units
 _MAX_POINTS, _MAX_COLUMNS = 250, 60
+_SHOWN = 1e-3  # precision of fractions on the page
+_ROUNDING = 1e-5  # largest relative error of rounding
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "page", "text.parse_math": False, "font.size": 11.5,
     "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
@@ -64,6 +66,7 @@ def line_chart(chart: Chart, runs: Sequence[Run]) -> str:
             notes.append(f"<br>Bold: mean over {window} steps.")
         marker = "o" if len(steps) <= 30 else ""
         axes.plot(*_thinned(steps, values, _MAX_POINTS), dash, color=color, marker=marker)
+    _hide_rounding(axes, np.concatenate([x for *_, x in curves]), chart.unit.startswith("%"))
     if chart.unit.startswith("%"):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif "grad_norm" in names:
@@ -95,7 +98,7 @@ def line_chart(chart: Chart, runs: Sequence[Run]) -> str:
 def heat_map(run: Run, name: str, title: str) -> str:
     """Draws a metric by layer, or layer and head, over steps; empty if it has no two values."""
     steps, values = run.grid(name)
-    if not np.isfinite(values).any() or np.nanmin(values) == np.nanmax(values):
+    if not np.isfinite(values).any() or np.nanmax(values) - np.nanmin(values) < _SHOWN:
         return ""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
@@ -118,7 +121,9 @@ def heat_map(run: Run, name: str, title: str) -> str:
     stops = ",".join(to_hex(colors(x)) for x in np.linspace(0, 1, 6))
     bar = f'<i class="scale" style="background:linear-gradient(90deg,{stops})"></i>'
     unit = f"{heads} heads of each layer from top to bottom" if heads > 1 else ""
-    return figure_of(title, unit, _svg(figure, title), [f"{low:.0%} {bar} {high:.0%}"])
+    digits = 0 if high - low >= 0.01 else 1
+    legend = f"{low:.{digits}%} {bar} {high:.{digits}%}"
+    return figure_of(title, unit, _svg(figure, title), [legend])
 
 
 def picture(path: Path, title: str) -> str:
@@ -153,6 +158,16 @@ def _axes() -> tuple[Any, Any]:
 
     figure = Figure(figsize=_SIZE, layout="constrained")
     return figure, figure.add_subplot()
+
+
+def _hide_rounding(axes: Any, values: np.ndarray, is_fraction: bool) -> None:
+    """Widens a vertical axis of a smaller range than figures are shown with: the line is flat."""
+    low, high = np.nanmin(values), np.nanmax(values)
+    scale = 1.0 if is_fraction else abs(high)
+    if high - low < scale * (_SHOWN if is_fraction else _ROUNDING):
+        margin = 0.05 * scale
+        top = min(high + margin, 1 + _SHOWN) if is_fraction else high + margin
+        axes.set_ylim(low - margin, top)
 
 
 def _step_axis(axes: Any) -> None:

@@ -1,5 +1,6 @@
 """Writes one self-contained HTML page about one or several runs."""
 
+import datetime
 import html
 import importlib.util
 import warnings
@@ -9,6 +10,7 @@ from string import Template
 
 import numpy as np
 
+from mtraining_jax.reporting.page.about import about
 from mtraining_jax.reporting.page.charts import (
     COLORS,
     STYLE,
@@ -127,7 +129,7 @@ def page_of_finished_run(folder: Path) -> str:
 
 def _body(runs: Sequence[Run]) -> str:
     def of(text: str, run: Run) -> str:
-        return text if len(runs) == 1 else f"{text}: {run.name}"
+        return text if len(runs) == 1 else f"{text}: {run.name}".removeprefix(": ")
 
     def charts(group: Sequence[Chart]) -> list[str]:
         return [line_chart(chart, runs) for chart in group]
@@ -141,7 +143,7 @@ def _body(runs: Sequence[Run]) -> str:
             masks.append(picture(path, of(f"Masks of audited heads in step {step}", run)))
     no_memory = "<p>Not recorded: JAX reports the memory of GPUs, not of CPUs.</p>"
     sections = {
-        "": [_facts(run, COLORS[i % len(COLORS)]) for i, run in enumerate(runs)],
+        "": [_facts(run, of("", run), COLORS[i % len(COLORS)]) for i, run in enumerate(runs)],
         "Loss": charts(_LOSS),
         "Density and recall": charts(_DENSITY) + maps,
         "Audits": [*charts(_AUDITS), *masks, *map(_alarms, runs)],
@@ -157,11 +159,15 @@ def _body(runs: Sequence[Run]) -> str:
 
 
 def _card(title: str, body: str, style: str = "") -> str:
-    return f'<div class="card" style="{style}"><h3>{html.escape(title)}</h3>{body}</div>'
+    heading = f"<h3>{html.escape(title)}</h3>" if title else ""
+    return f'<div class="card" style="{style}">{heading}{body}</div>'
 
 
-def _facts(run: Run, color: str) -> str:
-    rows = {}
+def _facts(run: Run, title: str, color: str) -> str:
+    rows = about(run.folder)
+    command = rows.pop("command", None)
+    if len(wall := run.curve("wall_time")[1]):
+        rows["duration"] = str(datetime.timedelta(seconds=round(wall[-1])))
     for label, name, statistic, form in _FACTS:
         if len(values := run.curve(name)[1]):
             rows[label] = form.format(_STATISTICS[statistic](values))
@@ -170,7 +176,10 @@ def _facts(run: Run, color: str) -> str:
     tiles = (
         f"<div><dt>{name}</dt><dd>{html.escape(text)}</dd></div>" for name, text in rows.items()
     )
-    return _card(run.name, f"<dl>{''.join(tiles)}</dl>", f"border-top: 4px solid {color}")
+    body = f"<dl>{''.join(tiles)}</dl>"
+    if command is not None:
+        body += f"<pre>{html.escape(command)}</pre>"
+    return _card(title, body, f"border-top: 4px solid {color}")
 
 
 def _alarms(run: Run) -> str:

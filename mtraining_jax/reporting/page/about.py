@@ -1,0 +1,93 @@
+"""What a run folder says about its run: when, where and how it was started, and of what size."""
+
+import contextlib
+import datetime
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mtraining_jax.models.families import FAMILIES
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened
+from mtraining_jax.utils.file_limits import read_text
+from mtraining_jax.utils.text import counted, with_unit
+
+_LONGEST = 1000  # characters of a value
+
+
+def about(folder: Path) -> dict[str, str]:
+    """Facts from starts.jsonl and config.toml by label; those that these files lack are left out.
+
+    Imports no plug-ins that the configuration names: the folder may come from somebody else.
+    """
+    starts = _starts(folder / "starts.jsonl")
+    facts: dict[str, str | None] = {}
+    if starts:
+        facts["started"] = _date(starts[0])
+        if len(starts) > 1:
+            facts["restarts"] = str(len(starts) - 1)
+        facts["devices"] = _devices(starts[-1])
+        facts["versions"] = _versions(starts[-1])
+        facts["command"] = _text(starts[-1].get("command"))
+    config: dict[str, Any] = {}
+    with contextlib.suppress(OSError, UserError, ValueError, RecursionError):
+        config = tomllib.loads(read_text(folder / "config.toml"))
+    facts["model"] = _model(config)
+    facts["attention"] = _text(_section(config, "sparsity").get("kind"))
+    if isinstance(tokens := _section(config, "data").get("seq_len"), int):
+        facts["sequence"] = f"{tokens:,} tokens"
+    return {name: shortened(text, _LONGEST) for name, text in facts.items() if text}
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    found = []
+    with contextlib.suppress(OSError, UserError, UnicodeDecodeError):
+        for line in read_text(path).splitlines():
+            with contextlib.suppress(ValueError, RecursionError):  # such as a half-written line
+                if isinstance(start := json.loads(line), dict):
+                    found.append(start)
+    return found
+
+
+def _date(start: dict[str, Any]) -> str | None:
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        time = datetime.datetime.fromisoformat(start["time"]).astimezone(datetime.UTC)
+        return time.strftime("%Y-%m-%d %H:%M UTC")
+    return None
+
+
+def _devices(start: dict[str, Any]) -> str | None:
+    devices, processes = _section(start, "devices"), start.get("processes")
+    if not devices:
+        return None
+    text = ", ".join(f"{count} x {kind}" for kind, count in devices.items())
+    several = isinstance(processes, int) and processes > 1
+    return f"{text}, {counted(processes, 'process')}" if several else text
+
+
+def _versions(start: dict[str, Any]) -> str | None:
+    versions = _section(start, "versions")
+    return ", ".join(f"{x} {versions[x]}" for x in ("mtraining-jax", "jax") if x in versions)
+
+
+def _model(config: dict[str, Any]) -> str | None:
+    values = _section(config, "model")
+    family = _text(values.get("family"))
+    if family not in FAMILIES.names:
+        return family
+    try:
+        table = ModelSpec.from_config(values).parameters
+        return f"{family}, {with_unit(sum(x.size for x in table.values()))} parameters"
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return family
+
+
+def _section(table: dict[str, Any], name: str) -> dict[str, Any]:
+    found = table.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
