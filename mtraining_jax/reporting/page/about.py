@@ -18,7 +18,7 @@ _LONGEST = 1000  # characters of a value
 
 
 def about(folder: Path) -> dict[str, str]:
-    """Facts from starts.jsonl and config.toml by label; those that these files lack are left out.
+    """Facts from starts.jsonl and config.toml by label, as far as these files have them.
 
     Imports no plug-ins that the configuration names: the folder may come from somebody else.
     """
@@ -63,8 +63,9 @@ def _devices(start: dict[str, Any]) -> str | None:
     if not devices:
         return None
     text = ", ".join(f"{count} x {kind}" for kind, count in devices.items())
-    several = isinstance(processes, int) and processes > 1
-    return f"{text}, {counted(processes, 'process')}" if several else text
+    if isinstance(processes, int) and processes > 1:
+        text += f", {counted(processes, 'process')}"
+    return text
 
 
 def _versions(start: dict[str, Any]) -> str | None:
