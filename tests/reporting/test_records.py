@@ -225,9 +225,11 @@ def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config, capsys):
             file.write('{"step": 5, "lo')  # truncated line
     assert [(r["step"], r["loss"]) for r in written(config)] == [(1, 1), (2, 2), (3, 23), (4, 24)]
     assert capsys.readouterr().err == ""
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    open_writers(config, 4)[0].close()
-    assert "jsonl has no line for 1 of the 4 steps so far" in capsys.readouterr().err
+    rest = "".join(path.read_text().splitlines(keepends=True)[1:])
+    for before_step_1 in "", '{"step": 0, "eval_loss": 2.0}\n':
+        path.write_text(before_step_1 + rest)
+        open_writers(config, 4)[0].close()
+        assert "jsonl has no line for 1 of the 4 steps so far" in capsys.readouterr().err
 
 
 def test_tensorboard_gets_every_number(config):
