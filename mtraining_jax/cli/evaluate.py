@@ -27,7 +27,7 @@ from mtraining_jax.utils.jax_platform import set_platform
 _USAGE = """\
 --model FOLDER --tasks NAMES --lengths LENGTHS [options]
 
-  --model FOLDER         run folder (its newest checkpoint) or Hugging Face checkpoint
+  --model FOLDER         run folder (its newest checkpoint), Hugging Face checkpoint, or adapters
   --second-model FOLDER  another model to compare with on the same prompts
   --tasks NAMES          task names (listed below), separated by commas or spaces; or a group:
                          {groups};
@@ -47,8 +47,8 @@ _USAGE = """\
   --dtype TYPE           compute dtype: bfloat16 or float32
   --tokenizer NAME       bytes or the path of a tokenizer.json, instead of the model's tokenizer
   --cpu-devices N        run on N virtual CPU devices
-  --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE
-                         override the sparse pattern or the mesh, as in training
+  --sparsity.FIELD=VALUE, --parallel.FIELD=VALUE, --model.FIELD=VALUE
+                         override the sparse pattern, the mesh or the model, as in training
   --task.OPTION=VALUE    options of tasks, listed below
   --version              print the version and exit
   --help [SECTION]       print this help, or the fields of a section, and exit
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     found, rest = parser.parse_known_args(arguments)
     if found.report is not None:
         return found
-    forwarded = forwarded_options(rest, ("sparsity", "parallel", "task"))
+    forwarded = forwarded_options(rest, ("sparsity", "parallel", "model", "task"))
     found.tasks, found.lengths = (
         list(itertools.chain(*parts)) for parts in (found.tasks, found.lengths)
     )

@@ -43,7 +43,7 @@ pairs over causal pairs), the increase of the loss over dense attention, and its
 copies: last tokens of 4-token passages that occurred earlier, more than 256 tokens back. Nothing
 is trained; a model trained with sparse attention adapts to it.
 
-  --model FOLDER      run folder (uses its newest checkpoint) or Hugging Face checkpoint
+  --model FOLDER      run folder (uses its newest checkpoint), Hugging Face checkpoint, or adapters
   --text FILES        UTF-8 text that the model was not trained on: files, folders or globs
   --length L          sequence length in tokens, e.g. 32K; best the length of the planned run
   --sequences N       maximum number of sequences (default 8)
@@ -59,8 +59,8 @@ is trained; a model trained with sparse attention adapts to it.
   --tokenizer NAME    bytes or the path of a tokenizer.json, instead of the model's own
   --dtype TYPE        compute type: bfloat16 or float32
   --cpu-devices N     run on N virtual CPU devices
-  --parallel.FIELD=VALUE
-                      device mesh for this evaluation, as in training
+  --parallel.FIELD=VALUE, --model.FIELD=VALUE
+                      device mesh and model of this evaluation, as in training
   --help [SECTION]    print this help, or the fields of a section, and exit
 """
 
@@ -138,7 +138,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Returns the options, and fields of [parallel] by dotted name."""
+    """Returns the options, and fields of [parallel] and [model] by dotted name."""
     parser = model_parser()
     parser.add_argument("--text", nargs="+", default=[])
     parser.add_argument("--length", type=token_count)
@@ -149,7 +149,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--config")
     parser.add_argument("--output", type=expanded_path)
     own, rest = parser.parse_known_args(arguments)
-    overrides = forwarded_options(rest, ("parallel",))
+    overrides = forwarded_options(rest, ("parallel", "model"))
     check_required(own, "model", "text", "length")
     if own.output is not None and (own.output.is_dir() or not own.output.parent.is_dir()):
         raise UserError(f"--output {own.output} must be a file in an existing folder")

@@ -13,16 +13,13 @@ from rich.console import Console
 
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.identity import digest_of, digests_of
-from mtraining_jax.evaluation.load import no_model
+from mtraining_jax.evaluation.load import max_positions
 from mtraining_jax.evaluation.progress import Watch
 from mtraining_jax.evaluation.report import write_results
 from mtraining_jax.evaluation.results import Results
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
 from mtraining_jax.evaluation.tasks import Task, make_tasks
-from mtraining_jax.models.huggingface.config import CONFIG_FILE, read_hf_values
 from mtraining_jax.patterns.options.rows import PROMPT_END
-from mtraining_jax.training.checkpoint import newest_step, read_record
-from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.version import VERSION
@@ -43,7 +40,7 @@ def run(request: argparse.Namespace, console: Console, command: str) -> None:
     # Checked before minutes of loading.
     results = Results(request.output, _settings(request, plan, names))
     for label, path in request.models.items():
-        check_lengths(plan.lengths, _max_positions(path), names[label])
+        check_lengths(plan.lengths, max_positions(path, request.overrides), names[label])
 
     def load(label: str) -> tuple[dict[str, Engine], Plan]:
         engines = _load(request, label, console)
@@ -100,17 +97,6 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
         "tokenizer": request.tokenizer or "the model's own",
         "tasks": tasks,
     }
-
-
-def _max_positions(folder: Path) -> int:
-    """Returns the maximum context length of a model, without reading its parameters."""
-    step = newest_step(folder / CHECKPOINTS_NAME)
-    if step is None:
-        if not (folder / CONFIG_FILE).is_file():
-            raise no_model(folder)
-        return read_hf_values(folder)["max_position_embeddings"]
-    record = read_record(folder / CHECKPOINTS_NAME, step)
-    return record["config"]["model"]["max_position_embeddings"]
 
 
 def _facts(command: str) -> dict[str, str]:

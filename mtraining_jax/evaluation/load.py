@@ -95,9 +95,7 @@ def load(
     folder = Path(folder).expanduser()
     checkpoints = folder / CHECKPOINTS_NAME
     step = newest_step(checkpoints)
-    is_adapter_folder = step is None and (folder / PEFT_CONFIG).is_file()
-    if step is None and not is_adapter_folder and not (folder / CONFIG_FILE).is_file():
-        raise no_model(folder)
+    is_adapter_folder = step is None and _is_adapter_folder(folder)
     if attention not in ("dense", "sparse"):
         raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
     check_devices()
@@ -170,7 +168,27 @@ def load(
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
 
 
-def no_model(folder: Path) -> UserError:
+def max_positions(folder: Path, overrides: Overrides = ()) -> int:
+    """Returns the maximum context length of a model, without reading its parameters."""
+    name, checkpoints = "max_position_embeddings", folder / CHECKPOINTS_NAME
+    if (step := newest_step(checkpoints)) is not None:
+        return read_record(checkpoints, step)["config"]["model"][name]
+    if not _is_adapter_folder(folder):
+        return read_hf_values(folder)[name]
+    _, of_model = _adapters(folder, overrides)
+    return of_model.get(name) or read_hf_values(of_model["init_from"])[name]
+
+
+def _is_adapter_folder(folder: Path) -> bool:
+    """Whether a Hugging Face folder has adapters of PEFT; checks that it has a model at all."""
+    if (folder / PEFT_CONFIG).is_file():
+        return True
+    if not (folder / CONFIG_FILE).is_file():
+        raise _no_model(folder)
+    return False
+
+
+def _no_model(folder: Path) -> UserError:
     """Returns the error of a folder without a model, with one close by that has one."""
     near = (x for x in folder.parents[:2] if newest_step(x / CHECKPOINTS_NAME) is not None)
     hf = folder / "hf"  # of checkpoint.export_hf

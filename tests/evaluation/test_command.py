@@ -4,7 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mtraining_jax.cli.evaluate import main
 from mtraining_jax.evaluation.load import Loaded
@@ -69,6 +71,37 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
     # There is a note only for dense use alone.
     other = f"--lengths 128 --samples 1 --output {tmp_path / 'other'}"
     assert "note: trained sparse" in command(other)[1]
+
+
+def test_adapters_are_evaluated_with_the_model_that_they_name(command, tmp_path):
+    folder, base = tmp_path / "adapter", "--model.init_from " + str(MODEL)
+    folder.mkdir()
+    for name, start in (("one", 1.0), ("zero", 0.0)):  # of B
+        shapes = {"A": (2, 64), "B": (64, 2)}
+        tensors = {
+            f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{factor}.weight": np.full(
+                shape, start if factor == "B" else 1.0, np.float32
+            )
+            for layer in range(2)
+            for factor, shape in shapes.items()
+        }
+        save_file(tensors, folder / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        arguments = f"--model {folder} --lengths 128 --samples 2 --output {tmp_path / name}"
+        status, printed = command(arguments)
+        assert status == 2 and "give its folder with --model.init_from=FOLDER" in printed
+        status, printed = command(f"{arguments} {base}")
+        assert status == 0, printed
+        scores = [line["score"] for line in read_lines(tmp_path / name)]
+        assert scores == [1, 1] if name == "zero" else max(scores) < 1
+    # A run may have changed the context length; otherwise it is that of the base.
+    for positions in (256, 64):
+        status, printed = command(f"--model {folder} --lengths 8K {base}")
+        assert status == 2 and f"more than the {positions} positions of adapter" in printed
+        changed = json.loads((MODEL / "config.json").read_text())
+        changed["max_position_embeddings"] = 64
+        (folder / "model_config.json").write_text(json.dumps(changed))
 
 
 def test_what_does_not_fit_the_model_is_refused_and_nothing_is_written(command, tmp_path):
