@@ -88,7 +88,13 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         before = None if _in_bucket(folder) else self.folder.stat()
         self._writing = functools.partial(writing_into, self.folder, before)
-        self.newest = self._manager.latest_step
+        self.newest = self._manager.latest_step  # which may still be being written
+        self._newest_before = self.newest()
+
+    def newest_complete(self) -> int | None:
+        """Returns the newest step that is on disk, without reading the disk, which may hang."""
+        saving = self._manager.is_saving_in_progress()
+        return self._newest_before if saving else self.newest()
 
     def save(self, step: int, state: TrainState, loader_state: Any, config: Config) -> None:
         """Saves a checkpoint, unless this step already has one; all processes call it together.
@@ -110,14 +116,20 @@ class Checkpoints:
         record |= self._local or {}
         save = ocp.args.StandardSave if self._local is None else ocp.args.PyTreeSave
         items = ocp.args.Composite(arrays=save(arrays), record=ocp.args.JsonSave(record))
+        self.wait()
+        self._newest_before = self.newest()
         with self._writing():
             self._manager.save(step, args=items)
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Waits until all checkpoints are on disk; raises a UserError if a write failed."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends the threads of Orbax."""
         try:
-            with self._writing():
-                self._manager.wait_until_finished()
+            self.wait()
         finally:
             self._manager.close()
 

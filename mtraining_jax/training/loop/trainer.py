@@ -67,7 +67,7 @@ class Trainer:
         self._goodput, self._data_seconds = goodput, 0.0
         self._copy_files = copy_files
         self._start = self._step = resume_from or 0
-        self._newest_checkpoint: Callable[[], int | None] = lambda: resume_from
+        self._newest_checkpoint: Callable[[bool], int | None] = lambda waits: resume_from
         if config.audit.masks:
             check_pictures("audit.masks")
         mesh, layout, pattern = build_mesh(config), build_layout(config), build_pattern(config)
@@ -77,7 +77,8 @@ class Trainer:
         watchdog = HangWatchdog(config.run.step_timeout_seconds, display.say, leave)
         self._watchdog = opened.enter_context(closing(watchdog))
         if peers is not None:
-            peers.advice, watchdog.slowest = self.way_to_resume, peers.slowest
+            peers.advice = functools.partial(self.way_to_resume, waits=False)
+            watchdog.slowest = peers.slowest
             peers.status = lambda: {
                 "progress": watchdog.progress,
                 "phase": watchdog.phase(),
@@ -247,7 +248,12 @@ class Trainer:
     def _save(self, checkpoints: Checkpoints) -> None:
         what = f"saving the checkpoint of step {self._step}"
         # Saving waits for the devices anyway.
-        with self._finished.paused("checkpoint"), self._watchdog.watch(what):
+        with self._finished.paused("checkpoint"), ExitStack() as watched:
+            # Writing may be slow. If a process is lost meanwhile, the others notice it.
+            with self._watchdog.watch("writing the previous checkpoint", limited=False):
+                checkpoints.wait()
+            limited = self._config.checkpoint.async_save
+            watched.enter_context(self._watchdog.watch(what, limited=limited))
             place = self._batches.loader.get_state() | {_ALARMS: self._alarms.state()}
             place[END_TOKENS] = self._end_tokens
             lowest = self._finished.wait().lowest_density
@@ -260,7 +266,7 @@ class Trainer:
                 self._copy_files()
 
     def _close_checkpoints(self) -> None:
-        with self._watchdog.watch("writing the last checkpoint"):
+        with self._watchdog.watch("writing the last checkpoint", limited=False):
             self._checkpoints.close()
 
     def _of_steps(self) -> list[Mapping[str, float]]:
@@ -296,15 +302,19 @@ class Trainer:
     def _leave(self, sentence: str) -> None:
         if self._peers is not None:
             self._peers.announce(sentence)
-        exit_immediately(EXIT_FAILED, f"{sentence}; {self.way_to_resume()}")
+        exit_immediately(EXIT_FAILED, f"{sentence}; {self.way_to_resume(waits=False)}")
 
-    def _newest_saved(self) -> int | None:
-        steps = [x.newest() for x in (self._checkpoints, self._local) if x is not None]
+    def _newest_saved(self, waits: bool) -> int | None:
+        all_checkpoints = [x for x in (self._checkpoints, self._local) if x is not None]
+        steps = [x.newest() if waits else x.newest_complete() for x in all_checkpoints]
         return max((step for step in steps if step is not None), default=None)
 
-    def way_to_resume(self) -> str:
-        """Returns what to do after the run ends, by the newest checkpoint."""
-        newest = self._newest_checkpoint()
+    def way_to_resume(self, *, waits: bool = True) -> str:
+        """Returns what to do after the run ends, by the newest checkpoint.
+
+        `waits`: whether the process waits for what is still being written, before it ends.
+        """
+        newest = self._newest_checkpoint(waits)
         if newest is None:
             return (
                 "no checkpoint was saved yet (checkpoint.interval), so the same command will start "

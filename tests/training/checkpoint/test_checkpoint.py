@@ -5,6 +5,7 @@ import functools
 import gc
 import json
 import logging
+import os
 import re
 import resource
 import sys
@@ -193,6 +194,28 @@ def test_a_checkpoint_that_cannot_be_written_is_one_message(
     gc.collect()
     assert capfd.readouterr().err == "" and caplog.text == ""
     assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_checkpoint_counts_when_it_is_on_disk(config, tmp_path, monkeypatch, keep):
+    """Of a run that ends abnormally, the newest complete one is named."""
+    checkpoints = Checkpoints(tmp_path, keep=keep, async_save=True)
+    assert checkpoints.newest_complete() is None
+    checkpoints.save(1, state_of(1), None, config)
+    checkpoints.wait()
+    assert checkpoints.newest_complete() == newest_step(tmp_path) == 1
+    goes_on, rename = threading.Event(), os.rename
+
+    def slow(*paths):
+        assert goes_on.wait(60)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", slow)
+    checkpoints.save(2, state_of(1), None, config)
+    assert checkpoints.newest_complete() == newest_step(tmp_path) == 1
+    goes_on.set()
+    checkpoints.close()
+    assert checkpoints.newest_complete() == newest_step(tmp_path) == 2
 
 
 def test_a_folder_that_moves_during_a_run_is_named(config, tmp_path):

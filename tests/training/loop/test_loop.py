@@ -23,6 +23,7 @@ from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop import run
+from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from tests.data.tokenizer_folders import write_tokenizer
@@ -305,6 +306,27 @@ def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
         run(config)
     monkeypatch.undo()
     assert [record["step"] for record in run(config)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_slow_write_of_a_checkpoint_does_not_end_the_run(plain_config, monkeypatch, async_save):
+    """Only work with devices and other processes has the limit."""
+    watch, limits = HangWatchdog.watch, {}
+
+    def noted(self, name, *, limited=True):
+        limits[name] = limited
+        return watch(self, name, limited=limited)
+
+    monkeypatch.setattr(HangWatchdog, "watch", noted)
+    checkpoint = {"interval": 1, "async_save": async_save}
+    run(changed(plain_config, run={"steps": 2}, checkpoint=checkpoint))
+    assert {name: limited for name, limited in limits.items() if "checkpoint" in name} == {
+        "writing the previous checkpoint": False,
+        "saving the checkpoint of step 1": async_save,
+        "saving the checkpoint of step 2": async_save,
+        "writing the last checkpoint": False,
+    }
+    assert limits["reading the batch of step 2"]
 
 
 @pytest.fixture
