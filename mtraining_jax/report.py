@@ -8,6 +8,7 @@ from mtraining_jax.cli.argument_parser import ArgumentParser
 from mtraining_jax.cli.model_command import expanded_path, run_command
 from mtraining_jax.reporting.page.page import NAME, write_page
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.text import print_text
 
 _USAGE = """\
 FOLDER ... [--output FILE]
@@ -39,8 +40,7 @@ def _run(arguments: list[str]) -> int:
             raise UserError(f"{folder} is given more than once; name each run folder once")
     default = folders[0] / NAME if len(folders) == 1 else Path(NAME)
     write_page(folders, out := options.output or default)
-    print(out)
-    return 0
+    return print_text(f"{out}\n")
 
 
 if __name__ == "__main__":

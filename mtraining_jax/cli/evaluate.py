@@ -127,7 +127,7 @@ def _run(arguments: list[str]) -> int:
         set_platform(request.cpu_devices)
         run(request, console, command=f"{command_of('evaluate')} {shlex.join(arguments)}")
     for path in write_report(request.report or request.output, console):
-        console.print(f"wrote {path}", markup=False)
+        console.print(f"wrote {path}")
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.text import Text
 
 from mtraining_jax.cli.model_command import (
     check_required,
@@ -20,8 +20,10 @@ from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.model import Generated
 from mtraining_jax.evaluation.tasks.records import Record, iterate_records, read_json, read_text
+from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
+from mtraining_jax.utils.printable import printable
 from mtraining_jax.utils.text import counted, print_text
 
 _USAGE = """\
@@ -54,7 +56,8 @@ _USAGE = """\
   --version             print the version and exit
   --help [SECTION]      print this help, or the fields of a section, and exit
 
-New text goes to standard output, all other messages to standard error.
+New text goes to standard output, all other messages to standard error. On a terminal, control
+characters other than newlines and tabs are printed as escapes, such as \\x1b.
 """
 
 _NUMBERS = ("max_new_tokens", "temperature", "top_p", "seed")
@@ -106,20 +109,20 @@ def _run(arguments: list[str]) -> int:
     # Imported here, because it imports JAX, which reads the number of devices when it starts.
     from mtraining_jax.evaluation.engine.engine import Engine
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console, to_terminal = Output(stderr=True), sys.stdout.isatty()
     try:
-        with console.status(f"loading {found.model} ...") as status:
+        with console.status(Text(printable(f"loading {found.model} ..."))) as status:
             how = {name: getattr(found, name) for name in ("attention", "dtype", "tokenizer")}
             engine = Engine.load(found.model, overrides=list(overrides.items()), **how)
             ids = engine.encode(contents, options.max_new_tokens)
             note = engine.loaded.note_on_dense_use()
             if found.attention == "dense" and note is not None:
-                console.print(note, markup=False)
+                console.print(note)
 
             def write(text: str) -> None:
                 status.stop()
                 try:
-                    print(text, end="", flush=True)
+                    print(printable(text) if to_terminal else text, end="", flush=True)
                 except OSError:
                     sys.exit(print_text(""))  # an error unless the pipe is closed
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -93,7 +92,7 @@ def _run(arguments: list[str]) -> int:
     )
     proposal.check_length(engine, settings.values(), own.length)
     sequences = proposal.read_sequences(engine, own.text, own.length, own.sequences)
-    say = functools.partial(console.print, markup=False)
+    say = console.print
     say(f"{engine.loaded.source}: {len(sequences)} sequences of {own.length:,} tokens")
     found = []
     for measured in proposal.measure(engine, sequences, settings):

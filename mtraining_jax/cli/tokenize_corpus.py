@@ -54,7 +54,7 @@ def _run(arguments: list[str]) -> int:
         status.update(line)
         if not console.is_terminal and now - reported >= _SECONDS_BETWEEN_LINES:
             reported = now
-            console.print(line, markup=False)
+            console.print(line)
 
     try:
         with console.status("reading") as status:
@@ -66,8 +66,7 @@ def _run(arguments: list[str]) -> int:
     resumed = f" ({totals.found:,} already there)" if totals.found else ""
     console.print(
         f"{options.out}: {totals}{resumed}, in {time.monotonic() - begin:,.1f} s\n"
-        f"train with  --data.source=tokens --data.paths='[\"{options.out}\"]'",
-        markup=False,
+        f"train with  --data.source=tokens --data.paths='[\"{options.out}\"]'"
     )
     return 0
 

@@ -11,6 +11,7 @@ from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.utils.errors import DoesNotFit, UserError, print_error
 from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.jax_platform import abort_stuck_collectives, set_platform
+from mtraining_jax.utils.printable import print_message
 from mtraining_jax.utils.signals import EXIT_STOPPED, Stopped, StopSignals
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(sys.argv[1:] if arguments is None else arguments, signals)
     except Stopped as stopped:
         if not stopped.printed:
-            print(f"stopped: {stopped}", file=sys.stderr)
+            print_message(f"stopped: {stopped}")
         return EXIT_STOPPED
     except UserError as error:
         return print_error(error)
@@ -78,7 +79,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         raise UserError(f"--dry-run-gpu={options.dry_run_gpu} needs --dry-run")
     config = selected_config(options)
     for sentence in notes(config, [name for name, _ in options.overrides], options.config):
-        print(f"note: {sentence}", file=sys.stderr)
+        print_message(f"note: {sentence}")
     if options.print_config:
         return print_text(config_to_toml(config))
     if options.dry_run is not None:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from mtraining_jax.utils.printable import printable
+
 RENAMED = {
     "audit.every_steps": "audit.interval",
     "audit.gradient_every": "audit.gradient_interval",
@@ -62,4 +64,4 @@ def notify(source: str, *names: str) -> None:
     """Prints a notice that fields were renamed."""
     if names:
         text = ", ".join(f"{name} is now {RENAMED[name]}" for name in names)
-        logging.getLogger(__name__).warning("note: %s: %s", source, text)
+        logging.getLogger(__name__).warning("note: %s: %s", printable(source), text)

@@ -18,7 +18,6 @@ import os
 import shutil
 import socket
 import struct
-import sys
 import tempfile
 import time
 import zlib
@@ -34,6 +33,7 @@ from mtraining_jax.data.files import errors_as, reason
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.stream import Part, chunks
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.printable import print_message
 
 REPORT_AFTER = 10.0  # seconds until a waiting process prints a line; intervals double
 _POLL = 0.1
@@ -253,5 +253,4 @@ def _mapped(file: BinaryIO, dtype: np.dtype, name: str) -> tuple[Part, np.ndarra
 
 
 def _note(text: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk
-        print(f"note: {text}", file=sys.stderr, flush=True)
+    print_message(f"note: {text}")

@@ -44,6 +44,7 @@ from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.jax_platform import check_devices
+from mtraining_jax.utils.printable import printable
 from mtraining_jax.utils.text import counted
 
 AttentionKind = Literal["dense", "sparse"]
@@ -306,8 +307,8 @@ def _find_tokenizer(
     if tokenizer.bos != tokenizer.usual_bos:
         logging.getLogger(__name__).warning(
             "note: documents begin %s in the training of %s (data.bos = %s), and so do prompts",
-            tokenizer.beginning,
-            folder,
+            printable(tokenizer.beginning),
+            printable(str(folder)),
             toml_value(data.bos),
         )
     return tokenizer

@@ -19,6 +19,7 @@ from mtraining_jax.planning.memory import Memory, estimate_memory, pinned_limit,
 from mtraining_jax.utils.errors import DoesNotFit, UserError
 from mtraining_jax.utils.invocation import command_with
 from mtraining_jax.utils.jax_platform import MEMORY_FRACTION, free_host_memory, host_memory
+from mtraining_jax.utils.printable import printable
 
 _GIB = 2**30
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as JAX reads it
@@ -64,7 +65,8 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
     if _mixed(config):
         how += f"; for a {largest}, which needs the most"
     pairs = planned_pairs(config, opened)
-    print(*report(config, gpu, memory, how, pairs, compiled.get(largest)), sep="\n")
+    lines = report(config, gpu, memory, how, pairs, compiled.get(largest))
+    print(printable("\n".join(lines)))
     free, program = available(config, gpu), programs[largest]
     most = free - memory.total + estimate_memory(program).total  # as formulas count
     if program is not config:

@@ -1,7 +1,6 @@
 """Errors that the user can correct."""
 
-import contextlib
-import sys
+from mtraining_jax.utils.printable import print_message
 
 
 class UserError(ValueError):
@@ -27,7 +26,6 @@ class DoesNotFit(UserError):
 
 def print_error(error: UserError) -> int:
     """Prints an error to stderr and returns the exit status, 2."""
-    with contextlib.suppress(OSError):  # a full disk
-        for line in [] if error.printed else str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+    for line in [] if error.printed else str(error).splitlines():
+        print_message(f"error: {line}")
     return 2

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Self
 
+from mtraining_jax.utils.printable import print_message, printable
+
 # EX_TEMPFAIL of sysexits.h: the same command resumes the run; schedulers can requeue on it.
 EXIT_STOPPED = 75
 # A device or process failed, and the others would wait for it.
@@ -131,8 +133,7 @@ class StopSignals:
             self._timer.start()
             return
         sentence = "stopping after the current step; a second one stops immediately"
-        with contextlib.suppress(OSError):  # closed terminal
-            print(f"{name}: {sentence}", file=sys.stderr, flush=True)
+        print_message(f"{name}: {sentence}")
 
 
 def _before_first_step(number: int) -> str:
@@ -142,7 +143,7 @@ def _before_first_step(number: int) -> str:
 def exit_immediately(status: int, sentence: str) -> NoReturn:
     """Exits the process immediately, from any thread, with a message on stderr."""
     with contextlib.suppress(OSError):
-        os.write(2, f"stopped: {sentence}\n".encode())
+        os.write(2, printable(f"stopped: {sentence}\n").encode())
     os._exit(status)
 
 

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.printable import printable
 from mtraining_jax.utils.signals import redirect_to_devnull
 
 
@@ -42,7 +43,7 @@ def print_text(text: str) -> int:
         UserError: stdout cannot be written, e.g. to a full disk. A closed pipe is not an error.
     """
     try:
-        print(text, end="", flush=True)
+        print(printable(text), end="", flush=True)
     except OSError as error:
         redirect_to_devnull(1)  # Python flushes its buffer again at exit
         if not isinstance(error, BrokenPipeError):

@@ -12,6 +12,7 @@ import mtraining_jax
 from mtraining_jax.cli import generate
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.evaluation.load import Loaded
+from mtraining_jax.evaluation.model import Generated
 from mtraining_jax.utils import text as text_output
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat.chat_folders import template_of, write_folder
@@ -80,6 +81,31 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
         mtraining_jax.generate(engine, "a", {"seed": 1})
     with pytest.raises(UserError, match="^max_new_tokens: not allowed .*=GenerateOptions"):
         mtraining_jax.generate(engine, "a", max_new_tokens=1)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_answers_do_not_control_a_terminal(command, monkeypatch, tmp_path):
+    def answered(self, ids, options, on_text, stop_ids):
+        text = "a\tb\n\x1b[2J\x9b"
+        if on_text is not None:
+            on_text(text)
+        return Generated((1,), text, "end", 0.0, 0.0, None)
+
+    monkeypatch.setattr(mtraining_jax.Engine, "generate", answered)
+    model = ("--model", FOLDER, "--tokenizer=bytes", *ON_ONE)
+    status, text, _ = command(*model, "--prompt=a")  # a file or pipe gets what the model wrote
+    assert (status, text) == (0, "a\tb\n\x1b[2J\x9b\n")
+    (file := tmp_path / "prompts.txt").write_text("a")
+    for prompt, shown in (
+        ("--prompt=a", "a\tb\n\\x1b[2J\\x9b\n"),
+        (f"--prompts={file}", r'"text": "a\tb\n\u001b[2J\x9b"'),
+    ):
+        monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+        assert command(*model, prompt)[0] == 0 and shown in terminal.getvalue()
 
 
 class ClosedPipe(io.StringIO):

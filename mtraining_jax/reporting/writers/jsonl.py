@@ -2,11 +2,11 @@
 
 import contextlib
 import json
-import sys
 from pathlib import Path
 
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.record import Record
+from mtraining_jax.utils.printable import print_message
 from mtraining_jax.utils.text import counted
 
 
@@ -22,7 +22,7 @@ class JsonlWriter:
         starts_with_0 = bool(lines) and json.loads(lines[0])["step"] == 0
         if (missing := last_step + starts_with_0 - len(lines)) > 0:
             what = f"has no line for {missing:,} of the {counted(last_step, 'step')} so far"
-            print(f"note: {path} {what}; training is not affected", file=sys.stderr)
+            print_message(f"note: {path} {what}; training is not affected")
         new.write_text("".join(lines), encoding="utf-8")
         new.replace(path)
         self._file = path.open("a", encoding="utf-8")

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from mtraining_jax.training.optimizer import Parameters
 from mtraining_jax.training.processes.agreement import collect, run_on_process_0
 from mtraining_jax.training.state import TrainState
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.printable import print_message
 
 # While a process writes a step, another may still be writing the one before.
 _KEPT = 2
@@ -130,7 +130,7 @@ def _held(
         )
     note = opened.enter_context(only_run_in(folder, f"run {run}", way_out))
     if note is not None:
-        print(note, file=sys.stderr)
+        print_message(note)
     for step in saved_steps(folder):
         try:
             record = read_record(folder, step)

@@ -73,11 +73,11 @@ def _check(config: Config, peers: PeerWatch | None) -> int:
         console.width = max(console.width, 160)
         console.print(table(every))
     for problem in found:
-        console.print(f"problem: {problem.sentence}", markup=False)
+        console.print(f"problem: {problem.sentence}")
     hosts = ", ".join(hosts_at_fault(every, found))
     verdict = counted(count, "problem") if count else "no problem found"
     where = f", on {hosts}" if hosts else ""
-    console.print(f"verdict: {verdict}{where} ({time.monotonic() - begin:.0f} s)", markup=False)
+    console.print(f"verdict: {verdict}{where} ({time.monotonic() - begin:.0f} s)")
     return EXIT_FAILED if count else 0
 
 

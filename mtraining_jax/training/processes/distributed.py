@@ -17,6 +17,7 @@ from jax._src import distributed as jax_distributed  # its service has no public
 from mtraining_jax.config.sections import DistributedConfig
 from mtraining_jax.training.processes.peers import PeerWatch
 from mtraining_jax.utils.errors import UserError, print_error
+from mtraining_jax.utils.printable import print_message
 from mtraining_jax.utils.signals import EXIT_FAILED, Stopped, exit_immediately
 
 # Transports of collectives between processes, as errors name them.
@@ -90,7 +91,7 @@ def initialize(config: DistributedConfig, environment: Mapping[str, str] = os.en
         f"waiting up to {timeout} s (distributed.timeout_seconds) for the other processes of the "
         f"run ({how}) ..."
     )
-    message = threading.Timer(_SAY_AFTER, print, [waits], {"file": sys.stderr, "flush": True})
+    message = threading.Timer(_SAY_AFTER, print_message, [waits])
     thread = threading.Thread(target=join, daemon=True)
     message.start()
     thread.start()
