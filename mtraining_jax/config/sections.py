@@ -20,7 +20,10 @@ from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.limits import (
     Decay,
+    Experts,
     Ge,
+    Heads,
+    Layers,
     Le,
     NonNegativeFloat,
     NonNegativeInt,
@@ -32,6 +35,7 @@ from mtraining_jax.utils.limits import (
     Text,
     TextList,
     UnitFraction,
+    Width,
     Window,
 )
 
@@ -99,21 +103,21 @@ class ModelConfig:
 
     family: Annotated[str, AfterValidator(_registered), FAMILIES] = "qwen2"
     """Model family, as model_type in config.json, or your own as package.module:Class."""
-    vocab_size: PositiveInt
+    vocab_size: Width
     """Vocabulary size."""
-    hidden_size: PositiveInt
+    hidden_size: Width
     """Width of the residual stream."""
-    num_layers: PositiveInt
+    num_layers: Layers
     """Number of decoder layers."""
-    num_heads: PositiveInt
+    num_heads: Heads
     """Number of query heads."""
-    num_kv_heads: PositiveInt
+    num_kv_heads: Heads
     """Number of key/value heads; must divide num_heads."""
-    head_dim: PositiveInt
+    head_dim: Heads
     """Head dimension; even, and at most 128 (Hopper GPUs: 256) for the GPU kernels."""
-    intermediate_size: PositiveInt
+    intermediate_size: Width
     """Width of the feed-forward layer (MLP), or of each expert."""
-    num_experts: NonNegativeInt = 0
+    num_experts: Experts = 0
     """Number of experts per layer, in a family with experts."""
     num_experts_per_tok: NonNegativeInt = 0
     """Number of experts that compute a token."""
@@ -239,7 +243,7 @@ class DataConfig:
     tokenizer does. For token ids it only says what they have."""
     seq_len: Annotated[int, Ge(2)] = 4096
     """Sequence length in tokens."""
-    batch_size: PositiveInt = 1
+    batch_size: Annotated[int, Ge(1), Le(2**20)] = 1
     """Sequences per optimizer step, over all devices and accumulation steps."""
     mode: Literal["concat", "exact", "pack"] = "concat"
     """How documents become sequences. concat joins documents and splits them every seq_len tokens;

@@ -9,6 +9,7 @@ from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.lora.adapters import LoraSpec, is_adapter, target_problems, with_adapters
 from mtraining_jax.models.parameters import LAYERS, ParamTable, with_frozen
 from mtraining_jax.models.rope import RopeScaling, make_scaling
+from mtraining_jax.utils.limits import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 
 # Fields of attention that only some families have.
 ATTENTION = (
@@ -17,6 +18,11 @@ ATTENTION = (
     "window_rope_theta",
     "query_pre_attn_scalar",
 )
+_LARGEST = {
+    "vocab_size": MAX_WIDTH, "hidden_size": MAX_WIDTH, "intermediate_size": MAX_WIDTH,
+    "num_layers": MAX_LAYERS, "num_heads": MAX_HEADS, "num_kv_heads": MAX_HEADS,
+    "head_dim": MAX_HEADS, "num_experts": MAX_HEADS,
+}  # fmt: skip
 
 ComputeDtype = Literal["bfloat16", "float32"]
 RematPolicy = Literal["none", "mlp", "attention", "attention_offload", "full_offload", "full"]
@@ -84,6 +90,8 @@ class ModelSpec:
                 raise ValueError(f"{field.name} = {value} must be positive")
             if field.default == 0 and not value >= 0:
                 raise ValueError(f"{field.name} = {value} must not be negative")
+            if field.name in _LARGEST and value > (largest := _LARGEST[field.name]):
+                raise ValueError(f"{field.name} = {value} must be at most {largest}")
             if field.name in ("dtype", "remat") and value not in allowed:
                 raise ValueError(f'{field.name} = "{value}" must be one of {", ".join(allowed)}')
         FAMILIES.get(self.family)

@@ -18,9 +18,17 @@ LARGEST_INT = 2**53 - 1
 # selections sum fixed-point masses of at most 2^16 blocks in 32 bits (selection/scores).
 MAX_POSITIONS = 2**23
 MAX_BLOCKS = 2**16
+# Sizes of models. Programs and messages are made of layers, heads and experts one by one.
+MAX_LAYERS = 2**12
+MAX_HEADS = 2**16  # of a layer, and components of a head; also experts
+MAX_WIDTH = 2**24  # of vectors and vocabularies
 
 PositiveInt = Annotated[int, Ge(1), Le(LARGEST_INT)]
 NonNegativeInt = Annotated[int, Ge(0), Le(LARGEST_INT)]
+Layers = Annotated[int, Ge(1), Le(MAX_LAYERS)]
+Heads = Annotated[int, Ge(1), Le(MAX_HEADS)]
+Experts = Annotated[int, Ge(0), Le(MAX_HEADS)]
+Width = Annotated[int, Ge(1), Le(MAX_WIDTH)]
 Window = Annotated[int, Ge(2), Le(MAX_POSITIONS)]  # with one key, softmax is constant
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 PositiveFloat = Annotated[float, Gt(0)]

@@ -228,7 +228,8 @@ def full_interval(raw: Mapping[str, Any], layers: int, default: int) -> int | No
     types, interval = raw.get("layer_types"), default
     if types is not None:
         interval = types.index(FULL) + 1 if FULL in types else layers + 1
-        if types != [SLIDING if n % interval else FULL for n in range(1, layers + 1)]:
+        kinds = [SLIDING if n % interval else FULL for n in range(1, len(types) + 1)]
+        if len(types) != layers or types != kinds:
             raise ValueError(
                 f"layer_types={types} is unsupported; it must have {SLIDING} in all layers "
                 f"but every n-th, which has {FULL}"
