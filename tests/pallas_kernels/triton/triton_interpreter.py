@@ -92,10 +92,11 @@ def _with_bf16() -> None:
     """Adds bf16 arithmetic to the interpreter.
 
     Triton 3.9 multiplies bf16 matrices as if their bits were integers, and truncates when
-    converting to bf16.
+    converting to bf16. Products are summed in fp64, as the order in which OpenBLAS sums those of a
+    row depends on its place in the matrix.
     """
     builder, bf16 = InterpreterBuilder, np.dtype(ml_dtypes.bfloat16)
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast = builder.cast_impl
 
     def cast_impl(self, src, dst_type):
         of, to = src.dtype.scalar, dst_type.scalar
@@ -108,7 +109,8 @@ def _with_bf16() -> None:
     def create_dot(self, a, b, d, *options):
         if a.dtype.scalar == tl.bfloat16:
             a, b = (self.cast_impl(x, tl.float32) for x in (a, b))
-        return dot(self, a, b, d, *options)
+        total = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
 
