@@ -14,7 +14,7 @@ from pallas_kernels.triton.configs import Config
 
 _BLOCK = 128
 # Selected like those of configs.py, by what the compiler reports for sm_80.
-CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=4, stages=3)
+CONFIG = Config(rows=NUM_QUERIES, keys=_BLOCK, warps=8, stages=3)
 SCORES = Config(rows=64, keys=128, warps=4, stages=3)
 # Two per multiprocessor of an A100, the limit of shared memory with head dim 64; not timed.
 _PROGRAMS = 216
