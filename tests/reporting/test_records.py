@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import tracemalloc
 import types
 
 import jax
@@ -18,6 +19,7 @@ from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import step_record
 from mtraining_jax.reporting.summary import summary
 from mtraining_jax.reporting.writers import open_writers, tensorboard
+from mtraining_jax.reporting.writers.jsonl import JsonlWriter
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import redirect_to_devnull
 from tests.training.common import VERTICAL_SLASH, changed, tiny_config, written
@@ -230,6 +232,21 @@ def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config, capsys):
         path.write_text(before_step_1 + rest)
         open_writers(config, 4)[0].close()
         assert "jsonl has no line for 1 of the 4 steps so far" in capsys.readouterr().err
+
+
+def test_metrics_of_a_long_run_are_not_read_into_memory(config):
+    path = config.run.folder / "metrics.jsonl"
+    with path.open("w") as file:
+        for step in range(1, 101):
+            file.write(json.dumps({"step": step, "recall_per_head": [0.5] * 20_000}) + "\n")
+    tracemalloc.start()
+    try:
+        JsonlWriter(config, 99).close()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [r["step"] for r in written(config)] == list(range(1, 100))
+    assert path.stat().st_size > 9 * 10**6 > 3 * peak
 
 
 def test_tensorboard_gets_every_number(config):

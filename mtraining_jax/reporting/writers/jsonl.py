@@ -18,12 +18,9 @@ class JsonlWriter:
         self.where = str(path)
         # Renamed into place, so that an interruption loses no line.
         new = path.with_suffix(".new")
-        lines = _lines_until(path, last_step)
-        starts_with_0 = bool(lines) and json.loads(lines[0])["step"] == 0
-        if (missing := last_step + starts_with_0 - len(lines)) > 0:
+        if (missing := last_step - _copy(path, new, last_step)) > 0:
             what = f"has no line for {missing:,} of the {counted(last_step, 'step')} so far"
             print_message(f"note: {path} {what}; training is not affected")
-        new.write_text("".join(lines), encoding="utf-8")
         new.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
@@ -36,14 +33,17 @@ class JsonlWriter:
             self._file.close()
 
 
-def _lines_until(path: Path, last_step: int) -> list[str]:
-    if not path.is_file():
-        return []
-    lines = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            # A truncated line is invalid JSON or has no step.
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                if json.loads(line)["step"] <= last_step:
-                    lines.append(line)
-    return lines
+def _copy(path: Path, new: Path, last_step: int) -> int:
+    """Copies the lines up to a step, one in memory at a time; returns the number of steps."""
+    count = 0
+    with new.open("w", encoding="utf-8") as copy:
+        if not path.is_file():
+            return 0
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                # A truncated line is invalid JSON or has no step.
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    if (step := json.loads(line)["step"]) <= last_step:
+                        copy.write(line.removesuffix("\n") + "\n")
+                        count += step > 0  # step 0 is the evaluation before the first one
+    return count
