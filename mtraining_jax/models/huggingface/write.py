@@ -266,6 +266,8 @@ class _Folder:
         if in_use and not (self.replace and self.target.is_dir()):
             raise UserError(f"{self.target} exists and is not an empty folder; use another folder")
         self.temporary.parent.mkdir(parents=True, exist_ok=True)
+        if self.replace and self.old.exists() and not self.target.exists():  # killed in `publish`
+            self.old.rename(self.target)
         for left in (self.temporary, self.old):  # by a process that was killed
             if left.exists():
                 shutil.rmtree(left)

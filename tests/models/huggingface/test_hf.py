@@ -449,6 +449,27 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     assert saved and list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_is_kept_until_it_is_replaced(tmp_path, monkeypatch):
+    """Also if a process was killed when it had moved the folder away."""
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "model.safetensors").write_text("older")
+    (tmp_path / ".out.tmp").mkdir()
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    spec = tiny_spec()
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "save_file", full_disk)
+        with pytest.raises(UserError, match="No space left on device"):
+            save_hf(tmp_path / "out", spec, drawn(spec)[1], replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "model.safetensors").read_text() == "older"
+    save_hf(tmp_path / "out", spec, drawn(spec)[1], replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert load_file(tmp_path / "out" / "model.safetensors")
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path):
     spec = tiny_spec()
     for name in (".out.tmp", ".out.old"):
