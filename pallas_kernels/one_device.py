@@ -15,6 +15,8 @@ from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
 from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import gather_columns
 
+_Computed = TiledIndex | TokenChunksIndex | WindowIndex
+
 
 @jax.numpy_rank_promotion("allow")
 def attention(
@@ -43,8 +45,11 @@ def attention(
         [B, Hq, Sq], natural logarithm, -inf for empty rows; gradients flow through both.
 
     Raises:
-        ValueError: if shapes are invalid, or the backend cannot run here.
+        ValueError: if shapes or the type of `index` are invalid, or the backend cannot run here.
     """
+    if not isinstance(index, _Computed):
+        allowed = "TiledIndex, a TokenChunksIndex or a WindowIndex"
+        raise ValueError(f"index is a {type(index).__name__}; it must be a {allowed}")
     if k.shape != v.shape:
         raise ValueError(f"k has shape {k.shape} and v has {v.shape}; they must be equal")
     if index.causal and q.shape[1] != k.shape[1] and not isinstance(index, WindowIndex):
@@ -57,16 +62,13 @@ def attention(
 
 
 def _with_lse(
-    q: Array, k: Array, v: Array, index: Index, scale: float | None, backend: str | None
+    q: Array, k: Array, v: Array, index: _Computed, scale: float | None, backend: str | None
 ) -> Pair:
     batch, num_queries, num_heads, _ = q.shape
     if isinstance(index, TokenChunksIndex):
         rows = jnp.arange(num_queries // index.block_size, dtype=jnp.int32)
         own = _with_lse(q, k, v, index.own(rows), scale, backend)
         return chunk_attention(q, k, v, index, rows, own, scale=scale, backend=backend)
-    if not isinstance(index, TiledIndex | WindowIndex):
-        allowed = "TiledIndex, a TokenChunksIndex or a WindowIndex"
-        raise TypeError(f"{type(index).__name__} must be a {allowed}")
     scale, blocks = scale_of(scale, q), num_queries // index.block_size
     parts = head_parts(num_heads, k.shape[2], 0, batch * blocks**2 if index.row_sharded else 0)
     if parts == 1:

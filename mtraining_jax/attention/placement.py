@@ -107,7 +107,7 @@ def find_placement(
     arguments = {"batch_axis": batch_axis, "sequence_axes": sequence_axes, "head_axis": head_axis}
     given = {name: as_axes(value) for name, value in arguments.items() if value is not None}
     if not isinstance(mesh, Mesh | AbstractMesh | None):
-        raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh, or None")
+        raise ValueError(f"mesh={mesh!r} must be a jax.sharding.Mesh, or None")
     if jax.typeof(q).manual_axis_type.varying:
         raise ValueError(
             "q is in a jax.shard_map with check_vma=True, which sparse_attention does not support; "
@@ -153,7 +153,7 @@ def as_axes(value: str | Axes) -> Axes:
 def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
     """Checks that the axes exist and are used once, and that the sequence has at most two."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh")
+        raise ValueError(f"mesh={mesh!r} must be a jax.sharding.Mesh")
     used: dict[str, str] = {}
     for name, value in axes.items():
         for axis in value:

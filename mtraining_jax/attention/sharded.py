@@ -60,10 +60,16 @@ def attend(
     row_sharded = _row_sharded(inputs)
     of_index = rows if row_sharded else P(placement.batch, placement.heads)
     of_pattern = of_index if isinstance(pattern, Index) else P(placement.heads)
-    of_inputs = AttentionInputs(
-        *cast(Any, (of_pattern, batch, P(), batch, P(), P(), P(placement.heads)))
-    )
-    out_specs = AttentionOutput(*cast(Any, (heads, rows, of_index, P())))
+    specs_of_inputs = {
+        "pattern": of_pattern,
+        "mass_fraction": batch,
+        "grad_tap": P(),
+        "documents": batch,
+        "valid_len": P(),
+        "audit_rows": P(),
+        "sinks": P(placement.heads),
+    }
+    specs_of_output = {"out": heads, "lse": rows, "index": of_index, "statistics": P()}
     order = None
     if row_sharded and spec.layout is not None and placement.ranks > 1:
         order = spec.layout.block_order()
@@ -73,8 +79,8 @@ def attend(
     on_shard = dataclasses.replace(spec, placement=placement.remaining())
     output = placement.run(
         functools.partial(_attend_on_shard, on_shard),
-        (heads, heads, heads, of_inputs),
-        out_specs,
+        (heads, heads, heads, AttentionInputs(**cast(Any, specs_of_inputs))),
+        AttentionOutput(**cast(Any, specs_of_output)),
         (q, k, v, inputs),
     )
     if order is None:

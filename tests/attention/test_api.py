@@ -348,7 +348,7 @@ def test_an_incomplete_pattern_class_raises():
 def test_arguments_that_are_not_arrays_raise():
     with pytest.raises(ValueError, match=r"q is a list; .*array \[\.\.\., tokens, heads, dim\]"):
         sparse_attention([1], [2], [3])
-    with pytest.raises(TypeError, match="mesh='x' must be a jax.sharding.Mesh, or None"):
+    with pytest.raises(ValueError, match="mesh='x' must be a jax.sharding.Mesh, or None"):
         sparse_attention(*shaped(), pattern=PATTERN, mesh="x")
 
 

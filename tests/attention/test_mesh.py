@@ -266,7 +266,7 @@ def test_a_layout_over_missing_axes_raises():
         sequence_layout(TOKENS, MESH)
     with pytest.raises(ValueError, match="seq_len=100 must be a multiple of 512 .* nearest: 512"):
         sequence_layout(100, MESH, sequence_axes="context")
-    with pytest.raises(TypeError, match="mesh=8 must be a jax.sharding.Mesh"):
+    with pytest.raises(ValueError, match="mesh=8 must be a jax.sharding.Mesh"):
         sequence_layout(TOKENS, 8)
     with pytest.raises(ValueError, match="layout='striped' must be a Layout; .*sequence_layout"):
         stripe(inputs()[0], "striped")

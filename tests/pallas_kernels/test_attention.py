@@ -196,6 +196,8 @@ def test_invalid_running_results_and_gradients_name_the_argument():
 def test_invalid_indices_name_the_argument():
     q, k, v = _qkv()
     index = cases.every_diagonal(B, HQ, S, G)
+    with pytest.raises(ValueError, match="index is a list; it must be a TiledIndex, a Token"):
+        pallas_kernels.attention(q, k, v, [1])
     unequal = "q has 32 tokens and k has 16; causal attention needs equal lengths"
     for causal in (index, DenseIndex(G)):
         with pytest.raises(ValueError, match=unequal):
