@@ -19,7 +19,13 @@ from mtraining_jax.data.chat.conversation import Conversation, read_conversation
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.model import Generated
-from mtraining_jax.evaluation.tasks.records import Record, iterate_records, read_json, read_text
+from mtraining_jax.evaluation.tasks.records import (
+    Record,
+    iterate_records,
+    read_json,
+    read_stream,
+    read_text,
+)
 from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
@@ -205,7 +211,7 @@ def _text(option: str, file: str) -> str:
     if file != "-":
         return read_text(Path(file), option)
     with errors_as(UserError, f"{option}: standard input is not UTF-8 text", UnicodeDecodeError):
-        return sys.stdin.buffer.read().decode("utf-8-sig")
+        return read_stream(sys.stdin.buffer, option)
 
 
 if __name__ == "__main__":

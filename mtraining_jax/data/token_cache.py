@@ -19,11 +19,12 @@ import shutil
 import socket
 import struct
 import tempfile
+import threading
 import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +36,7 @@ from mtraining_jax.data.stream import Part, chunks
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.printable import print_message
 
-REPORT_AFTER = 10.0  # seconds until a waiting process prints a line; intervals double
+REPORT_AFTER = 10.0  # seconds until a process prints that it works or waits; intervals double
 _POLL = 0.1
 _PREFIX = "mtraining-tokens-"
 # The end of a finished file: the bytes of the record, a magic number, and the checksum of all this.
@@ -84,7 +85,7 @@ def tokenized(
     )
 
     def write(file: BinaryIO) -> None:
-        with errors_as(UserError, problem, OSError):
+        with errors_as(UserError, problem, OSError), _reported(file, name):
             _write(file, documents(), dtype, kept_length)
 
     if key is not None:
@@ -171,6 +172,27 @@ def _wait_for_lock(file: BinaryIO, path: Path, name: str) -> bool:
                 f"{size:,.1f} MB of token ids so far"
             )
     return waited
+
+
+@contextlib.contextmanager
+def _reported(file: BinaryIO, name: str) -> Iterator[None]:
+    """Prints the size of a file that is written for long, also while a reader finds no document."""
+    begin, ended = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        interval = REPORT_AFTER
+        while not ended.wait(interval):
+            seconds, size = time.monotonic() - begin, os.fstat(file.fileno()).st_size / 1e6
+            _note(f"tokenizing {name} for {seconds:,.0f} s: {size:,.1f} MB of token ids so far")
+            interval = seconds
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _is_at(path: Path, file: BinaryIO) -> bool:

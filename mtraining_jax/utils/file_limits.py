@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mtraining_jax.utils.errors import UserError
 
@@ -18,6 +18,7 @@ MIB = 2**20
 LARGEST_CONFIG = 16 * MIB
 LARGEST_INDEX = 256 * MIB
 LARGEST_TOKENIZER = 256 * MIB
+LARGEST_TEXT = 256 * MIB  # of a prompt or document; the longest context has 8M tokens
 
 
 def absence(name: str | Path) -> str | None:
@@ -57,6 +58,17 @@ def read_text(path: Path, limit: int = LARGEST_CONFIG) -> str:
     """
     check_size(path, limit)
     return path.read_text(encoding="utf-8-sig")
+
+
+def read_bounded(file: BinaryIO, limit: int = LARGEST_TEXT) -> bytes:
+    """Reads an open file or pipe to its end; more than `limit` bytes are a `UserError`."""
+    chunks, size = list[bytes](), 0
+    while chunk := file.read(MIB):
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise UserError(f"{file.name} has more than {limit / MIB:,.0f} MiB")
+    return b"".join(chunks)
 
 
 def read_json(path: Path, limit: int = LARGEST_CONFIG) -> Any:

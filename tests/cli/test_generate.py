@@ -13,6 +13,7 @@ from mtraining_jax.cli import generate
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.evaluation.load import Loaded
 from mtraining_jax.evaluation.model import Generated
+from mtraining_jax.evaluation.tasks import records
 from mtraining_jax.utils import text as text_output
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat.chat_folders import template_of, write_folder
@@ -194,3 +195,21 @@ def test_chat(command, tmp_path, monkeypatch):
     assert status == 2 and "one.json: the last message has the role assistant; rem" in messages
     status, _, messages = command(*model, "--tokenizer=bytes", "--prompt=Hi")
     assert status == 2 and 'data.tokenizer = "bytes" has no chat template' in messages
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--prompt-file"])
+def test_prompts_without_end_are_refused(command, option, monkeypatch):
+    message = f"error: {option}: /dev/zero has more than 256 MiB\n"
+    assert command("--model", FOLDER, f"{option}=/dev/zero") == (2, "", message)
+    if option == "--prompts":
+        return
+    with open("/dev/zero", "rb") as zeros:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(zeros))
+        assert command("--model", FOLDER, "--prompt-file=-") == (2, "", message)
+
+
+def test_a_line_without_end_is_refused(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "LARGEST_TEXT", 2**20)
+    (link := tmp_path / "link.jsonl").symlink_to("/dev/zero")
+    message = f"error: --prompts: {link}, line 1 has more than 1,048,576 characters\n"
+    assert command("--model", FOLDER, f"--prompts={link}") == (2, "", message)

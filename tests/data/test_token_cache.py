@@ -1,6 +1,7 @@
 """One process of a host tokenizes for all of them."""
 
 import gc
+import gzip
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+from mtraining_jax.data import token_cache
 from tests.data.common import section, sequences
 from tests.data.test_sources import save_tokenizer
 
@@ -126,6 +128,19 @@ def jsonl(path, *texts):
 
 def read(**fields) -> list[list[int]]:
     return sequences(**fields)[0]
+
+
+def test_a_long_tokenization_is_reported(tmp_path, stored, monkeypatch, capsys):
+    """Also of a small file that inflates to blank lines."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" * 3 * 10**5 + b'{"text": "abcd"}\n'))
+    data = {"source": "jsonl", "paths": (str(path),)}
+    assert read(**data) == [[*b"abcd"]] and capsys.readouterr().err == ""
+    stored()[0].unlink()
+    monkeypatch.setattr(token_cache, "REPORT_AFTER", 0.01)
+    assert read(**data) == [[*b"abcd"]]
+    note = f'note: tokenizing data.source = "jsonl" (data.paths = ["{path}"]) for 0 s: 0.0 MB of to'
+    assert capsys.readouterr().err.count(note) >= 2
 
 
 def test_the_key_has_files_tokenizer_and_options(tmp_path, stored):

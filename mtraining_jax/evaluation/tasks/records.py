@@ -1,22 +1,36 @@
 """Reads the files of tasks: texts, JSON, and published data sets with one record per line."""
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mtraining_jax.data.files import shown_names
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.file_limits import LARGEST_TEXT, read_bounded
 
 Record = dict[str, Any]
 
 
 def read_text(path: Path, option: str) -> str:
-    """Reads a UTF-8 file, without a byte order mark; `option` is that of the task, for messages."""
+    """Reads a UTF-8 file or pipe of at most 256 MiB, without a byte order mark.
+
+    `option` is that of the task, for messages.
+    """
     try:
-        return path.expanduser().read_text(encoding="utf-8-sig")
+        with path.expanduser().open("rb") as file:
+            return read_stream(file, option)
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, option, error) from error
+
+
+def read_stream(file: BinaryIO, option: str) -> str:
+    """Reads an open file or pipe, like `read_text`; also raises UnicodeDecodeError."""
+    try:
+        return read_bounded(file).decode("utf-8-sig")
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from None
 
 
 def read_json(path: Path, option: str) -> Any:
@@ -50,9 +64,12 @@ def _entries(path: Path, option: str) -> Iterator[tuple[str, Any]]:
         return
     try:
         with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
+            lines = iter(functools.partial(file.readline, LARGEST_TEXT + 1), "")
+            for number, line in enumerate(lines, 1):
+                where = f"{path}, line {number}"
+                if len(line) > LARGEST_TEXT:
+                    raise UserError(f"{option}: {where} has more than {LARGEST_TEXT:,} characters")
                 if line.strip():
-                    where = f"{path}, line {number}"
                     yield where, _parsed(line, f"{option}: {where}")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, option, error) from error
