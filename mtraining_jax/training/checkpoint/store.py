@@ -127,7 +127,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits as `wait` does, and ends the threads of Orbax."""
+        """Waits until all checkpoints are on disk, then ends the threads of Orbax."""
         try:
             self.wait()
         finally:
