@@ -2,10 +2,14 @@
 
 import html
 import importlib.util
+import io
 import json
+import math
 import re
 import shutil
+import struct
 import subprocess
+import zlib
 from html.parser import HTMLParser
 
 import numpy as np
@@ -207,6 +211,48 @@ def test_a_page_says_what_ran_when_and_where(tmp_path):
     path.write_bytes(b"\xff")
     (folder / "config.toml").write_text("[model]\nfamily = 'qwen2'\nhidden_size = 'x'")
     assert read()[0]["model"] == "qwen2"
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), 10**18, 1e308, -1e308, math.inf, [10**400], [[[1]]]]
+)
+def test_a_value_of_a_damaged_file_is_skipped(tmp_path, value):
+    folder, out = write_run(tmp_path / "run", steps=12), tmp_path / "page.html"
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()[:12]]
+    lines[3] |= dict.fromkeys(lines[3].keys() - {"step"}, value)
+    lines[9] |= {"recall_per_head": [[value] * 3] * 2, "eval_loss_by_position": [value, 1]}
+    lines[10] |= {"time_share/steps": value, "density_per_layer": [value, 0.5]}
+    lines.insert(5, lines[4] | {"step": value})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    write_page([folder], out)
+    texts = Reader(out.read_text(encoding="utf-8")).texts
+    assert "Loss" in texts["h2"] and "1,200" in texts["dd"]  # tokens of the last step
+
+
+def test_a_picture_that_inflates_is_skipped(tmp_path):
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    folder, out = write_run(tmp_path / "run", steps=1), tmp_path / "page.html"
+    masks = folder / "masks"
+    large = io.BytesIO()
+    Image.new("1", (2**13, 2**13)).save(large, "PNG")
+    assert large.tell() < 2**16
+    header = struct.pack(">II", 2**16, 2**16) + bytes([1, 0, 0, 0, 0])
+    bomb = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(x)) + name + x + struct.pack(">I", zlib.crc32(name + x))
+        for name, x in ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b""))
+    )
+    text = PngInfo()
+    text.add_text("note", "x" * 2**24, zip=True)
+    noted = io.BytesIO()
+    Image.new("1", (8, 8)).save(noted, "PNG", pnginfo=text)
+    for damaged in (large.getvalue(), bomb, noted.getvalue(), bomb[:20], b"P5 9 9 255 "):
+        (masks / "step_0000040.png").write_bytes(damaged)
+        write_page([folder], out)
+        said = out.read_text(encoding="utf-8")
+        assert "Masks of audited heads in step 10" in said and "heads in step 40" not in said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtraining_jax.reporting.page.runs import Run
+from mtraining_jax.utils.file_limits import MIB, check_size
 from mtraining_jax.utils.text import short_power
 
 # Legible on white and on black.
@@ -21,6 +22,7 @@ _SIZE = 4.8, 2.8  # inches of 72 units; a phone shows about 330 units
 _MAX_POINTS, _MAX_COLUMNS = 250, 60
 _SHOWN = 1e-3  # precision of fractions on the page
 _ROUNDING = 1e-5  # largest relative error of rounding
+_MOST_PIXELS = 2**25  # of a picture; one of 8 masks has a million
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "page", "text.parse_math": False, "font.size": 11.5,
     "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
@@ -127,14 +129,17 @@ def heat_map(run: Run, name: str, title: str) -> str:
 
 
 def picture(path: Path, title: str) -> str:
-    """Embeds a picture, reduced to 32 colors; empty if it is damaged, or just being written."""
+    """Embeds a picture, reduced to 32 colors; empty if damaged, too large, or being written."""
     from PIL import Image
 
     file = io.BytesIO()
     try:
-        with Image.open(path) as image:
+        check_size(path, 16 * MIB)
+        with Image.open(path, formats=["PNG"]) as image:
+            if image.width * image.height > _MOST_PIXELS:
+                return ""
             image.convert("RGB").quantize(32).save(file, "PNG", optimize=True)
-    except OSError:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""
     code = base64.b64encode(file.getvalue()).decode()
     body = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{code}">'

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ _LISTS = (
     "alarms", "density_per_layer", "recall_per_head", "eval_loss_by_position",
     "eval_loss_dense_by_position",
 )  # fmt: skip
+# Larger values are damaged, or not finite; charts cannot have them.
+_LARGEST_INT, _LARGEST = 2**53, 1e100
 _WORK = {
     "data": "waiting for data",
     "compile": "compilation",
@@ -33,17 +36,19 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and finite values of a metric, bytes in GiB.
+        """Steps and values of a metric that a chart can have, bytes in GiB.
 
         Of NAME_by_position the numbers of buckets, and the last values.
         """
         if name.endswith("_by_position"):
             _, values = self.grid(name)
-            return np.arange(values.shape[-1]), values[-1] if len(values) else values
+            last = values[-1] if values.ndim == 2 else np.zeros(0)
+            return np.arange(last.size), last
         pairs = [(x["step"], x[name]) for x in self.records if isinstance(x.get(name), int | float)]
         steps, values = np.array(pairs, float).reshape(-1, 2).T
         values = values / 2**30 if "_bytes_" in name else values
-        return steps[np.isfinite(values)], values[np.isfinite(values)]
+        shown = np.abs(values) < _LARGEST
+        return steps[shown], values[shown]
 
     def grid(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a metric that is a list: [steps, layers, ...]."""
@@ -51,6 +56,7 @@ class Run(NamedTuple):
         for record in self.records:
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 row = np.array(record[name], float)
+                row[np.abs(row) >= _LARGEST] = np.nan
                 if row.ndim and (not rows or row.shape == rows[0].shape):
                     steps.append(record["step"])
                     rows.append(row)
@@ -63,7 +69,11 @@ class Run(NamedTuple):
             audited = "audited steps" if "recall_per_head" in record else "steps"
             kinds = _WORK | {"step": "dense steps" if record.get("dense_step") else audited}
             for name, value in record.items():
-                if name.endswith("_seconds") and isinstance(value, int | float):
+                if (
+                    name.endswith("_seconds")
+                    and isinstance(value, int | float)
+                    and 0 <= value < _LARGEST
+                ):
                     kind = name.removesuffix("_seconds")
                     seconds[kinds.get(kind, kind)] += value
                     if kind == "data":  # a part of the step
@@ -93,7 +103,7 @@ def read_run(folder: Path, name: str) -> Run:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 with contextlib.suppress(KeyError, RecursionError, TypeError, ValueError):
-                    record = json.loads(line)
+                    record = json.loads(line, parse_int=_number)
                     if isinstance(record["step"], int):
                         records.append(_kept(record))
     except OSError as error:
@@ -101,6 +111,12 @@ def read_run(folder: Path, name: str) -> Run:
     if not records:
         raise UserError(f"{path} has no steps; the first finished step writes its first line")
     return Run(name, folder, records)
+
+
+def _number(text: str) -> int | float:
+    """An integer of JSON; infinity if it is too large for charts."""
+    number = int(text) if len(text) < 20 else math.inf
+    return number if abs(number) < _LARGEST_INT else math.inf
 
 
 def _kept(record: dict[str, Any]) -> dict[str, Any]:
