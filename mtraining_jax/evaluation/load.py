@@ -172,6 +172,8 @@ def load(
 def max_positions(folder: Path, overrides: Overrides = ()) -> int:
     """Returns the maximum context length of a model, without reading its parameters."""
     name, checkpoints = "max_position_embeddings", folder / CHECKPOINTS_NAME
+    if (changed := dict(overrides).get(f"model.{name}", "")).isdecimal():  # else it is refused
+        return int(changed)
     if (step := newest_step(checkpoints)) is not None:
         return read_record(checkpoints, step)["config"]["model"][name]
     if not _is_adapter_folder(folder):

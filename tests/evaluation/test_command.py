@@ -104,6 +104,14 @@ def test_adapters_are_evaluated_with_the_model_that_they_name(command, tmp_path)
         (folder / "model_config.json").write_text(json.dumps(changed))
 
 
+def test_a_longer_context_is_measured_if_the_model_is_changed(command):
+    longer = "--lengths 300 --samples 1 --model.max_position_embeddings"
+    status, printed = command(f'{longer}=512 --model.override=["max_position_embeddings"]')
+    assert status == 0, printed
+    status, printed = command(f"{longer}=299")
+    assert status == 2 and "300 is more than the 299 positions" in printed
+
+
 def test_what_does_not_fit_the_model_is_refused_and_nothing_is_written(command, tmp_path):
     status, printed = command("--lengths 128,300")
     assert status == 2
