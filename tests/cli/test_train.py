@@ -252,7 +252,7 @@ def test_help(runs, capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in available_configs())
-    assert "--model.num_layers  an integer (at least 1); required" in out
+    assert "--model.num_layers  an integer (at least 1 and at most 4096); required" in out
     assert "--sparsity.tau " in out and "--sparsity.top_p" not in out
     assert main(["--help", "sparsity", "--sparsity.kind=vertical_slash"]) == 0
     out = capsys.readouterr().out

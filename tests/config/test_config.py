@@ -330,7 +330,7 @@ def test_missing_fields(write):
     ]
     path = write(MODEL.replace("num_layers = 2\n", ""))
     assert messages(path) == [
-        f"{path}: model.num_layers is missing: it must be an integer (at least 1)"
+        f"{path}: model.num_layers is missing: it must be an integer (at least 1 and at most 4096)"
     ]
 
 
@@ -356,10 +356,10 @@ def test_a_misspelled_value_is_recognized(name, value, meant):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("model.num_layers", '"two"', "an integer (at least 1)"),
-        ("model.num_layers", "2.5", "an integer (at least 1)"),
-        ("model.num_layers", "true", "an integer (at least 1)"),
-        ("model.num_layers", "0", "an integer (at least 1)"),
+        ("model.num_layers", '"two"', "an integer (at least 1 and at most 4096)"),
+        ("model.num_layers", "2.5", "an integer (at least 1 and at most 4096)"),
+        ("model.num_layers", "true", "an integer (at least 1 and at most 4096)"),
+        ("model.num_layers", "0", "an integer (at least 1 and at most 4096)"),
         ("model.dtype", '"float16"', '"bfloat16" or "float32"'),
         ("model.rope_scaling", "2", "a table of type, factor, "),
         ("model.rope_scaling", '{factor = "x"}', None),
