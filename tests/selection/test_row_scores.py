@@ -124,6 +124,23 @@ def test_the_samples_of_a_block_with_padding_are_real_queries():
         np.testing.assert_allclose(found / found.sum(), wanted.mean(0), atol=2e-6)
 
 
+def test_strides_with_a_real_token_give_mass_and_those_of_padding_give_none():
+    q, k = inputs.random(0, 1, SEQ_LEN, 1, 1, DIM)
+    pattern = XAttention(stride=4, block_size=BLOCK)
+
+    @jax.jit
+    def of_block_five(valid_len):
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        return pattern.scores(q, k, context)[0, 0, 5]
+
+    for real, strides in ((1, 1), (4, 1), (5, 2), (8, 2), (13, 4), (16, 4)):
+        keep = np.arange(SEQ_LEN)[:, None] < BLOCK * 5 + real
+        head = (np.where(keep, np.asarray(x, np.float64)[0, :, 0], 0) for x in (q, k))
+        weights = oracle.softmax(antidiagonals(*head, 4))[20 : 20 + strides]
+        wanted = weights.reshape(strides, NUM_BLOCKS, -1).sum((0, 2)) / 4
+        np.testing.assert_allclose(of_block_five(BLOCK * 5 + real), wanted, atol=2e-6)
+
+
 def test_invalid_settings_raise():
     with pytest.raises(ValueError, match="stride=5 must divide block_size=128"):
         XAttention(stride=5)
