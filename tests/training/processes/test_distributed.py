@@ -1,10 +1,16 @@
+import contextlib
+import itertools
+import json
+import queue
+import time
 import types
 
 import pytest
 
 from mtraining_jax.config.sections import DistributedConfig
-from mtraining_jax.training.processes import agreement, distributed
+from mtraining_jax.training.processes import agreement, distributed, peers
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.signals import EXIT_STOPPED
 
 SLURM = {
     "SLURM_JOB_ID": "4242",
@@ -133,3 +139,63 @@ def test_the_first_process_waits_for_all_others(monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 0)
     agreement.wait_for_all_processes()
     assert asked == ["1", "2"] and sent == ["done: null"]
+
+
+def test_values_are_collected_from_each_process_in_order(monkeypatch):
+    """Runs the three processes one after the other, with one key-value store."""
+    texts = {}
+    store = types.SimpleNamespace(
+        key_value_set=texts.__setitem__,
+        blocking_key_value_get=lambda key, _: texts.get(key, "done: null"),
+    )
+    monkeypatch.setattr(agreement.jax_distributed.global_state, "client", store)
+    monkeypatch.setattr("jax.process_count", lambda: 3)
+
+    def collected(process):
+        monkeypatch.setattr(agreement, "_numbers", itertools.count())
+        monkeypatch.setattr("jax.process_index", lambda: process)
+        return agreement.collect({"of": process}, 9)
+
+    assert [collected(2), collected(1)] == [[], []]
+    assert collected(0) == [{"of": 0}, {"of": 1}, {"of": 2}]
+
+
+def test_time_in_which_a_process_is_suspended_is_no_silence_of_others(monkeypatch):
+    """The clock jumps, as after SIGCONT, while the counter of process 1 stands still."""
+    texts, left = {f"{peers._COUNTERS}1": json.dumps({"count": 7})}, queue.Queue()
+    times, now = [], [0.0]
+
+    def monotonic():
+        times.append(now[0])
+        return now[0]
+
+    store = types.SimpleNamespace(
+        key_value_set=lambda key, text, allow_overwrite: texts.update({key: text}),
+        key_value_dir_get=lambda prefix: [x for x in texts.items() if x[0].startswith(prefix)],
+    )
+    monkeypatch.setattr(peers.jax_distributed.global_state, "client", store)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: 0)
+    clock = types.SimpleNamespace(monotonic=monotonic, sleep=lambda seconds: None)
+    monkeypatch.setattr(peers, "time", clock)
+    monkeypatch.setattr(peers, "_handle_abort", lambda handler: None)
+    monkeypatch.setattr(peers, "exit_immediately", lambda *end: left.put(end))
+
+    def rounds(count):
+        last, give_up = len(times) + 2 * count, time.monotonic() + 30
+        while len(times) < last and left.empty():
+            assert time.monotonic() < give_up
+            time.sleep(0.005)
+
+    with contextlib.closing(peers.PeerWatch(0.08)) as watch:
+        while 1 not in watch.statuses:
+            time.sleep(0.005)
+        rounds(2)
+        now[0] += 1000
+        rounds(3)
+        assert left.empty()
+        for _ in range(4):  # each time counts as two intervals, of an eighth of the limit
+            now[0] += 1000
+            rounds(3)
+        status, text = left.get(timeout=30)
+    assert status == EXIT_STOPPED and text.startswith("process 1 was lost: it did not answer for 0")
