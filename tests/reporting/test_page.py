@@ -124,6 +124,23 @@ def test_a_page_is_one_valid_file_with_all_sections(page):
     assert "in step 20:" not in said and "in step 40:" not in said  # first and last masks
 
 
+def test_waiting_for_data_is_shown_apart_from_the_step_that_waits(tmp_path):
+    (tmp_path / "run").mkdir()
+    records = [
+        {"step": 1, "step_seconds": 4.0, "data_seconds": 1.0, "compile_seconds": 9.0},
+        {"step": 2, "step_seconds": 5.0, "data_seconds": 1.5, "recall_per_head": [[0.5]]},
+        {"step": 3, "step_seconds": 3.0, "data_seconds": 0.5, "dense_step": True},
+    ]
+    lines = "\n".join(map(json.dumps, records))
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines)
+    write_page([tmp_path / "run"], tmp_path / "page.html")
+    said = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert (  # of 21 seconds
+        "run: 3.0 s steps (14%), 3.0 s waiting for data (14%), 9.0 s compilation (43%), 3.5 s"
+        " audited steps (17%), 2.5 s dense steps (12%)<"
+    ) in said
+
+
 def test_a_page_has_only_the_sections_of_its_data(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
