@@ -21,6 +21,7 @@ from mtraining_jax.cost_model.flops import (
 from mtraining_jax.cost_model.kernel_times import CODED_SPEEDUP, SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.models import embedding
 from mtraining_jax.models.loss import linear_cross_entropy
+from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.patterns.base import select_index
@@ -294,6 +295,40 @@ def test_of_experts_memory_counts_all_and_flops_those_of_a_token(capsys):
     assert estimate_memory(config).parameters == pytest.approx(sharded, rel=1e-6)
     assert main(["--config", "qwen3_30b_a3b_256k", "--dry-run=estimate"]) == 0
     assert f"  parameters  {total:,}, {active:,} of them per token\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("remat", "dtype", "passes", "size"), [("none", "bfloat16", 2, 2), ("mlp", "float32", 3, 4)]
+)
+def test_windows_of_several_ranks_cost_an_exchange_of_heads(config, remat, dtype, passes, size):
+    """Of queries, keys, values and outputs: forward, backward and with rematerialization."""
+    model = {"family": "gemma3_text", "sliding_window": 40, "full_attention_interval": 3}
+    model |= {"window_rope_theta": 1e4, "query_pre_attn_scalar": 16, "num_layers": 4}
+    model |= {"remat": remat, "dtype": dtype}
+    config = changed(
+        config, model=model, data={"batch_size": 6}, optimizer={"accumulation_steps": 3}
+    )
+    every = changed(config, model={"full_attention_interval": 1})
+    alone = changed(config, parallel={"nodes": 1, "devices_per_node": 1})
+    found, *others = (
+        seconds(x, H200, estimate_memory(x), count_flops(x)) for x in (config, every, alone)
+    )
+    model = config.model
+    bytes_of_heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * size
+    away = config.local_tokens * 3 / 4  # of 4 ranks
+    moved = 3 * 3 * passes * bytes_of_heads * away  # 3 of 4 layers, 3 micro-batches
+    assert found["exchange for windows"] == pytest.approx(moved / H200.link_bytes)
+    assert not any("exchange for windows" in x for x in others)
+
+
+def test_the_host_holds_sums_of_gradients_over_micro_batches(config):
+    def host(steps):
+        offload = {"offload": "all", "accumulation_steps": steps}
+        return estimate_memory(changed(config, optimizer=offload, data={"batch_size": 6})).host
+
+    layer = ModelSpec.from_config(config.model).layer
+    layers = config.model.num_layers * sum(x.size for x in layer.values())
+    assert host(3) == host(2) == host(1) + 4 * layers
 
 
 def test_one_gpu_has_no_collectives():
