@@ -151,8 +151,14 @@ def test_programs_that_forbid_promotion_are_traced(name, option):
     def value(q, k, v):
         return sparse_attention(q, k, v, pattern=pattern, **options).sum()
 
+    def gradients():
+        return jax.eval_shape(jax.grad(value, argnums=(0, 1, 2)), *inputs())
+
+    usual = gradients()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(jax.grad(value, argnums=(0, 1, 2)), *inputs())
+        assert gradients() == usual  # traced again
+        with pytest.raises(ValueError, match="no available implicit dtype promotion path"):
+            value(*inputs()) + jnp.int32(1)
 
 
 def test_a_given_index_is_used_unchanged():

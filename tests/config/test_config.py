@@ -815,16 +815,19 @@ def test_options_are_typed(minimal):
 
 
 def test_valid_combinations(columns):
-    override(columns, optimizer__warmup_steps="5000")  # a constant rate has no end
-    override(columns, parallel__cpu_devices="2", parallel__nodes="4")  # more processes may come
-    override(
-        columns,
-        parallel__cpu_devices="2",
-        parallel__nodes="4",
-        distributed__coordinator="host:1",
-        distributed__num_processes="2",
-        distributed__process_id="1",
-    )
+    """Each next to one that is refused."""
+    warm_up = {"optimizer__warmup_steps": "5000"}
+    assert override(columns, **warm_up).optimizer.warmup_steps == 5000  # a constant rate never ends
+    (line,) = messages(columns, **warm_up, optimizer__schedule="cosine")
+    assert line.startswith("optimizer.warmup_steps = 5000 is more than run.steps = 1000")
+
+    devices = {"parallel__cpu_devices": "2", "parallel__nodes": "4"}
+    assert override(columns, **devices).devices == 4  # more processes may come
+    several = {"distributed__coordinator": "host:1", "distributed__process_id": "0"}
+    processes = several | {"distributed__num_processes": "2"}
+    assert override(columns, **devices, **processes).distributed.num_processes == 2
+    (line,) = messages(columns, **devices, **processes | {"distributed__num_processes": "1"})
+    assert "more than the 2 of parallel.cpu_devices = 2 in 1 process; reduce one" in line
 
 
 def test_more_devices_than_there_are(columns):

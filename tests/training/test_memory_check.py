@@ -51,8 +51,12 @@ def nothing(size, device):
 
 
 def test_donated_outputs_take_no_memory():
-    device = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB})
-    check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device], take=nothing)
+    device, asked = Device({"bytes_limit": 10 * GIB, "bytes_in_use": 4 * GIB}), []
+    check_memory(program(6 * GIB, 3 * GIB, 3 * GIB), [device], take=lambda *x: asked.append(x))
+    assert asked == [(6 * GIB, device)]  # all that is free
+    with pytest.raises(DoesNotFit, match=r"has only 6\.0 GiB free") as it:
+        check_memory(program(6 * GIB, 3 * GIB, 3 * GIB - 1), [device], take=nothing)
+    assert it.value.excess == 1
 
 
 def test_a_run_says_how_much_host_memory_it_pins(monkeypatch):
@@ -108,7 +112,10 @@ def test_reports_needed_and_free_memory():
 
 
 def test_a_device_without_memory_statistics_is_not_checked():
-    check_memory(program(5 * GIB, 0, 0), [Device(None), Device({})])
+    asked, free = [], Device({"bytes_limit": 10 * GIB, "bytes_in_use": 0})
+    devices = [Device(None), Device({}), free]
+    check_memory(program(5 * GIB, 0, 0), devices, take=lambda _, device: asked.append(device))
+    assert asked == [free]  # no allocation on the others either
 
 
 def test_cpu_devices_share_the_memory_of_the_machine(monkeypatch):
