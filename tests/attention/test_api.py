@@ -278,6 +278,7 @@ class Mistaken(mtraining_jax.Pattern):
          "q has 64 tokens; expected a multiple of 128 .* such as 128"),
         (shaped((64, 8)), {}, r"q has shape \(64, 8\); expected \[batch, tokens, heads, dim\]"),
         (shaped((2, 64, 3, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k.* 2 or 4"),
+        (shaped((64, 3, 8), k=(64, 2, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k"),
         (shaped(dtype=jnp.int32), {}, "q has dtype int32; it must be bfloat16, float16 or float32"),
         (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
         (shaped(k_dtype=jnp.bfloat16), {}, "k has dtype bfloat16 but q has float32"),

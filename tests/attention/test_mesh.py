@@ -261,6 +261,14 @@ def test_arguments_that_do_not_match_the_mesh_raise(options, sentence):
         jax.eval_shape(attend, *inputs())
 
 
+def test_a_sequence_over_three_axes_raises():
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    axes = {"mesh": mesh, "sequence_axes": ("a", "b", "c"), "pattern": PATTERN}
+    attend = functools.partial(sparse_attention, **axes)
+    with pytest.raises(ValueError, match="'c'. has 3 axes; one or two are supported"):
+        jax.eval_shape(attend, *inputs())
+
+
 def test_a_layout_over_missing_axes_raises():
     with pytest.raises(ValueError, match="sequence_axes=..node', 'device'. names 'node', which"):
         sequence_layout(TOKENS, MESH)

@@ -214,6 +214,13 @@ def test_a_corrupt_byte_raises_an_error_or_is_harmless(tmp_path_factory, data):
         assert found == expected
 
 
+@pytest.mark.parametrize("shape", ["-2,-3", "-1,3,-2"])
+def test_an_array_with_negative_axes_is_refused(tmp_path, shape):
+    sample = token_sample(np.arange(6, dtype=np.uint32), omit_dtype=True, omit_shape=True)
+    write_mds(tmp_path, token_columns(f"ndarray:uint32:{shape}", 24), [[sample]])
+    assert "is not an array of shape (-" in mds_error(tmp_path)
+
+
 def test_a_corrupt_sample_is_named(tmp_path):
     path, _ = write_tokens(tmp_path)
     content = bytearray(path.read_bytes())

@@ -85,6 +85,13 @@ def test_documents_of_exactly_one_sequence(tmp_path):
     assert (np.sort(batch["tokens"], axis=1)[:, 0] > 0).all()
 
 
+def test_what_happens_to_documents_is_said_of_each_part(tmp_path):
+    parts = write(tmp_path, a=[20, 70, 40], b=[20, 20], c=[1, 1, 20])
+    loader = loader_of(section(**mixed(parts)), block_size=G)
+    notes = "; a: 2 longer than a sequence split; c: 2 with fewer than 2 tokens skipped"
+    assert loader.description.count(notes) == 1
+
+
 def test_weights_of_documents_and_upsampling_of_long_ones(tmp_path):
     parts = write(tmp_path, a=[32] * 8, b=[4] * 64 + [16] * 8)
     parts["b"] |= {"upsample_tokens": 16, "upsample_factor": 3}

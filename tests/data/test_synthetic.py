@@ -1,5 +1,6 @@
 """Synthetic token ids: their statistics, and random access."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -78,6 +79,14 @@ def test_tokens_depend_on_seed_and_sequence_only():
     for left, right in ((tokens[0], tokens[1]), (tokens[0], other[0])):
         # As often equal as two independent draws.
         assert 0 < (left == right).mean() < 0.05
+
+
+def test_tokens_are_those_of_earlier_versions():
+    """Values as they are, because a run may resume with a later version."""
+    stream = SyntheticStream(2**14, VOCAB, 7, seed=3)
+    tokens = stream.take(5 * 2**14 + np.arange(2**14)).astype("<i4")
+    assert stream.document_lengths(5).tolist()[:4] == [2500, 1894, 2904, 414]
+    assert hashlib.sha256(tokens.tobytes()).hexdigest()[:16] == "c495863b27d295c1"
 
 
 def test_processes_read_their_part_and_resume():
