@@ -104,6 +104,13 @@ def test_common_and_frequent_words_are_counted(samples):
     assert ranked[0][0] == "..." and ranked[3][1] > ranked[4][1]
 
 
+def test_every_frequent_word_has_its_count_by_the_zeta_distribution():
+    draft = one("ruler_fwe").build(200, 300, 0, 0)  # the fewest different words
+    text = draft.prompt.split("coded words. ")[1].split("\n")[0]
+    counts = [count for _, count in collections.Counter(text.split()).most_common()]
+    assert counts == [int(200 / rank**2 * 6 / 3.14159265**2) for rank in range(1, 6)]
+
+
 def test_long_lists_have_pairs_of_words(tmp_path):
     long = one("ruler_cwe").build(3000, 65536, 0, 0)
     listed = {word for word in re.findall(r"\d+\. (\S+)", long.prompt.split("Below")[2])}

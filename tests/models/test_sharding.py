@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.transformer import abstract_state, init_model, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from tests.models.common import (
@@ -109,6 +110,20 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(fsdp):
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
     assert_states_close(gradients, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "of_matrices"), [(jnp.bfloat16, "bfloat16"), (None, "float32")])
+def test_matrices_on_one_device_have_the_compute_dtype(dtype, of_matrices):
+    weights = {"matrix": jnp.full((4, 3), 1.001), "vector": jnp.full(3, 1.001)}
+
+    def function(weights, x):
+        return weights | {"x": x}
+
+    found = fsdp_apply(function, weights, jnp.ones((1, 2)), specs=None, mesh=None, dtype=dtype)
+    assert {name: str(x.dtype) for name, x in found.items()} == {
+        "matrix": of_matrices, "vector": "float32", "x": "float32",
+    }  # fmt: skip
+    np.testing.assert_array_equal(found["matrix"], weights["matrix"].astype(of_matrices))
 
 
 COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"}
