@@ -53,6 +53,36 @@ def test_chunks_change_neither_result_nor_gradients(chunk_size, kept_chunks, tok
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
+def tanh_gelu(x):
+    return x * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2
+
+
+@pytest.mark.parametrize(
+    ("activation", "hidden_of"),
+    [
+        ("gelu_pytorch_tanh", lambda gate, up: tanh_gelu(gate) * up),
+        (
+            "clamped_swiglu",
+            lambda gate, up: (
+                jnp.minimum(gate, 7)
+                * jax.nn.sigmoid(1.702 * jnp.minimum(gate, 7))
+                * (jnp.clip(up, -7, 7) + 1)
+            ),
+        ),
+    ],
+)
+def test_other_activations_have_the_gradients_of_their_definition(activation, hidden_of):
+    def by_definition(x, gate, up, down):
+        gate, up = (jnp.dot(x, w.T, precision=jax.lax.Precision.HIGHEST) for w in (gate, up))
+        return jnp.dot(hidden_of(gate, up), down.T, precision=jax.lax.Precision.HIGHEST)
+
+    arguments = example(jnp.float32)
+    expected = with_gradients(by_definition, arguments)
+    actual = with_gradients(lambda *x: swiglu(*x, 5, 1, None, activation), arguments)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
 def test_bf16_weight_gradients_accumulate_in_fp32_over_chunks():
     arguments = example(jnp.bfloat16)
     exact = with_gradients(whole, [x.astype(jnp.float32) for x in arguments])
