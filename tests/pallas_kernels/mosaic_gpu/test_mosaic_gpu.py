@@ -10,7 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels
 from pallas_kernels import DiagonalTiles
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
-from pallas_kernels.mosaic_gpu.work_queue import queue_operands
+from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.mosaic_gpu.work_queue import queue_memory, queue_operands
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 from tests.pallas_kernels.helpers.contract import AttentionContract, backward, forward
@@ -183,6 +184,12 @@ def test_delta_kernel(dim, dtypes, races):
     np.testing.assert_allclose(delta, expected, rtol=1e-5, atol=1e-5)
     assert delta.dtype == jnp.float32
     assert not races().races_found
+
+
+def test_a_number_is_read_before_another_one_takes_its_place():
+    """The memory warpgroup draws while the others still read, by one for each block of queries."""
+    slots = max(config.forward.query_slots for config in CONFIGS.values())
+    assert queue_memory(True)["ahead"].shape[0] > slots == 2
 
 
 @pytest.mark.parametrize("mapped", ["q", "lists", "lse0"])
