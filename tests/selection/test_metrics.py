@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.selection import metrics
+from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import BlockSparseIndex, DenseIndex, VerticalSlashIndex
 from tests.patterns import inputs, oracle
 
@@ -77,6 +78,18 @@ def test_recall_is_the_fraction_of_softmax_mass_on_the_mask(dtype):
             mask = oracle.mask(listed, columns[b][h] if columns else (), seq_len, size)
             expected[b, h] = (mass[b, h] * mask[rows]).sum(-1).mean()
         np.testing.assert_allclose(recall, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_sequence_without_a_valid_row_has_recall_one():
+    q, k = inputs.random(0, 2, 64, 1, 1, 16, jnp.float32)
+    documents = Documents.from_lengths([[20], [64]], 64, 16)
+    index = BlockSparseIndex.from_block_mask(
+        jnp.broadcast_to(jnp.eye(4, dtype=bool), (2, 1, 4, 4)), 16
+    )
+    recall = jax.jit(metrics.attention_recall)(
+        q, k, index, np.array([25, 40]), block_ids=jnp.arange(4), documents=documents.blocks()
+    )
+    assert recall[0, 0] == 1 and 0 < recall[1, 0] < 0.9
 
 
 def test_recall_of_a_non_causal_index_raises():
