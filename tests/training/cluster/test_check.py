@@ -104,6 +104,26 @@ def test_a_fault_of_a_device_is_named(fault, sentence):
     assert sentence in found
 
 
+def test_limits_of_a_host_and_a_device():
+    facts = healthy()
+    facts[2] |= {"clock": 1e9 + 2.05, "memory": 2**39, "open_files": 512}
+    facts[1]["devices"][1] |= {"memory": 2.8e12, "from_host": 2e10}  # 70 % and 40 %
+    assert sentences(facts) == []
+    facts[2] |= {"clock": 1e9 + 2.15, "memory": 2**39 - 1, "open_files": 511}
+    facts[1]["devices"][1] |= {"memory": 2.7e12, "from_host": 1.9e10}
+    found = problems(facts, 8, 2)
+    assert [x.processes for x in found] == [(2,)] * 3 + [(1,)] * 2
+    assert found[0].sentence.startswith("process 2 (host2): its clock is 2 s ahead of the others")
+
+
+def test_a_node_of_three_is_named_by_its_links():
+    facts = healthy(3)
+    slow_links(facts, {4, 5}, 5e9)
+    (found,) = problems(facts, 6, 2)
+    assert found.sentence.startswith("all links between nodes are slow at node 2, process 2 (")
+    assert found.processes == (2,)
+
+
 def test_devices_that_are_slow_together_are_measured_by_their_peak_rate():
     facts = healthy(1, 1)
     facts[0]["devices"][0]["matmul"] = 1e14
