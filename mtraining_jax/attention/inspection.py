@@ -213,7 +213,7 @@ def inspect(
 
 
 # Jitted as a whole: eager execution would compile dozens of small programs.
-_recall = jax.jit(attention_recall, static_argnames="scale")
+_recall = jax.jit(attention_recall)
 
 
 @functools.partial(jax.jit, static_argnames="seq_len")
