@@ -2,6 +2,7 @@
 
 import io
 import socket
+import threading
 
 import pytest
 from rich.console import Console
@@ -193,6 +194,33 @@ def test_links_are_not_measured_if_a_device_fails(tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert f"problem: device 3 of process 0 ({socket.gethostname()}) fails: ECC\n" in printed
     assert "verdict: 1 problem, on" in printed
+
+
+def test_data_that_cannot_be_read_is_a_problem(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cluster_facts, "rates_of_device", lambda device: {"error": "ECC"})
+    config = tiny_config(tmp_path, parallel={"nodes": 4, "devices_per_node": 2})
+    (tmp_path / "tokens.npy").unlink()
+    assert check(config) == EXIT_FAILED
+    found = f"problem: process 0 ({socket.gethostname()}): data.paths: "
+    assert found in capsys.readouterr().out
+
+
+def test_a_measurement_that_hangs_ends_the_check(tmp_path, monkeypatch):
+    ended, left = threading.Event(), []
+
+    def leave(*end):
+        left.append(end)
+        ended.set()
+
+    def hangs(device):
+        assert ended.wait(30)
+        return {"error": "ECC"}
+
+    monkeypatch.setattr(cluster_facts, "rates_of_device", hangs)
+    monkeypatch.setattr(cluster_check, "exit_immediately", leave)
+    monkeypatch.setattr(cluster_check, "_MEASUREMENT", 1)
+    assert check(tiny_config(tmp_path)) == EXIT_FAILED
+    assert left[0][0] == EXIT_FAILED and left[0][1].endswith("and the GPUs with nvidia-smi")
 
 
 # A fault in each place that a process looks at; process 1 has most of them.
