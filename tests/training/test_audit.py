@@ -162,3 +162,12 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
         once.go_to({"recall": "often"})
     silent = Alarms(changed(config, audit={"alarm_recall": 0.0}))
     assert silent.of(low) == silent.of(low) == []
+
+
+def test_a_sparse_gradient_of_zero_has_cosine_zero_and_none_is_compared_with_zero():
+    some = {"layers.w": jnp.ones((2, 3)), "norm": jnp.ones(3)}
+    zero = {name: 0 * x for name, x in some.items()}
+    found = jax.jit(compared)(zero, some)
+    assert found["global_gradient_cosine"] == 0 == found["global_gradient_ratio"]
+    assert found["global_gradient_cosine_per_layer"].tolist() == [0, 0]
+    assert np.isnan(jax.jit(compared)(zero, zero)["global_gradient_cosine"])

@@ -1,5 +1,6 @@
 import jax
 import numpy as np
+import pytest
 
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.training.build import build_layout, build_mesh
@@ -26,3 +27,12 @@ def test_batches_are_in_layout_order_and_positions_stay_on_the_devices(tmp_path)
             assert array.sharding == jax.NamedSharding(mesh, TOKENS)
             assert array.dtype == np.int32
     assert first["positions"] is second["positions"]  # not sent again
+
+
+def test_closed_batches_are_not_read_ahead(tmp_path):
+    config = tiny_config(tmp_path)
+    batches = DeviceBatches(config, build_mesh(config), build_layout(config))
+    next(batches)
+    batches.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(batches)
