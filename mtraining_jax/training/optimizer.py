@@ -99,7 +99,7 @@ def update(
     parameters: Parameters,
     rate: Array,
     applied: Array,
-    scale: Array | float = 1.0,
+    scale: Array | float,
 ) -> tuple[Parameters, Any]:
     """Returns new parameters and optimizer state; the old ones where `applied` is false."""
     # Products with a bf16 moment would be rounded.
@@ -122,7 +122,7 @@ def update_from_host(
     parameters: Parameters,
     rate: Array,
     applied: Array,
-    scale: Array | float = 1.0,
+    scale: Array | float,
 ) -> tuple[Parameters, Any]:
     """Computes `update` with arrays in host memory, for one layer at a time on the device."""
     adam, *others = state
