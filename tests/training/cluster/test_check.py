@@ -1,5 +1,6 @@
 """The check of a cluster, on healthy processes and on planted faults."""
 
+import contextlib
 import io
 import socket
 import threading
@@ -194,6 +195,13 @@ def test_links_are_not_measured_if_a_device_fails(tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert f"problem: device 3 of process 0 ({socket.gethostname()}) fails: ECC\n" in printed
     assert "verdict: 1 problem, on" in printed
+
+
+def test_files_are_written_to_measure_a_rate(tmp_path):
+    found = cluster_facts.facts_of_files(
+        tiny_config(tmp_path), lambda name: contextlib.nullcontext(), 9
+    )
+    assert found["write"] > 1e4 and found["data"] == "1 file of 40,130 bytes"
 
 
 def test_data_that_cannot_be_read_is_a_problem(tmp_path, monkeypatch, capsys):
