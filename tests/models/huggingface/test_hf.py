@@ -533,3 +533,12 @@ def test_a_pure_dict_is_written_too(tmp_path):
     _, state = drawn(spec)
     save_hf(tmp_path / "out", spec, nnx.to_pure_dict(state), dtype="float32")
     assert_states_close(load_hf(tmp_path / "out", spec), state, tolerance=0)
+
+
+def test_a_file_may_be_as_large_as_the_limit_and_its_folder_in_a_new_one(tmp_path):
+    spec = tiny_spec(tie_word_embeddings=False)
+    whole = save_hf(tmp_path / "new" / "whole", spec, drawn(spec)[1], dtype="float32")
+    total = sum(x.nbytes for x in load_file(whole / "model.safetensors").values())
+    for name, limit, files in (("one", total, 1), ("two", total - 1, 2)):
+        out = save_hf(tmp_path / name, spec, drawn(spec)[1], dtype="float32", max_shard_bytes=limit)
+        assert len(list(out.glob("*.safetensors"))) == files
