@@ -259,3 +259,12 @@ def test_other_shapes_are_refused():
     check_shapes(Path("runs/7"), {"p0": [64, 64]}, parameters)
     with pytest.raises(UserError, match=r"its parameter p1 has shape \[8\], but None is needed"):
         check_shapes(Path("runs/7"), {"p0": [64, 64], "p1": [8]}, parameters)
+
+
+def test_a_checkpoint_with_fewer_parameters_is_of_another_model(config, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
+    checkpoints.save(1, state_of(1), None, config)
+    checkpoints.close()
+    abstract = functools.partial(jax.ShapeDtypeStruct, sharding=on_one())
+    with pytest.raises(UserError, match=r"another model: its parameter p1 has shape None, but \["):
+        read_state(tmp_path, 1, state_of(2, abstract), config)
