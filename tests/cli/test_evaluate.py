@@ -38,7 +38,6 @@ def test_arguments_are_parsed(tmp_path):
     ("arguments", "sentence"),
     [
         ("--lenghts 3", "unknown option --lenghts; see --help"),
-        ("--model.dtype=float32", "unknown option --model.dtype=float32; see --help"),
         ("--sparsity.kind", "--sparsity.kind needs a value: --sparsity.kind=VALUE"),
         ("--samples 0", "argument --samples: 0 must be an integer of at least 1"),
         ("--samples many", "argument --samples: many must be an integer of at least 1"),

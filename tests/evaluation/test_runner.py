@@ -201,7 +201,7 @@ def test_a_group_skips_tasks_at_lengths_that_are_too_short(tmp_path, monkeypatch
     model = FakeModel()
     model.loaded = None
     monkeypatch.setattr(command, "_load", lambda *_: {"dense": model})
-    monkeypatch.setattr(command, "_max_positions", lambda _: 8192)
+    monkeypatch.setattr(command, "max_positions", lambda *_: 8192)
     monkeypatch.setattr(command, "digests_of", lambda _: {})
     out = tmp_path / "out"
     names = "--tasks ruler_generated needle --lengths 2048 8192 --samples 1 --generate"
@@ -225,7 +225,7 @@ def test_results_of_other_code_of_a_task_or_its_base_are_refused(tmp_path, monke
     model, console = FakeModel(), Console(file=io.StringIO())
     model.loaded, base = None, tmp_path / "base.py"
     monkeypatch.setattr(command, "_load", lambda *_: {"dense": model})
-    monkeypatch.setattr(command, "_max_positions", lambda _: 8192)
+    monkeypatch.setattr(command, "max_positions", lambda *_: 8192)
     monkeypatch.setattr(command, "digests_of", lambda _: {})
     getfile = inspect.getfile
     monkeypatch.setattr(inspect, "getfile", lambda x: base if x is DepthTask else getfile(x))
