@@ -23,6 +23,7 @@ class Config:
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     metrics: sections.MetricsConfig = sections.MetricsConfig()
     audit: sections.AuditConfig = sections.AuditConfig()
+    guard: sections.GuardConfig = sections.GuardConfig()
     profile: sections.ProfileConfig = sections.ProfileConfig()
     distributed: sections.DistributedConfig = sections.DistributedConfig()
 

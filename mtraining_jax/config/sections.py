@@ -435,6 +435,20 @@ class AuditConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class GuardConfig:
+    """Repeats of steps, whose bits differ only if a device is faulty."""
+
+    enabled: bool = True
+    """Repeat steps with an unusual loss or gradient norm; check the state's bits in each step."""
+    interval: NonNegativeInt = 500
+    """Also repeat every N-th step; 0 disables."""
+    max_faults: NonNegativeInt = 3
+    """Stop the run after more faults than this."""
+    verify: bool = False
+    """Test all devices and links for a minute before training."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ProfileConfig:
     """Profiler trace of a few steps, written to RUN_FOLDER/profile."""
 

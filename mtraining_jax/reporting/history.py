@@ -1,20 +1,12 @@
 """Bounded-memory statistics of the steps of a run, for its summary."""
 
-import itertools
 import math
-import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-
-import numpy as np
-from numpy.typing import ArrayLike
+from collections.abc import Iterable
 
 from mtraining_jax.reporting.record import Record, density_of, validation_text
-from mtraining_jax.utils.invocation import command_of
 
 KEPT = 1000  # all records, with values per layer and head, would take gigabytes
-# A gradient norm is an outlier above this multiple of the median of so many steps before it.
-_OUTLIER, _STEPS, _LEAST_STEPS = 100, 50, 10
 _MEANS = (
     "recall", "infeasible", "attention_imbalance", "step_imbalance",
     "attention_imbalance_predicted", "step_imbalance_predicted",
@@ -72,32 +64,6 @@ class History:
         """Keeps the validation loss of a record, if it has one."""
         if (text := validation_text(record)) is not None:
             self.validation = [*self.validation[:1], text]
-
-    def gradient_outlier(self, record: Record, norms: Mapping[str, ArrayLike]) -> str | None:
-        """A warning if the gradient norm of a new record is far above those before it.
-
-        Clipping keeps such a step small, and `optimizer.skip_norm` skips it, but a fault of a
-        device or of its memory may look like this. The record then gets `parameter_norms`, from
-        `norms`: that of each parameter's gradient, or of each layer's.
-        """
-        norm = record["grad_norm"]
-        newest = itertools.islice(reversed(self.last), _STEPS)
-        before = [x["grad_norm"] for x in newest if x["grad_norm"] is not None]
-        if norm is None or len(before) < _LEAST_STEPS:
-            return None
-        usual = statistics.median(before)
-        if norm <= _OUTLIER * usual:
-            return None
-        found = {name: np.asarray(x) for name, x in norms.items()}
-        record["parameter_norms"] = {name: x.tolist() for name, x in found.items()}
-        name = max(found, key=lambda x: found[x].max())
-        layer = f" in layer {found[name].argmax()}" if found[name].ndim else ""
-        return (
-            f"the gradient norm, {norm:.4g}, is more than {_OUTLIER} times the median of the "
-            f"{len(before)} steps before, {usual:.4g}; it is largest, {found[name].max():.4g}, "
-            f"for {name}{layer}; resume from a checkpoint before this step; "
-            f"if it does not recur, a device may be faulty ({command_of('check_cluster')})"
-        )
 
     def mean(self, name: str) -> float | None:
         """Mean of a metric over the steps that have it, if any; "density" excludes dense steps."""

@@ -15,6 +15,7 @@ from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.models.experts.mixture import balance_loss
+from mtraining_jax.models.huggingface.checksums import checksum
 from mtraining_jax.models.lora.projection import seeds_from
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.models.spec import layer_windows
@@ -24,6 +25,8 @@ from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, MASS_FRACTION, TOK
 from mtraining_jax.parallel.ordering import join
 from mtraining_jax.parallel.replicas import constrain, per_replica
 from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.training.guard.decision import Findings, GuardInputs, is_held
+from mtraining_jax.training.guard.sums import StateSums, digest, gradient_sums
 from mtraining_jax.training.optimizer import (
     Parameters,
     add,
@@ -48,8 +51,8 @@ def make_train_step(
     mesh: Mesh,
     attention_inputs: AttentionInputs | None = None,
     audited: bool = False,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds one jitted training step: (state, batch) -> (next state, metrics).
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Builds one jitted training step: (state, batch[, guard]) -> (next state, metrics).
 
     It donates the state. The loss is the mean of -log p over all counted labels of the batch, on
     all micro-batches and devices, or the mean over documents of their means (`loss.weighting`).
@@ -58,6 +61,9 @@ def make_train_step(
     counted: parameters and optimizer state stay unchanged, as they do in a batch without labels, of
     loss 0. With `audited`, attention is
     measured in every step, as `[audit]` says.
+
+    With `GuardInputs`, a step may be held: then all of its state, also its counters, stays as it
+    was, and the same step can be taken again.
 
     The batch is that of `DeviceBatches`, optionally with `mass_fraction` int32 [B, L], of each
     layer for each sequence, as in `SelectionContext`.
@@ -69,12 +75,14 @@ def make_train_step(
     statistics by name, fp32 [L] each, mean over the batch; with experts `auxiliary_loss`, the mean
     over sequences, which is not part of `loss`; with `mass_fraction` `density_by_group`, fp32
     [M, L]; if audited, `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an
-    index with a leading layer axis.
+    index with a leading layer axis; with `guard` `guard`, its `Findings`.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
     gradients_of = make_gradients(config, builder, attention, attention_inputs, audited)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch, guard: GuardInputs | None = None
+    ) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.model)
         rows = draw_rows(config, state) if audited else None
         if config.lora.dropout and config.lora.rank:
@@ -83,13 +91,20 @@ def make_train_step(
         several = config.parallel.replicas > 1
         layers = jax.tree.map(mean_over_parts, by_group) if several else dict(by_group)
         others = {x: layers.pop(x) for x in ("audit", "masks", AUXILIARY_LOSS) if x in layers}
+        held = jnp.asarray(False)
         with jax.named_scope("optimizer"):
             scale, norm, norms = clip(gradients, config.optimizer.clip_norm)
+            if guard is not None:
+                state_sums, sums = StateSums(builder), gradient_sums(gradients)
+                damaged = jnp.any(state_sums(state) != guard.state_sums)
+                mixed = digest([*sums.values(), checksum(loss)])
+                held = is_held(guard, damaged, mixed, loss, norm)
             usable = jnp.isfinite(loss) & jnp.isfinite(norm)
             if config.optimizer.skip_norm:
                 usable &= norm <= config.optimizer.skip_norm
             labels = count_labels(batch["labels"])
-            applied = usable & (labels > 0)  # AdamW would also move without a gradient
+            # AdamW would also move without a gradient.
+            applied = usable & (labels > 0) & ~held
             lr = schedule(state.step)
             take = update_from_host if config.optimizer.offload else update
             updated, opt_state = take(
@@ -97,12 +112,18 @@ def make_train_step(
             )
             after = dataclasses.replace(
                 state,
-                step=state.step + 1,
+                step=state.step + jnp.where(held, 0, 1),
                 parameters=state.parameters | updated,
                 opt_state=opt_state,
-                skipped=state.skipped + jnp.where(usable, 0, 1),
-                skipped_in_row=jnp.where(usable, 0, state.skipped_in_row + 1),
+                skipped=state.skipped + jnp.where(usable | held, 0, 1),
+                skipped_in_row=jnp.where(
+                    held, state.skipped_in_row, jnp.where(usable, 0, state.skipped_in_row + 1)
+                ),
             )
+            if guard is not None:
+                after_sums = state_sums(after)
+                split = jnp.any(state_sums.differ(after_sums))
+                others["guard"] = Findings(held, damaged, split, after_sums, sums, mixed)
         metrics = {
             "step": after.step,
             "loss": loss,

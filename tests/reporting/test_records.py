@@ -188,26 +188,6 @@ def test_summary_of_a_long_run(config):
     assert "with 50.0% of the attention mass (recall)" in text
 
 
-def test_a_gradient_far_above_those_before_it_is_an_outlier(config):
-    def of_norm(step, norm):
-        return record(config, step, loss=1.0) | {"grad_norm": norm}
-
-    history = History()
-    of_parameters = {"norm.weight": np.float32(1.0), "layers.q.weight": np.array([0.5, 1e4])}
-    norms = [3.0, 500.0, None, *[2.0] * 8]
-    for step, norm in enumerate(norms, 1):
-        assert history.gradient_outlier(of_norm(step, norm), of_parameters) is None  # too few steps
-        history.add(of_norm(step, norm))
-    assert history.gradient_outlier(of_norm(12, 200.0), of_parameters) is None
-    assert history.gradient_outlier(of_norm(12, None), of_parameters) is None
-    outlier = of_norm(12, 13925.25)
-    found = history.gradient_outlier(outlier, of_parameters)
-    assert found is not None
-    assert outlier["parameter_norms"] == {"norm.weight": 1.0, "layers.q.weight": [0.5, 1e4]}
-    assert "it is largest, 1e+04, for layers.q.weight in layer 1;" in found
-    assert "1.393e+04, is more than 100 times the median of the 10 steps before, 2;" in found
-
-
 def test_non_finite_numbers_are_null(config):
     found = record(config, 1, loss=float("nan"))
     assert found["loss"] is None

@@ -24,6 +24,7 @@ from mtraining_jax.config import Config, config_to_toml
 from mtraining_jax.training.checkpoint import check_intact, newest_step, saved_steps
 from mtraining_jax.training.checkpoint.bucket import check_bucket
 from mtraining_jax.training.checkpoint.errors import DamagedCheckpoint
+from mtraining_jax.training.guard.gpus import gpus_of_host
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.version import VERSION
 
@@ -145,6 +146,7 @@ def record_start(config: Config, resume_from: int | None) -> None:
         "versions": versions | {name: importlib.metadata.version(name) for name in packages},
         "devices": Counter(device.device_kind for device in jax.devices()),
         "processes": jax.process_count(),
+        "gpus": gpus_of_host(),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from mtraining_jax.utils.signals import EXIT_FAILED, exit_immediately
 from mtraining_jax.utils.text import counted
 
 # Limits of the check, in seconds: to connect, of a measurement, and of silence of a process.
-_CONNECT, _MEASUREMENT, _SILENCE = 40, 40, 20
+_CONNECT, _MEASUREMENT, _SILENCE = 40, 80, 20
 
 
 def check(config: Config) -> int:

@@ -19,6 +19,8 @@ from mtraining_jax.data.source import FileSource
 from mtraining_jax.training.checkpoint.bucket import check_bucket
 from mtraining_jax.training.checkpoint.run_folder import wait_for
 from mtraining_jax.training.cluster.rates import Watch, rates_of_device
+from mtraining_jax.training.cluster.verify import verified_devices
+from mtraining_jax.training.guard.gpus import gpus_of_host
 from mtraining_jax.training.processes.agreement import meet, run_on_process_0
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import free_host_memory
@@ -39,10 +41,13 @@ def facts_of_process(watch: Watch, timeout: int) -> dict[str, Any]:
     # At the same time, as in training.
     with watch("measuring the devices"), ThreadPoolExecutor(len(devices)) as pool:
         rates = list(pool.map(rates_of_device, devices))
+    results = verified_devices(watch)
+    rates = [rate | result for rate, result in zip(rates, results, strict=True)]
     meet(timeout)
     return {
         "clock": time.time(),
         "host": socket.gethostname(),
+        "gpus": gpus_of_host(),
         "same": {
             "kind of devices": devices[0].device_kind,
             "version of mtraining-jax": VERSION,

@@ -1,6 +1,5 @@
 """Rates of devices, and of the links between them."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.models.huggingface.checksums import checksum
 from mtraining_jax.training.processes.agreement import collect, meet, run_on_process_0
 
 _MAX_ROUNDS = 6  # of pairs of nodes; each node has a partner in each round
@@ -39,8 +37,7 @@ def rates_of_device(device: Any) -> dict[str, Any]:
     """Measures one device.
 
     Returns:
-        `matmul` (FLOP/s of bf16 matrix products), `memory` and `from_host` (bytes/s), and `digest`,
-        a checksum that is the same on all devices that compute correctly; or `error`.
+        `matmul` (FLOP/s of bf16 matrix products), `memory` and `from_host` (bytes/s); or `error`.
     """
     size = _sizes()
     try:
@@ -53,7 +50,6 @@ def rates_of_device(device: Any) -> dict[str, Any]:
                 "matmul": work[0] / _fastest(lambda: _products(a, b, size.repeats)),
                 "memory": work[1] / _fastest(lambda: _copies(in_memory, size.repeats)),
                 "from_host": on_host.size / _fastest(lambda: jax.device_put(on_host, device)),
-                "digest": int(_digest(size.width)),
             }
     except Exception as error:  # of the runtime, by its driver or by memory
         return {"error": (str(error).splitlines() or [type(error).__name__])[0][:200]}
@@ -76,13 +72,6 @@ def _products(a: Array, b: Array, repeats: int) -> Array:
 @jax.jit
 def _copies(x: Array, repeats: int) -> Array:  # a fixed number of repeats could be unrolled
     return lax.fori_loop(0, repeats, lambda _, y: y + 1, x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _digest(width: int) -> Array:
-    """Of a product of small integers, exact in any order of sums."""
-    x = (jnp.arange(width**2).reshape(width, width) % 7 - 3).astype(jnp.bfloat16)
-    return checksum(jnp.dot(x, x, preferred_element_type=jnp.float32))
 
 
 def rounds_of_pairs(number: int) -> list[list[int]]:
@@ -108,7 +97,7 @@ def link_rates(per_node: int, watch: Watch, timeout: int) -> list[tuple[str, int
     Returns:
         Kind, device, other device, and bytes/s in each direction, of the devices of this process.
         "pair" and "pair of nodes": both exchange data, while other pairs do. "ring" and "ring of
-        nodes": each sends to the next one.
+        nodes": each sends to the next one. "wrong": the other device received wrong bytes.
     """
     devices = sorted(jax.devices(), key=lambda device: device.process_index)
     number, size, found = len(devices), _sizes().transfer, []
@@ -122,8 +111,8 @@ def link_rates(per_node: int, watch: Watch, timeout: int) -> list[tuple[str, int
             places = [i // stride % count for i in range(number)]
             to = [i + (partners[at] - at) * stride for i, at in enumerate(places)]
             with watch(f"{kind}{suffix}, transfer {turn} of {len(rounds)}"):
-                exchange = _exchange(devices, to, size, timeout)
-                exchange(1)  # connects
+                exchange, wrong = _exchange(devices, to, size, timeout)
+                found += [("wrong", sender, i, 0.0) for sender, i in wrong()]  # connects
                 fits = min(max(int(_SECONDS / max(exchange(1).values())), 1), 64)
                 of_all = collect(fits, timeout)
                 repeats = run_on_process_0(lambda of_all=of_all: min(of_all), timeout)
@@ -137,10 +126,12 @@ def link_rates(per_node: int, watch: Watch, timeout: int) -> list[tuple[str, int
 
 def _exchange(
     devices: Sequence[Any], to: Sequence[int], size: int, timeout: int
-) -> Callable[[int], dict[int, float]]:
-    """A function of repeats that sends data from each device to the one that `to` names.
+) -> tuple[Callable[[int], dict[int, float]], Callable[[], list[tuple[int, int]]]]:
+    """Functions that send data from each device to the one that `to` names.
 
-    It returns seconds by place of each device of this process, which only depend on its partners.
+    The first one does so repeatedly, and returns seconds by place of each device of this process,
+    which only depend on its partners. The second one compares what these received with the host's
+    own copy, and returns senders and receivers of other data.
     """
     mesh = Mesh(np.array(devices), "x")
 
@@ -149,8 +140,10 @@ def _exchange(
 
     specs = {"in_specs": (P("x"), P()), "out_specs": P("x"), "check_vma": False}
     run = jax.jit(jax.shard_map(repeated, mesh=mesh, **specs))
-    zeros = functools.partial(jnp.zeros, len(devices) * size, jnp.uint8)
-    data = jax.jit(zeros, out_shardings=NamedSharding(mesh, P("x")))()
+    sharding, shape = NamedSharding(mesh, P("x")), (len(devices) * size // 4,)
+    own = [(i, x) for i, x in enumerate(devices) if x.process_index == jax.process_index()]
+    shards = [jax.device_put(_data(i, size), device) for i, device in own]
+    data = jax.make_array_from_single_device_arrays(shape, sharding, shards)
     pool = ThreadPoolExecutor(len(data.addressable_shards))
 
     def seconds(repeats: int) -> dict[int, float]:
@@ -164,4 +157,18 @@ def _exchange(
 
         return dict(pool.map(wait, run(data, np.int32(repeats)).addressable_shards))
 
-    return seconds
+    def wrong() -> list[tuple[int, int]]:
+        places = {devices.index(x.device): x for x in run(data, np.int32(1)).addressable_shards}
+        found = ((to.index(i), i, shard) for i, shard in places.items())
+        return [
+            (sender, i)
+            for sender, i, shard in found
+            if not np.array_equal(np.asarray(shard.data), _data(sender, size))
+        ]
+
+    return seconds, wrong
+
+
+def _data(place: int, size: int) -> np.ndarray:
+    """What a device sends, uint32 [size / 4]."""
+    return np.arange(size // 4, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(place)

@@ -130,10 +130,8 @@ def _of_rates(facts: Sequence[Facts]) -> Iterator[Problem]:
     names = {at: f"device {at[1]} of {_who(facts, [at[0]])}" for at in rates}
     for at in [at for at, rate in rates.items() if "error" in rate]:
         yield Problem(f"{names[at]} fails: {rates.pop(at)['error']}", at[:1])
-    digests = Counter(rate["digest"] for rate in rates.values()).most_common(1)
+    yield from wrong_results(facts)
     for at, rate in rates.items():
-        if rate["digest"] != digests[0][0]:
-            yield Problem(f"{names[at]} computes wrong products; do not use it", at[:1])
         peak = PEAK_BF16_FLOPS.get(facts[at[0]]["kinds"][at[1]], 0.0)
         if rate["matmul"] < _LEAST_OF_PEAK * peak:
             what = f"reaches {rate['matmul'] / peak:.0%} of its peak rate in matrix products"
@@ -144,6 +142,31 @@ def _of_rates(facts: Sequence[Facts]) -> Iterator[Problem]:
         values = {at: rate[name] for at, rate in rates.items()}
         for at, text in _slow(facts, values, unit, size, fraction).items():
             yield Problem(f"{names[at]} is slow in {what}: {text}", at[:1])
+
+
+def wrong_results(facts: Sequence[Facts]) -> Iterator[Problem]:
+    """Devices that compute wrong bits, and links that change what they move."""
+    results = {(n, i): x for n, fact in enumerate(facts) for i, x in enumerate(fact["devices"])}
+    counts = Counter(x for result in results.values() for x in result.get("attention", ()))
+    usual = counts.most_common(2)
+    agree = len(usual) < 2 or usual[0][1] > usual[1][1]
+    for at, result in results.items():
+        name, wrong = f"device {at[1]} of {_who(facts, at[:1])}", result.get("wrong", 0)
+        if wrong:
+            what = f"computes wrong products, in {wrong} of {counted(result['passes'], 'pass')}"
+            yield Problem(f"{name} {what}; do not use it", at[:1])
+        if len(found := result.get("attention", ())) > 1:
+            what = f"has {len(found)} results of the same attention"
+            yield Problem(f"{name} {what}; do not use it", at[:1])
+        elif found and agree and found[0] != usual[0][0]:
+            yield Problem(f"{name} computes other attention than most; do not use it", at[:1])
+    if not agree:
+        yield Problem("devices compute different attention, and no majority tells which is right")
+    process = [number for number, fact in enumerate(facts) for _ in fact["devices"]]
+    links = [x for fact in facts for x in fact.get("links", ()) if x[0] == "wrong"]
+    for _, a, b, _ in dict.fromkeys(map(tuple, links)):
+        ends = (f"device {end} ({_who(facts, [process[end]])})" for end in (a, b))
+        yield Problem(f"the link from {' to '.join(ends)} changes data; do not use it")
 
 
 def _of_links(facts: Sequence[Facts], kind: str, unit: int) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ class DispatchedStep(NamedTuple):
     """A step that the devices may not have finished."""
 
     metrics: dict[str, Any]  # still on the devices
+    notes: Record  # more entries of its record
     compared: Mapping[str, np.ndarray] | None  # gradients before the step
     program: str  # its name
     begun: float  # by time.perf_counter(), before the step was dispatched
@@ -123,12 +124,14 @@ class FinishedSteps:
     def _report(self, dispatched: DispatchedStep) -> None:
         jax.block_until_ready(dispatched.metrics)
         self._watchdog.end()
+        metrics = dict(dispatched.metrics)
+        if (guard := metrics.pop("guard", None)) is not None and guard.held:
+            return  # the step is taken again
         now = time.perf_counter()
         host_wait = max(0.0, dispatched.begun - self._clock)
         data = min(host_wait, dispatched.data_seconds)
         seconds, self._clock = now - self._clock, now
-        metrics = dict(dispatched.metrics)
-        norms = metrics.pop("parameter_norms")  # many small arrays, which only outliers need
+        del metrics["parameter_norms"]  # many small arrays, which only outliers need
         metrics = jax.device_get(metrics)
         of_replicas = {} if self._replicas is None else self._replicas.finish(metrics)
         record = step_record(metrics, seconds, self._config, self._devices)
@@ -142,8 +145,9 @@ class FinishedSteps:
         if audited:
             record |= audit_record(metrics.get("audit", {}), dispatched.compared or {})
             record["alarms"] = self._alarms.of(record)
-        if outlier := self._history.gradient_outlier(record, norms):
-            record["alarms"] = [outlier, *record.get("alarms", ())]
+        if dispatched.notes:
+            alarms = [*dispatched.notes.get("alarms", ()), *record.get("alarms", ())]
+            record |= dispatched.notes | ({"alarms": alarms} if alarms else {})
         step, run = record["step"], self._config.run
         if dispatched.evaluate is not None and not self._closed:
             with self._watchdog.watch(f"the evaluation after step {step}") as restart:

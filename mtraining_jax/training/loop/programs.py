@@ -51,15 +51,19 @@ def make_programs(
 
 
 def compile_programs(
-    programs: Programs, arguments: tuple[Any, Any], devices: Iterable[Any], display: Display
+    programs: Programs, arguments: tuple[Any, ...], devices: Iterable[Any], display: Display
 ) -> Programs:
-    """Compiles the programs of a run for `arguments`, a state and a batch; checks their memory."""
+    """Compiles the programs of a run for `arguments`; checks their memory.
+
+    They are a state, a batch and, for steps, optionally `GuardInputs`.
+    """
     compiled = {}
     for name, program in programs.items():
         what = _DESCRIPTIONS[name]
         display.say(f"compiling {what.replace('a training', 'the training')} ...")
         begin = time.perf_counter()
-        compiled[name] = program.lower(*arguments).compile()
+        given = arguments[:2] if name == "compare_gradients" else arguments
+        compiled[name] = program.lower(*given).compile()
         display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
         check_memory(compiled[name], devices, what, is_step=name != "compare_gradients")
         if notice := pinning_notice(compiled[name], devices):

@@ -22,9 +22,11 @@ from mtraining_jax.training.checkpoint.export import export_checkpoint
 from mtraining_jax.training.checkpoint.local import newest_local_step
 from mtraining_jax.training.checkpoint.run_lock import holder, only_run_in
 from mtraining_jax.training.checkpoint.same_model import changed_fields, check_same_model
+from mtraining_jax.training.cluster.verify import verify
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop.trainer import Trainer
+from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_pool_error
 from mtraining_jax.training.processes import distributed
 from mtraining_jax.training.processes.agreement import (
@@ -104,6 +106,11 @@ def _run(
         copies.push()
         return []
     use_compile_cache(config)
+    if config.guard.verify:
+        display.say("verifying the devices and their links ...")
+        limit = config.run.step_timeout_seconds
+        with contextlib.closing(HangWatchdog(limit, display.say, None)) as watchdog:
+            verify(config, watchdog.watch, limit)
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
     opened.callback(copies.push)
     with contextlib.ExitStack() as parts:

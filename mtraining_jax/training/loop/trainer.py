@@ -25,9 +25,10 @@ from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS, end_tokens
 from mtraining_jax.training.checkpoint.export import export_state
 from mtraining_jax.training.checkpoint.local import open_local, read_local_state
 from mtraining_jax.training.device_batches import DeviceBatches
+from mtraining_jax.training.guard.guard import Guard, TakenStep
 from mtraining_jax.training.loop.finished_steps import DispatchedStep, FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
-from mtraining_jax.training.loop.programs import Programs, compile_programs, make_programs
+from mtraining_jax.training.loop.programs import compile_programs, make_programs
 from mtraining_jax.training.loop.resumed import resume_notes
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
@@ -40,8 +41,8 @@ from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.signals import EXIT_FAILED, Stopped, StopSignals, exit_immediately
 
-# Keys of a checkpoint next to the position in the data: tuner, audit alarms, and wall time.
-_TUNING, _ALARMS, _GOODPUT = "sparsity.tune", "audit.alarms", "goodput"
+# Keys of a checkpoint next to the position in the data.
+_TUNING, _ALARMS, _GOODPUT, _GUARD = "sparsity.tune", "audit.alarms", "goodput", "guard"
 
 
 class Trainer:
@@ -111,6 +112,8 @@ class Trainer:
             tunes = config.sparsity.tune != "none"
             self._replicas = Tuner(config, loader, mesh) if tunes else ReplicaLoad(config, loader)
         self._alarms = Alarms(config)
+        self._guard = Guard(config, builder) if config.guard.enabled else None
+        self._unsettled: list[TakenStep] = []  # those that may be held
         self._end_tokens, self._lowest_density = end_tokens(config), 1.0
         check_state_memory(builder.abstract(), mesh.local_devices)
         if resume_from is None:
@@ -149,6 +152,8 @@ class Trainer:
         if isinstance(self._replicas, Tuner):
             self._replicas.go_to(step, place.get(_TUNING))
         self._alarms.go_to(place.get(_ALARMS))
+        if self._guard is not None:
+            self._guard.go_to(place.get(_GUARD))
         self._goodput.go_to(place.get(_GOODPUT))
         self._end_tokens = end_tokens(self._config, place.get(END_TOKENS, ()))
         self._lowest_density = place.get(LOWEST_DENSITY, 0.0)  # unknown in older checkpoints
@@ -162,6 +167,8 @@ class Trainer:
         devices = self._builder.mesh.local_devices
         self._goodput.started()
         arguments = self._state, (batch := self._next_batch())
+        if self._guard is not None:
+            arguments += (self._guard.start(self._state),)
         with self._finished.paused("compile"), self._watchdog.watch("compiling", limited=False):
             programs = compile_programs(self._programs, arguments, devices, self._display)
             if self._evaluator is not None:
@@ -180,9 +187,10 @@ class Trainer:
         if self._signals is not None:
             self._signals.stop_after_a_step()
         saves = bool(config.checkpoint.interval) or config.checkpoint.last_step
+        self._compiled = programs
         while True:
             self._step += 1
-            self._take_step(programs, batch)
+            self._take_step(batch)
             stopping = self._asked_to_stop() and self._step < total
             if self._save_is_due() or (stopping and saves):
                 self._save(self._checkpoints)
@@ -191,6 +199,7 @@ class Trainer:
             if self._step == total or stopping:
                 break
             batch = self._next_batch()
+        self._settle(0)
         history = self._finished.wait()
         self._display.stop()
         if stopping:
@@ -204,40 +213,65 @@ class Trainer:
             self._data_seconds = time.perf_counter() - begin
         return batch if self._replicas is None else self._replicas.begin(batch)
 
-    def _take_step(self, programs: Programs, batch: Mapping[str, jax.Array]) -> None:
+    def _take_step(self, batch: Mapping[str, jax.Array]) -> None:
         """Dispatches the next step; returns when the previous one is reported."""
         if self._profile.begins(self._step):
             with self._finished.paused():
                 self._profile.begin()
         audit, name, compared = self._config.audit, "train_step", None
+        programs = self._compiled
         if self._step in self._config.dense_steps:  # nothing to audit
             name = "dense_step"
         else:
             if "compare_gradients" in programs and (self._step - 1) % audit.gradient_interval == 0:
+                self._settle(0)
                 what = f"the gradient comparison before step {self._step}"
                 with self._finished.paused("gradient"), self._watchdog.watch(what):
                     compared = jax.device_get(programs["compare_gradients"](self._state, batch))
             if "audited_step" in programs and (self._step - 1) % audit.interval == 0:
                 name = "audited_step"
-        self._watchdog.begin(self._step)
-        begun = time.perf_counter()
-        with jax.profiler.StepTraceAnnotation("train_step", step_num=self._step):
-            self._state, metrics = programs[name](self._state, batch)
-        evaluate = None
-        if self._evaluator is not None and self._evaluator.is_due(self._step):
-            evaluate = functools.partial(self._evaluator.measure, self._state)
-        profiled, data_seconds = self._profile.open, self._data_seconds
-        self._finished.add(
-            DispatchedStep(metrics, compared, name, begun, data_seconds, profiled, evaluate)
-        )
+        evaluates = self._evaluator is not None and self._evaluator.is_due(self._step)
+        self._dispatch(step := TakenStep(self._step, name, batch, compared, evaluates))
+        self._unsettled.append(step)
+        checks = self._guard is not None and self._guard.checks(self._step)
+        self._settle(0 if checks or evaluates else 1)
         if self._profile.ends(self._step):
             with self._finished.paused():
                 self._profile.end()
                 first, folder = self._config.profile.start, _short(self._profile.folder)
                 self._display.say(f"trace of steps {first} to {self._step} written to {folder}")
-        elif evaluate:
+        elif evaluates:
             self._finished.wait()  # the next step donates the state
             self._finished.restart_clock()
+
+    def _dispatch(self, step: TakenStep) -> None:
+        """Dispatches a pass of a step."""
+        guarded = () if self._guard is None else (self._guard.inputs(step),)
+        self._watchdog.begin(step.number)
+        begun = time.perf_counter()
+        with jax.profiler.StepTraceAnnotation("train_step", step_num=step.number):
+            program = self._compiled[step.program]
+            self._state, metrics = program(self._state, step.batch, *guarded)
+        if self._guard is not None:
+            self._guard.dispatched(step, metrics)
+        evaluate = None
+        if self._evaluator is not None and step.evaluates:
+            evaluate = functools.partial(self._evaluator.measure, self._state)
+        profiled, data = self._profile.open, self._data_seconds
+        how = step.notes, step.compared, step.program, begun, data, profiled, evaluate
+        self._finished.add(DispatchedStep(metrics, *how))
+
+    def _settle(self, keep: int) -> None:
+        """Repeats held steps until at most the newest `keep` ones may be held."""
+        while len(self._unsettled) > keep:
+            step, *later = self._unsettled
+            self._unsettled, repeated = later, False
+            while self._guard is not None and self._guard.holds(step):
+                self._dispatch(step)
+                repeated = True
+            if repeated:  # those after a step that is held are held too
+                for other in later:
+                    self._dispatch(other)
 
     def _save_is_due(self) -> bool:
         checkpoint = self._config.checkpoint
@@ -246,6 +280,7 @@ class Trainer:
         return bool(checkpoint.interval) and self._step % checkpoint.interval == 0
 
     def _save(self, checkpoints: Checkpoints) -> None:
+        self._settle(0)
         what = f"saving the checkpoint of step {self._step}"
         # Saving waits for the devices anyway.
         with self._finished.paused("checkpoint"), ExitStack() as watched:
@@ -255,6 +290,8 @@ class Trainer:
             limited = self._config.checkpoint.async_save
             watched.enter_context(self._watchdog.watch(what, limited=limited))
             place = self._batches.loader.get_state() | {_ALARMS: self._alarms.state()}
+            if self._guard is not None:
+                place[_GUARD] = self._guard.state()
             place[END_TOKENS] = self._end_tokens
             lowest = self._finished.wait().lowest_density
             place[LOWEST_DENSITY] = min(lowest, self._lowest_density)

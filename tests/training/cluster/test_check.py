@@ -6,18 +6,29 @@ import socket
 import threading
 
 import pytest
+from jax import lax
 from rich.console import Console
 
 from mtraining_jax.training.cluster import check as cluster_check
 from mtraining_jax.training.cluster import facts as cluster_facts
+from mtraining_jax.training.cluster import verify
 from mtraining_jax.training.cluster.check import check
 from mtraining_jax.training.cluster.rates import rounds_of_pairs
 from mtraining_jax.training.cluster.verdict import hosts_at_fault, problems, table
+from mtraining_jax.training.loop import run
+from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import EXIT_FAILED
-from tests.training.common import tiny_config
+from tests.training.common import changed, tiny_config
 from tests.training.processes.test_processes import started_together
 
-RATES = {"matmul": 7e14, "memory": 4e12, "from_host": 5e10, "digest": 11}
+RATES = {
+    "matmul": 7e14,
+    "memory": 4e12,
+    "from_host": 5e10,
+    "passes": 9,
+    "wrong": 0,
+    "attention": [11],
+}
 
 
 def healthy(processes=4, devices=2):
@@ -93,7 +104,9 @@ def test_a_fault_of_a_host_is_named(fault, sentence):
     ("fault", "sentence"),
     [
         ({"error": "CUDA_ERROR_ECC"}, "device 1 of process 2 (host2) fails: CUDA_ERROR_ECC"),
-        ({"digest": 12}, "device 1 of process 2 (host2) computes wrong products; do not use it"),
+        ({"wrong": 2}, "device 1 of process 2 (host2) computes wrong products, in 2 of 9 passes"),
+        ({"attention": [12]}, "device 1 of process 2 (host2) computes other attention than most; "),
+        ({"attention": [11, 12]}, "device 1 of process 2 (host2) has 2 results of the same at"),
         ({"memory": 2e12}, "device 1 of process 2 (host2) is slow in copies in its memory: 2e+03"),
         ({"from_host": 9e9}, "slow in copies from the host: 9 GB/s, 50 in the median"),
         ({"matmul": 4.5e14}, "is slow in matrix products: 450 TFLOP/s, 700 in the median"),
@@ -124,6 +137,17 @@ def test_a_node_of_three_is_named_by_its_links():
     (found,) = problems(facts, 6, 2)
     assert found.sentence.startswith("all links between nodes are slow at node 2, process 2 (")
     assert found.processes == (2,)
+
+
+def test_devices_that_disagree_and_links_that_change_data_are_named():
+    facts = healthy(1, 2)
+    facts[0]["devices"][1]["attention"] = [12]
+    facts[0]["links"].append(("wrong", 1, 0, 0.0))
+    assert sentences(facts, 2, 2) == [
+        "devices compute different attention, and no majority tells which is right",
+        "the link from device 1 (process 0 (host0)) to device 0 (process 0 (host0)) changes data; "
+        "do not use it",
+    ]
 
 
 def test_devices_that_are_slow_together_are_measured_by_their_peak_rate():
@@ -231,6 +255,36 @@ def test_a_measurement_that_hangs_ends_the_check(tmp_path, monkeypatch):
     assert left[0][0] == EXIT_FAILED and left[0][1].endswith("and the GPUs with nvidia-smi")
 
 
+def test_faults_of_devices_are_found_before_training(config, monkeypatch):
+    config = changed(config, parallel={"nodes": 1, "devices_per_node": 2}, guard={"verify": True})
+    config = changed(config, run={"steps": 1}, sparsity={"kind": "dense"})
+    ppermute, wrong_elements = lax.ppermute, verify._wrong_elements
+
+    def wrong_on_device_1(width, right):
+        (device,) = right.devices()
+        return wrong_elements(width, right + (device.id == 1))
+
+    monkeypatch.setattr(verify, "_wrong_elements", wrong_on_device_1)
+
+    def changed_data(x, *args):
+        moved = ppermute(x, *args)
+        return moved.at[0].add((lax.axis_index("x") == 1).astype(moved.dtype))
+
+    monkeypatch.setattr(lax, "ppermute", changed_data)
+    with pytest.raises(UserError) as caught:
+        run(config)
+    where = f"process 0 ({socket.gethostname()})"
+    assert str(caught.value) == (
+        f"device 1 of {where} computes wrong products, in 2 of 2 passes; do not use it; "
+        + "; ".join(
+            f"the link from device {x} ({where}) to device 1 ({where}) changes data; do not use it"
+            for x in (0, 7, 5, 3)
+        )
+    )
+    monkeypatch.undo()
+    assert len(run(config)) == 1
+
+
 # A fault in each place that a process looks at; process 1 has most of them.
 FAULTY = """
 import os, resource, sys, time
@@ -246,8 +300,8 @@ if "--distributed.process_id=1" in sys.argv:
 exchange = rates._exchange
 
 def slow_at_3(devices, to, *others):
-    run = exchange(devices, to, *others)
-    return lambda repeats: {i: s * 1e5 ** (3 in (i, to[i])) for i, s in run(repeats).items()}
+    run, wrong = exchange(devices, to, *others)
+    return lambda x: {i: s * 1e5 ** (3 in (i, to[i])) for i, s in run(x).items()}, wrong
 
 rates._exchange = slow_at_3
 facts._FILE_SYSTEM_DELAY = 0.1

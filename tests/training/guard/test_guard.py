@@ -1,0 +1,141 @@
+"""A run notices planted faults, repairs gradients, and ends where its state is damaged."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mtraining_jax.training.guard import outliers
+from mtraining_jax.training.guard.guard import FAULTS
+from mtraining_jax.training.guard.outliers import Outliers
+from mtraining_jax.training.loop import run
+from mtraining_jax.utils.errors import UserError
+from tests.training.common import changed, losses, written
+from tests.training.guard.plants import GRADIENT, KV, MOMENT, PARAMETER, Fault, planted
+
+EXPONENT = 30  # flipping this bit multiplies a small number by 2**128
+DIFFERED = "two passes of the step had different bits, in the gradients of "
+
+
+@pytest.fixture
+def guarded(config):
+    """A run of 16 steps on 8 devices, whose step 15 is repeated."""
+    mesh = {"replicas": 2, "nodes": 2, "devices_per_node": 2}
+    return changed(
+        config,
+        run={"steps": 16},
+        sparsity={"kind": "dense"},
+        parallel={**mesh, "fsdp": True, "ring": "hierarchical"},
+        guard={"interval": 15},
+        checkpoint={"interval": 5},
+    )
+
+
+def named(config, name):
+    return changed(config, run={"name": name})
+
+
+def faults_of(config):
+    path = config.run.folder / FAULTS
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_wrong_gradients_are_repaired(guarded, monkeypatch):
+    config = named(guarded, "clean")
+    with planted([]):
+        clean = run(config)
+    assert [x.get("passes") for x in clean] == [None] * 14 + [2, None]
+    assert not faults_of(config) and not any("alarms" in x for x in clean)
+
+    transient = [
+        Fault(11, GRADIENT, 5, EXPONENT, array=2),
+        Fault(13, GRADIENT, 9, EXPONENT, array=4),
+        Fault(15, KV, 7, 20),  # in a repeated step any bit that matters is noticed
+    ]
+    config = named(guarded, "repaired")
+    with planted(transient) as plants:
+        repaired = run(config)
+    assert plants.fired == transient
+    np.testing.assert_array_equal(losses(repaired), losses(clean))
+    assert [x["grad_norm"] for x in repaired] == [x["grad_norm"] for x in clean]
+    assert [x.get("passes") for x in repaired] == [None] * 10 + [3, None] * 3
+    alarms = [x["alarms"][0] for x in repaired[10::2]]
+    assert all(alarm.startswith(DIFFERED) for alarm in alarms)
+    assert alarms[1].startswith(f"{DIFFERED}layers.mlp.up_proj.weight in layer 0: ")
+    assert [x["step"] for x in faults_of(config)] == [11, 13, 15]
+    for fault in faults_of(config):
+        assert fault["applied"] == fault["digests"][1] != fault["digests"][0]
+        assert fault["hosts"][0]["devices"] == list(range(8))
+
+    # Values that are unusual in every pass are used, or skipped if they are not finite.
+    config = named(guarded, "real")
+    with planted([Fault(12, GRADIENT, 5, EXPONENT, passes=9)]):
+        records = run(config)
+    assert [x.get("passes") for x in records] == [None] * 11 + [2, None, None, 2, None]
+    assert records[11]["grad_norm"] is None and records[-1]["skipped_steps"] == 1
+    (alarm,) = records[11]["alarms"]
+    assert alarm.startswith("the gradient norm, inf, is above its usual limit, ")
+    assert alarm.endswith(
+        "; a second pass had the same bits, so it follows from the data and the parameters"
+    )
+    for name, value in {"_NORM": -99, "_LEAST_FACTOR": 0.01}.items():
+        monkeypatch.setattr(outliers, name, value)
+    with planted([]):
+        often = run(named(guarded, "often"))
+    np.testing.assert_array_equal(losses(often), losses(clean))
+    assert [x.get("passes") for x in often] == [None] * 10 + [2] * 6
+
+
+def test_too_many_faults_end_the_run(guarded):
+    with (
+        planted([Fault(15, GRADIENT, 5, 0, passes=3, moves=True)]),
+        pytest.raises(UserError, match=r"^three passes of step 15 had three results, the last two"),
+    ):
+        run(named(guarded, "three"))
+    config = changed(named(guarded, "many"), guard={"interval": 1, "max_faults": 1})
+    faults = [Fault(3, GRADIENT, 5, 0), Fault(7, GRADIENT, 5, 0)]
+    with planted(faults), pytest.raises(UserError) as caught:
+        run(config)
+    assert str(caught.value).startswith("step 7 had other bits when it was repeated, in the grad")
+    assert ": 2 faults, more than guard.max_faults = 1; find the device with " in str(caught.value)
+    assert [x["step"] for x in faults_of(config)] == [3, 7]
+    # It goes on before the last fault, and still counts the first one.
+    with planted([]):
+        assert [x["step"] for x in run(config)] == list(range(6, 17))
+    config = changed(config, run={"steps": 18})
+    with planted([Fault(17, GRADIENT, 5, 0)]), pytest.raises(UserError, match="^step 17 had other"):
+        run(config)
+
+
+@pytest.mark.parametrize("kind", [PARAMETER, MOMENT])
+def test_a_damaged_state_ends_the_run(guarded, kind):
+    config = named(guarded, kind)
+    with planted([Fault(8, kind, 3, 2, array=1, device=5)]), pytest.raises(UserError) as caught:
+        run(config)
+    what = "nu of " if kind == MOMENT else ""
+    assert str(caught.value).startswith(
+        "the state was not in step 8 as the step before had left it: "
+        f"{what}layers.input_layernorm.weight in layer 0 on device 5 (process 0): a device is"
+    )
+    assert [x["step"] for x in written(config)] == [1, 2, 3, 4, 5, 6, 7]
+    # The same command goes on from the newest checkpoint.
+    with planted([]):
+        assert [x["step"] for x in run(config)] == list(range(6, 17))
+
+
+def test_limits_of_usual_values():
+    usual = Outliers()
+    for _ in range(9):
+        usual.add(2.0, 1.0)
+    usual.add(float("nan"), 1.0)
+    usual.add(0.0, 0.0)  # without labels
+    assert usual.limits() == (np.inf, np.inf)
+    usual.add(2.0, 1.0)
+    np.testing.assert_allclose(usual.limits(), (2.1, 5.0))
+    # 12 * 1.4826 * 0.1 and exp(6 * 1.4826 * 0.2), as they vary more.
+    for step in range(50):
+        usual.add(2 + 0.1 * (-1) ** step, np.exp(0.2 * (-1) ** step))
+    np.testing.assert_allclose(usual.limits(), (2 + 1.77912, np.exp(1.77912)))
+    other = Outliers()
+    other.go_to(json.loads(json.dumps(usual.state())))
+    assert other.limits() == usual.limits()
