@@ -436,7 +436,7 @@ class AuditConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class GuardConfig:
-    """Repeats of steps, whose bits differ only if a device is faulty."""
+    """Repeated steps: their bits differ only if a device is faulty."""
 
     enabled: bool = True
     """Repeat steps with an unusual loss or gradient norm; check the state's bits in each step."""

@@ -45,7 +45,7 @@ class TakenStep:
 
 
 class Guard:
-    """Repeats steps whose loss or norm is an outlier, and every `guard.interval`-th step.
+    """Repeats steps with an unusual loss or norm, and every `guard.interval`-th step.
 
     A first pass that is suspicious is held. The second one is applied if its bits are the same;
     else there is a fault, and a third pass decides. All processes call all methods together.
