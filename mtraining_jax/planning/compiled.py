@@ -19,6 +19,7 @@ from mtraining_jax.parallel.mesh import DOCUMENTS, MASS_FRACTION, TOKENS, make_m
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.device_batches import reads_lengths
+from mtraining_jax.training.guard.guard import abstract_inputs
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
 
@@ -79,7 +80,8 @@ def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
         builder = StateBuilder(config, mesh)
         attention = build_attention(config, mesh, layout, pattern)
         step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern))
-        traced = step.trace(builder.abstract(), abstract_batch(config, mesh))
+        guarded = (abstract_inputs(builder),) if config.guard.enabled else ()
+        traced = step.trace(builder.abstract(), abstract_batch(config, mesh), *guarded)
         return traced.lower(lowering_platforms=("cuda",))
 
 

@@ -1,7 +1,7 @@
 """What a guarded step decides on the devices: whether its update is applied."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike
 
 
 class GuardInputs(NamedTuple):
-    """Arguments of a guarded step."""
+    """Arguments of a guarded step: arrays, or their shapes."""
 
-    control: Array  # uint32 [6], from `control`
-    state_sums: Array  # uint32 [D, N], of the state as the step before left it
-    held: Array  # bool, whether the step before was held
+    control: Any  # uint32 [6], from `control`
+    state_sums: Any  # uint32 [D, N], of the state as the step before left it
+    held: Any  # bool, whether the step before was held
 
 
 class Findings(NamedTuple):

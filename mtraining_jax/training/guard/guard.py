@@ -44,6 +44,19 @@ class TakenStep:
     notes: Record = dataclasses.field(default_factory=dict)  # for the record of the step
 
 
+def abstract_inputs(builder: StateBuilder) -> GuardInputs:
+    """Shapes and shardings of the arguments of a guarded step."""
+    sums, everywhere = StateSums(builder), NamedSharding(builder.mesh, P())
+    shapes = (6,), (builder.mesh.size, len(sums.names)), ()
+    dtypes = jnp.uint32, jnp.uint32, jnp.bool_
+    return GuardInputs(
+        *(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+    )
+
+
 class Guard:
     """Repeats steps with an unusual loss or norm, and every `guard.interval`-th step.
 
