@@ -161,7 +161,9 @@ def wrong_results(facts: Sequence[Facts]) -> Iterator[Problem]:
         elif found and agree and found[0] != usual[0][0]:
             yield Problem(f"{name} computes other attention than most; do not use it", at[:1])
     if not agree:
-        yield Problem("devices compute different attention, and no majority tells which is right")
+        yield Problem(
+            "devices compute different attention, and there is no majority; one of them is faulty"
+        )
     process = [number for number, fact in enumerate(facts) for _ in fact["devices"]]
     links = [x for fact in facts for x in fact.get("links", ()) if x[0] == "wrong"]
     for _, a, b, _ in dict.fromkeys(map(tuple, links)):

@@ -1,6 +1,5 @@
 """Checksums of the bits of gradients and of the state, of each layer and on each device."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,17 +20,13 @@ def gradient_sums(gradients: Parameters) -> dict[str, Array]:
     """The checksum of each gradient, uint32 [], or [L] of layers."""
     here, there = by_memory(gradients)
     sums = {name: _sums(name, x) for name, x in here.items()}
-    sums |= map_layers(functools.partial(jax.tree.map, _sum_on_device), there)
+    sums |= map_layers(lambda x: {name: checksum(to_device(x[name])) for name in x}, there)
     return {name: sums[name] for name in gradients}
 
 
 def digest(sums: Iterable[Array]) -> Array:
     """The checksum of checksums, uint32 []."""
     return checksum(jnp.concatenate([jnp.ravel(x) for x in sums]))
-
-
-def _sum_on_device(x: Array) -> Array:
-    return checksum(to_device(x))
 
 
 def _sums(name: str, x: Array) -> Array:

@@ -144,7 +144,7 @@ def test_devices_that_disagree_and_links_that_change_data_are_named():
     facts[0]["devices"][1]["attention"] = [12]
     facts[0]["links"].append(("wrong", 1, 0, 0.0))
     assert sentences(facts, 2, 2) == [
-        "devices compute different attention, and no majority tells which is right",
+        "devices compute different attention, and there is no majority; one of them is faulty",
         "the link from device 1 (process 0 (host0)) to device 0 (process 0 (host0)) changes data; "
         "do not use it",
     ]

@@ -19,7 +19,7 @@ DIFFERED = "two passes of the step had different bits, in the gradients of "
 
 @pytest.fixture
 def guarded(config):
-    """A run of 16 steps on 8 devices, whose step 15 is repeated."""
+    """A run of 16 steps on 8 devices; step 15 is repeated."""
     mesh = {"replicas": 2, "nodes": 2, "devices_per_node": 2}
     return changed(
         config,
@@ -99,7 +99,7 @@ def test_too_many_faults_end_the_run(guarded):
     assert str(caught.value).startswith("step 7 had other bits when it was repeated, in the grad")
     assert ": 2 faults, more than guard.max_faults = 1; find the device with " in str(caught.value)
     assert [x["step"] for x in faults_of(config)] == [3, 7]
-    # It goes on before the last fault, and still counts the first one.
+    # It resumes before the last fault, and still counts the first one.
     with planted([]):
         assert [x["step"] for x in run(config)] == list(range(6, 17))
     config = changed(config, run={"steps": 18})
@@ -118,7 +118,7 @@ def test_a_damaged_state_ends_the_run(guarded, kind):
         f"{what}layers.input_layernorm.weight in layer 0 on device 5 (process 0): a device is"
     )
     assert [x["step"] for x in written(config)] == [1, 2, 3, 4, 5, 6, 7]
-    # The same command goes on from the newest checkpoint.
+    # The same command resumes from the newest checkpoint.
     with planted([]):
         assert [x["step"] for x in run(config)] == list(range(6, 17))
 
