@@ -115,6 +115,8 @@ def _await_turn(counter: Any, turn: Array, warp: bool = True) -> None:
     def wait(_, ref, value):
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(ref))
         semaphore.wait(value.registers.item(), decrement=False, scope=scope, memory_scope="gpu")
+        # The copies that follow are made by another proxy than the wait.
+        mgpu.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     wait(counter, turn)  # pyright: ignore[reportCallIssue]
 

@@ -1,4 +1,4 @@
-"""Checks in PTX that stores to shared memory are fenced before asynchronous units read them.
+"""Checks in PTX that asynchronous units see what threads wrote, and what they waited for.
 
 Threads write shared memory through one proxy; bulk copies and wgmma access it through another.
 In between, a thread that wrote needs `fence.proxy.async`, and then a barrier with whoever starts
@@ -9,8 +9,13 @@ The check follows all paths of a thread through a kernel: between a store and th
 may be no barrier, bulk copy or product, and between that fence and the next barrier of its
 warpgroup or thread block no copy or product. Stores to memory that no asynchronous unit accesses
 are exempt: to a separate variable, or below all addresses passed to such units. For this, numbers
-of unknown size are assumed to be nonnegative indices. Not checked: memory that threads have read
-and a copy overwrites, which only barriers order, and global memory.
+of unknown size are assumed to be nonnegative indices.
+
+A wait on global memory, which ends with `fence.acquire`, orders only accesses of the proxy of
+threads: a `fence.proxy.async.global` has to follow before the next bulk copy.
+
+Not checked: memory that threads have read and a copy overwrites, which only barriers order, and
+stores of threads to global memory.
 """
 
 import dataclasses
@@ -31,7 +36,9 @@ _GENERIC_STORE = re.compile(r"(st|red|atom)\.(?!\S*(global|shared|local|param|as
 _COPY_OUT = re.compile(r"cp\.(reduce\.)?async\.bulk\.\S*global\.shared")
 _COPY_IN = re.compile(r"cp\.async\.bulk\.\S*shared\S*\.global")
 _PRODUCT = re.compile(r"wgmma\.mma_async")
-_FENCE = re.compile(r"fence\.proxy\.async")
+_FENCE = re.compile(r"fence\.proxy\.async(?!\.global)")
+_ACQUIRE = re.compile(r"fence\.acquire|(ld|atom)\.acquire\S*\.global")
+_FENCE_OF_ALL = re.compile(r"fence\.proxy\.async(?!\.shared)")
 _MEETING = re.compile(r"(bar|barrier)\.(?!warp)")
 _RELEASE = re.compile(r"(bar|barrier)\.|mbarrier\.arrive")
 # For other GPUs, or not used in our kernels: the checker does not support them.
@@ -51,6 +58,7 @@ class Fences:
         apart: stores without a fence, to memory that no asynchronous unit accesses.
         unfenced: stores that reach a barrier, copy or product without a fence.
         unmet: stores that are fenced, but reach a copy or product without a barrier.
+        unordered: waits on global memory that reach a bulk copy without a fence.
     """
 
     kernel: str
@@ -61,6 +69,11 @@ class Fences:
     apart: int
     unfenced: tuple[str, ...]
     unmet: tuple[str, ...]
+    unordered: tuple[str, ...]
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        return self.unfenced + self.unmet + self.unordered
 
 
 def read(ptx: str) -> list[Fences]:
@@ -116,6 +129,7 @@ class _Kernel:
     def fences(self) -> Fences:
         stores = [i for i, x in enumerate(self.code) if self._is_store(x)]
         unfenced, unmet = self._along_paths(stores)
+        unordered = self._unordered()
         touched = [place for x in self.code for place in self._touched(x)]
         apart = {i for i in unfenced if self._is_apart(i, touched)}
         count = {kind: sum(bool(kind.match(x.name)) for x in self.code) for kind in _KINDS}
@@ -124,8 +138,28 @@ class _Kernel:
             len(stores),
             *count.values(),
             len(apart),
-            *(tuple(self.code[i].text for i in sorted(x)) for x in (unfenced - apart, unmet)),
+            *(
+                tuple(self.code[i].text for i in sorted(x))
+                for x in (unfenced - apart, unmet, unordered)
+            ),
         )
+
+    def _unordered(self) -> set[int]:
+        """Returns waits from which a path leads to a bulk copy without a fence of both proxies."""
+        return {i for i, x in enumerate(self.code) if _ACQUIRE.match(x.name) and self._copies(i)}
+
+    def _copies(self, wait: int) -> bool:
+        todo, seen = list(self._next(wait)), set()
+        while todo:
+            i = todo.pop()
+            x = self.code[i]
+            if i in seen or (x.guard is None and _FENCE_OF_ALL.match(x.name)):
+                continue
+            if _COPY_IN.match(x.name) or _COPY_OUT.match(x.name):
+                return True
+            seen.add(i)
+            todo += self._next(i)
+        return False
 
     def _along_paths(self, stores: list[int]) -> tuple[set[int], set[int]]:
         """Returns stores that are passed on without a fence, and without a barrier after the fence.
@@ -342,10 +376,12 @@ def table(rows: Iterable[tuple[str, Fences]]) -> list[str]:
         if problem not in problems.setdefault(found, []):
             problems[found].append(problem)
     lines = [
-        "| kernel | problems | stores | fences | copies | products | apart | unfenced | unmet |",
-        f"|---|---|{'--:|' * 7}",
+        "| kernel | problems | stores | fences | copies | products | apart | unfenced | unmet "
+        "| unordered |",
+        f"|---|---|{'--:|' * 8}",
     ]
     for x, names in sorted(problems.items(), key=lambda item: item[0].kernel):
-        numbers = (x.stores, x.fences, x.copies, x.products, x.apart, len(x.unfenced), len(x.unmet))
+        wrong = (len(found) for found in (x.unfenced, x.unmet, x.unordered))
+        numbers = (x.stores, x.fences, x.copies, x.products, x.apart, *wrong)
         lines.append(f"| {x.kernel} | {', '.join(names)} | {' | '.join(map(str, numbers))} |")
     return lines

@@ -1,4 +1,4 @@
-"""Stores to shared memory are fenced before bulk copies and products read them.
+"""Stores to shared memory, and waits on global memory, are fenced before bulk copies and products.
 
 No tool of compute-sanitizer reports missing fences.
 """
@@ -17,6 +17,8 @@ BARRIERS = hopper_ptx.ROOT / "tests/gpu_tools/barriers.cu"
 # The smallest set of problems with every kernel; `hopper_ptx.py` runs all of them.
 PROBLEMS = ("columns-fused-64", "lists-64", "estimate-64", "sampled-rows-64", "strided-rows-64")
 FENCE = re.compile(r"fence\.proxy\.async[\w.:]*;")
+ACQUIRE = "fence.acquire.gpu;"
+ORDERED = "fence.proxy.async.global;"
 
 KERNEL = """
 .visible .entry small_mosaic_gpu_kernel(
@@ -88,7 +90,29 @@ def _read(*body: str) -> Fences:
 def test_a_store_without_a_fence_is_found(body, wrong):
     found = _read(*body)
     assert " ".join(name for name in ("unfenced", "unmet") if getattr(found, name)) == wrong
+    assert not found.unordered
     assert found.kernel == "small"
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ((ACQUIRE, ORDERED, COPY), False),
+        ((ACQUIRE, COPY), True),
+        ((ACQUIRE, MEET, COPY), True),
+        ((ACQUIRE, "fence.proxy.async;", COPY), False),
+        ((ACQUIRE, FENCED, COPY), True),  # of shared memory only
+        ((ACQUIRE, ORDERED.replace("fence", "@%p1 fence"), COPY), True),
+        ((COPY, ACQUIRE), False),
+        ((LABEL, COPY, ACQUIRE, BRANCH), True),  # in the next iteration
+        ((ACQUIRE, BRANCH, ORDERED, LABEL, COPY), True),
+        ((STORE, ORDERED, MEET, COPY), None),  # of global memory only
+    ],
+)
+def test_a_wait_without_a_fence_is_found(body, wrong):
+    found = _read(*body)
+    assert bool(found.unordered) == bool(wrong)
+    assert bool(found.unfenced) == (wrong is None)
 
 
 @pytest.mark.parametrize("line", ["st.async.shared::cluster.b32 [%r4], %r1, [%r2];", ".what 3\n"])
@@ -121,7 +145,7 @@ def test_every_store_of_the_hopper_kernels_is_fenced():
     assert set(ptx) == set(PROBLEMS)
     found = [x for text in ptx.values() for x in proxy_fences.read(text)]
     assert {x.kernel for x in found} == kernels
-    assert not [x for x in found if x.unfenced or x.unmet]
+    assert not [x for x in found if x.wrong]
     assert all(x.fences for x in found if x.copies)
     # The bias of gathered columns and numbers of items, which no copy or product reads.
     assert {x.kernel for x in found if x.apart} == {"attention_forward", "attention_dq"}
@@ -133,6 +157,6 @@ def test_every_store_of_the_hopper_kernels_is_fenced():
             kernel = text[begin : fence.start()] + text[fence.end() : end]
             (x,) = proxy_fences.read(kernel)
             if x.kernel != "estimate_index":  # its second fence only follows reads
-                assert x.unfenced
+                assert x.wrong
                 without += 1
     assert without >= 9
