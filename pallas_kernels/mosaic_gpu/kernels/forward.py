@@ -250,8 +250,10 @@ class _Tiles:
     def softmax(self, logits, peak, total):
         """Returns unnormalized weights, new peak and totals, and the decay of earlier sums."""
         new_peak = jnp.maximum(peak, fold(jnp.maximum, logits).max(axis=1))
-        base = jnp.where(new_peak > -jnp.inf, new_peak, 0.0) * self.log2_scale
-        decay = jnp.exp2(peak * self.log2_scale - base)
+        finite = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)
+        base = finite * self.log2_scale
+        # Exactly 1 while the peak is the same: in a fused multiply-add, peak * scale - base is not.
+        decay = jnp.exp2((peak - finite) * self.log2_scale)
         weights = jnp.exp2(logits * self.log2_scale - rows_to_tile(base, logits))
         return weights, new_peak, total * rows_to_tile(decay, total) + fold(jnp.add, weights), decay
 
