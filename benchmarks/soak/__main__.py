@@ -6,8 +6,9 @@
 
 Trains a small model with a selected index and audits twice at the same time. The second run is
 ended at random moments by SIGKILL, SIGTERM and SIGINT: in audits, while it saves or compiles, and
-in other steps. Once its disk is full (its files may not grow), and once its data is replaced. The
-report compares losses, files and memory; the exit status is 1 if something is wrong.
+in other steps. Once its disk is full (its files may not grow), and once its data is replaced. As
+often as it audits, a run repeats a step and compares bits. The report compares losses, files and
+memory; the exit status is 1 if something is wrong.
 
 The uninterrupted run compiles first, and the other one reads its compiled programs: on a GPU only
 the same programs give the same bits. Both share the device, so their times mean nothing.
@@ -58,6 +59,8 @@ interval = {audit}
 num_queries = {rows}
 [checkpoint]
 interval = {save}
+[guard]
+interval = {audit}
 [metrics]
 tensorboard = false
 """

@@ -132,6 +132,7 @@ class SoakedPair:
         """Compares both runs, adds to `failures`, and returns lines of Markdown."""
         runs, lines = self._out / "runs", []
         parts = [report.differences(runs, self._in_time), (report.stop_times(self._ends), [])]
+        parts.append(report.repeats(runs))
         if self._in_time:
             parts.append(report.leftovers(runs))
         parts.append(report.memory(self._whole, self._steps))

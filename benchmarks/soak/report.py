@@ -19,7 +19,10 @@ _COLUMNS = (
     "event", "meant for", "by", "where it fell", "exit status", "seconds to its end",
     "resumes from",
 )  # fmt: skip
-_FILES = {"checkpoints", "metrics.jsonl"}  # in the folder of a run
+# In the folder of a run; faults have a check of their own.
+_FILES = {
+    "checkpoints", "config.toml", "faults.jsonl", "metrics.jsonl", "report.html", "starts.jsonl",
+}  # fmt: skip
 # Must be equal to the bit; the last ones exist in audited steps only.
 _COMPARED = ("loss", "grad_norm", "density", "recall", "output_error", "local_gradient_cosine")
 _WINDOWS = 20  # of memory samples; the least of a window is what stays in use
@@ -143,6 +146,15 @@ def leftovers(runs: Path) -> Found:
     return [f"- files left behind: {', '.join(names) or 'none'}"], [
         f"{name} was left behind" for name in names
     ]
+
+
+def repeats(runs: Path) -> Found:
+    """How many steps were computed again, and whether any had other bits."""
+    folders = [runs / name for name in NAMES]
+    again = sum(record.get("passes", 1) > 1 for x in folders for record in read_metrics(x))
+    faults = [x / "faults.jsonl" for x in folders if (x / "faults.jsonl").exists()]
+    lines = [f"- steps computed again: {again}, with other bits in {len(faults)} of the runs"]
+    return lines, [f"{path.relative_to(runs)} reports a faulty device" for path in faults]
 
 
 def memory(run: SoakedRun, steps: int) -> Found:

@@ -18,6 +18,7 @@ from benchmarks.soak.report import (
     leftovers,
     memory,
     per_step,
+    repeats,
     stop_times,
     table,
     what_ran,
@@ -73,6 +74,20 @@ def test_files_that_do_not_belong_there_are_found(tmp_path):
     assert leftovers(tmp_path) == (
         [f"- files left behind: {', '.join(names)}"], [f"{name} was left behind" for name in names],
     )  # fmt: skip
+
+
+def test_steps_that_were_computed_again_are_counted_and_faults_found(tmp_path):
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    records = [{"step": 1}, {"step": 2, "passes": 2}, {"step": 3, "passes": 3}]
+    (tmp_path / "whole/metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    assert repeats(tmp_path) == (
+        ["- steps computed again: 2, with other bits in 0 of the runs"],
+        [],
+    )
+    (tmp_path / "whole/faults.jsonl").touch()
+    _, (wrong,) = repeats(tmp_path)
+    assert wrong == "whole/faults.jsonl reports a faulty device"
 
 
 def test_the_slope_of_memory_is_that_of_what_is_warm_and_stays():
