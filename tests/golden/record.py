@@ -133,7 +133,7 @@ def compares_bits(recorded: Entry) -> bool:
 
 def differences(recorded: Entry, found: Entry, bits: bool) -> Iterator[str]:
     """Says what moved in one case, and how far; without `bits`, last bits may differ."""
-    for which in sorted(recorded | found):
+    for which in recorded | found:
         old, new = recorded.get(which), found.get(which)
         if old == new:
             continue
@@ -144,10 +144,8 @@ def differences(recorded: Entry, found: Entry, bits: bool) -> Iterator[str]:
         else:
             few, sentence = _distance(old, new)
             if bits or not few:
-                yield (
-                    f"{which} {'moved in its last bits' if few else 'is another result'}: "
-                    + sentence
-                )
+                how = "moved in its last bits" if few else "is another result"
+                yield f"{which} {how}: {sentence}"
 
 
 def _distance(old: Entry | str, new: Entry | str) -> tuple[bool, str]:

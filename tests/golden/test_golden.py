@@ -13,7 +13,8 @@ RECORDED = record.read()
 
 def check(kind, name, found):
     moved = list(record.differences(RECORDED[kind][name], found, record.compares_bits(RECORDED)))
-    assert not moved, "\n".join([f"{name}:", *moved, record.HOW])
+    if moved:
+        pytest.fail("\n".join([f"{name}:", *moved, record.HOW]), pytrace=False)
 
 
 @pytest.mark.parametrize("name", cases.ATTENTION)
