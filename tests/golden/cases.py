@@ -1,4 +1,4 @@
-"""Calls of attention and tiny training runs whose results are pinned. All inputs are NumPy's."""
+"""The pinned cases: calls of attention, and tiny training runs. All inputs come from NumPy."""
 
 import copy
 import functools
@@ -88,7 +88,7 @@ def inputs() -> dict[str, np.ndarray]:
 def arguments(
     dtype: Any = np.float32, sinks: bool = False, **options: Any
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Returns the arguments of `adapter.attention` and the tokens that are no padding: bool [B, S].
+    """Returns the arguments of `adapter.attention`, and which tokens are real: bool [B, S].
 
     Padding has no gradient, so the gradients of other tokens do not depend on it.
     """

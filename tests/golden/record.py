@@ -105,7 +105,7 @@ def training_entry(name: str, folder: Path) -> Entry:
 
 
 def _summary(x: np.ndarray) -> Entry:
-    """A digest of all bits, and what tells how far two arrays are apart."""
+    """Returns a digest of all bits, and numbers that show how far two arrays are apart."""
     values = x.astype(np.float64).ravel()
     return {
         "digest": digest(x),

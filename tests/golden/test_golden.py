@@ -33,7 +33,7 @@ def test_bits_are_those_of_this_environment():
         "training": set(cases.TRAINING),
     }
     recorded, here = RECORDED["environment"], record.environment()
-    assert here["inputs"] == recorded["inputs"], "NumPy draws other inputs; write bits.json anew"
+    assert here["inputs"] == recorded["inputs"], "NumPy draws other inputs; record bits.json again"
     if not record.compares_bits(RECORDED):
         pytest.skip(f"only samples are compared: bits are for {recorded}, here is {here}")
 

@@ -1,4 +1,4 @@
-"""Writes bits.json anew: `uv run python -m tests.golden.write`. Prints what moved, and how far."""
+"""Records bits.json again: `uv run python -m tests.golden.write`. Prints what moved, and how far."""
 
 import atexit
 import contextlib
