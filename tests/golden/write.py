@@ -1,4 +1,4 @@
-"""Records bits.json again: `uv run python -m tests.golden.write`. Prints what moved, and how far."""
+"""Records bits.json again, and prints what moved: `uv run python -m tests.golden.write`."""
 
 import atexit
 import contextlib
