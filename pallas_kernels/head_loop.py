@@ -3,25 +3,20 @@
 No sum runs over key/value heads, so the order of every sum is the same for any number of parts.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import names
+from pallas_kernels.checks import Shaped
 from pallas_kernels.interface import Pair
-from pallas_kernels.ops import delta_of
+from pallas_kernels.schedule import Schedule, Triple
 
 _PART_BYTES = 1 << 32  # of gathered keys and work lists, if heads can be divided so far
 LISTS = 2  # the key blocks of each query block, and the transpose; int32
-
-Forward = Callable[[Array, Array, Array, Any], Pair]  # of q, k, v and index: out and lse
-# Of q, k, v, gradient of the output, index, lse and delta: dq, dk and dv.
-Backward = Callable[..., tuple[Array, Array, Array]]
 
 
 def head_parts(heads: int, kv_heads: int, gathered_bytes: int, block_pairs: int) -> int:
@@ -37,54 +32,47 @@ def head_parts(heads: int, kv_heads: int, gathered_bytes: int, block_pairs: int)
     return next((n for n in allowed if size <= n * _PART_BYTES), max(allowed, default=1))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def attention_in_parts(
-    parts: int,
-    backend: str | None,
-    forward: Forward,
-    backward: Backward,
-    q: Array,
-    k: Array,
-    v: Array,
-    index: Any,
-) -> Pair:
-    """Computes out and lse of q [B, n, Hq, D]; each pass calls its function once per part.
+@dataclasses.dataclass(frozen=True)
+class HeadLoop:
+    """Each pass computes equal parts of the heads, one after another.
 
-    Arrays of `index` are [B, Hq, ...]; it is not differentiated.
+    Arrays of an index are [B, Hq, ...].
     """
-    return _forward(parts, backend, forward, backward, q, k, v, index)[0]
 
+    inner: Schedule
+    parts: int
 
-def _forward(parts, backend, forward, backward, q, k, v, index):
-    del backend, backward
-    lse = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    @property
+    def backend(self) -> str | None:
+        return self.inner.backend
 
-    def attend(i, found):
-        qkv, of_heads = _part(i, parts, (q, k, v), index)
-        out, lse = forward(*qkv, of_heads)
-        return _put(i, found[0], out, 2), _put(i, found[1], lse, 1)
+    def prepare(self, q: Shaped, k: Shaped, index: Any) -> Any:
+        return index  # work lists are made for each part, in each pass
 
-    out, lse = lax.fori_loop(0, parts, attend, (jnp.zeros_like(q), lse))
-    out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
-    return (out, lse), (q, k, v, index, out, lse)
+    def forward(self, q: Array, k: Array, v: Array, work: Any) -> Pair:
+        lse = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
 
+        def attend(i: Array, found: Pair) -> Pair:
+            (q_i, k_i, v_i), index = _part(i, self.parts, (q, k, v), work)
+            planned = self.inner.prepare(q_i, k_i, index)
+            out, lse = self.inner.forward(q_i, k_i, v_i, planned)
+            return _put(i, found[0], out, 2), _put(i, found[1], lse, 1)
 
-def _backward(parts, backend, forward, backward, residuals, cotangents):
-    del forward
-    (*qkv, index, out, lse), (dout, dlse) = residuals, cotangents
-    # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
-    delta = delta_of(out, dout, backend=backend) - dlse
+        return lax.fori_loop(0, self.parts, attend, (jnp.zeros_like(q), lse))
 
-    def differentiate(i, found):
-        wide, narrow = _part(i, parts, (*qkv, dout), (index, lse, delta))
-        grads = backward(*wide, *narrow)
-        return [_put(i, x, part, 2) for x, part in zip(found, grads, strict=True)]
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, work: Any, lse: Array, delta: Array
+    ) -> Triple:
+        def differentiate(i: Array, found: Triple) -> Triple:
+            wide, narrow = _part(i, self.parts, (q, k, v, dout), (work, lse, delta))
+            (q_i, k_i, v_i, dout_i), (index, *rows) = wide, narrow
+            planned = self.inner.prepare(q_i, k_i, index)
+            grads = self.inner.backward(q_i, k_i, v_i, dout_i, planned, *rows)
+            dq, dk, dv = (_put(i, x, part, 2) for x, part in zip(found, grads, strict=True))
+            return dq, dk, dv
 
-    zeros = [jnp.zeros_like(x) for x in qkv]
-    return *lax.fori_loop(0, parts, differentiate, zeros), None
-
-
-attention_in_parts.defvjp(_forward, _backward)
+        zeros = jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+        return lax.fori_loop(0, self.parts, differentiate, zeros)
 
 
 def _part(i: Array, parts: int, wide: Any, narrow: Any) -> tuple[Any, Any]:

@@ -12,14 +12,12 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention.all_blocks import all_blocks
 from mtraining_jax.attention.audit.auditing import audit
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionOutput, AttentionSpec, Stats
 from mtraining_jax.attention.placement import Placement, take
+from mtraining_jax.attention.schedules import schedule_over
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
-from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.parallel.ring.windows import window_attention
 from mtraining_jax.patterns.base import Pattern, select_pairs
 from mtraining_jax.patterns.dense import SlidingWindow
 from mtraining_jax.selection import collectives
@@ -27,11 +25,10 @@ from mtraining_jax.selection.by_length import pairs_by_length
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.metrics import causal_pairs, density, pairs_to_share
 from mtraining_jax.utils.errors import UserError
-from pallas_kernels import attention as attention_on_one_device
 from pallas_kernels import backends
-from pallas_kernels.composed import chunk_attention
-from pallas_kernels.index import Index, TokenChunksIndex, WindowIndex
+from pallas_kernels.index import Index
 from pallas_kernels.ops import scale_of
+from pallas_kernels.schedule import attend as attend_with
 
 
 def attend(
@@ -101,7 +98,8 @@ def _attend_on_shard(
         others = spec.placement.other_axes
         statistics = lax.pmean(statistics, others) if others else statistics
         statistics = lax.stop_gradient(statistics)
-    out, lse = _attend_to_index(spec, q, k, v, index, context)
+    how = spec.layout, spec.ring, q, k, v, index, spec.scale, spec.backend
+    out, lse = attend_with(schedule_over(context.axis_names, *how), q, k, v, index)
     if inputs.audit_rows is not None:
         out, figures = audit(spec, (q, k, v), out, index, inputs)
         statistics |= figures
@@ -115,33 +113,6 @@ def _with_sinks(out_BSHD: Array, lse_BHS: Array, sinks_H: Array) -> Array:
     # exp(lse) / (exp(lse) + exp(sink))
     kept_BHS = jax.nn.sigmoid(lse_BHS - sinks_H[:, None])
     return (out_BSHD * jnp.swapaxes(kept_BHS, 1, 2)[..., None]).astype(out_BSHD.dtype)
-
-
-def _attend_to_index(
-    spec: AttentionSpec, q: Array, k: Array, v: Array, index: Index, context: SelectionContext
-) -> tuple[Array, Array]:
-    """Attention to the pairs of an index, on one device or over the ranks of a sequence."""
-    numerics: dict[str, Any] = {"scale": spec.scale, "backend": spec.backend}
-    if not context.axis_names:
-        return cast(Any, attention_on_one_device(q, k, v, index, return_lse=True, **numerics))
-    layout = cast(Layout, spec.layout)
-    if isinstance(index, WindowIndex):
-        return window_attention(q, k, v, index, layout, context.axis_names, **numerics)
-    run = functools.partial(
-        ring_attention,
-        layout=layout,
-        axis_names=context.axis_names,
-        ring=spec.ring,
-        return_lse=True,
-        **numerics,
-    )
-    if not isinstance(index, TokenChunksIndex):
-        return cast(Any, run(q, k, v, cast(Any, index)))
-    # The own chunk first, then past ones over the keys of all ranks, across nodes too.
-    own = run(q, k, v, index.own(context.block_ids))
-    where = context.num_blocks, context.axis_names
-    k, v = (cast(Array, all_blocks(*where, x, context.block_ids)) for x in (k, v))
-    return chunk_attention(q, k, v, index, context.block_ids, cast(Any, own), **numerics)
 
 
 def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionContext) -> Selection:

@@ -22,7 +22,7 @@ class MoBA(Pattern, MoBAOptions):
     dtype of the keys; products are fp32. Ties go to the earlier chunk.
 
     The pairs are exact. A tile of 128 queries has no common list, so the queries that see a chunk
-    are gathered and computed together (`pallas_kernels.composed`). This needs memory for
+    are gathered and computed together (`pallas_kernels.chunks`). This needs memory for
     `top_k` - 1 copies of the queries and of the output, and for the keys of all ranks.
 
     In packed sequences, chunks start at document boundaries and queries select chunks of their own

@@ -1,22 +1,21 @@
 """Ring attention: queries stay on their rank while keys and values travel."""
 
-import functools
-from typing import Any, cast
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring.schedule import ring_backward, ring_forward
-from mtraining_jax.parallel.ring.steps import plan_ring
+from mtraining_jax.parallel.ring.steps import RingPlans, plan_ring
 from mtraining_jax.parallel.ring.topology import RingTopology
-from pallas_kernels import names
-from pallas_kernels.head_loop import attention_in_parts, head_parts
+from pallas_kernels.checks import Shaped
+from pallas_kernels.head_loop import HeadLoop, head_parts
 from pallas_kernels.index import Index, TiledIndex
 from pallas_kernels.interface import Pair
-from pallas_kernels.ops import delta_of
+from pallas_kernels.schedule import Schedule, Triple, attend
 
 
 def ring_attention(
@@ -52,17 +51,29 @@ def ring_attention(
     Raises:
         ValueError: if `ring` is unknown, or shapes, layout and axes do not match.
     """
+    out, lse = attend(
+        ring_schedule(q, k, v, index, layout, axis_names, ring, scale, backend), q, k, v, index
+    )
+    return (out, lse) if return_lse else out
+
+
+def ring_schedule(
+    q: Array,
+    k: Array,
+    v: Array,
+    index: Any,
+    layout: Layout,
+    axis_names: tuple[str, ...],
+    ring: str,
+    scale: float | None,
+    backend: str | None,
+) -> Schedule:
+    """How `ring_attention` is carried out: all heads at once, or in parts."""
     axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
     topology = RingTopology(layout, axis_names, axis_sizes, ring, scale, backend)
     _check(topology, q, k, v, index)
     parts = head_parts(q.shape[2], k.shape[2], *_sizes(topology, index, k))
-    if parts > 1:
-        forward, backward = (functools.partial(f, topology) for f in (_attend, _differentiate))
-        out, lse = cast(Any, attention_in_parts(parts, backend, forward, backward, q, k, v, index))
-    else:
-        # The kernels' work lists for all steps of both passes are planned before the first step.
-        out, lse = cast(Any, _ring(topology, q, k, v, plan_ring(topology, index, q, k)))
-    return (out, lse) if return_lse else out
+    return HeadLoop(Ring(topology), parts) if parts > 1 else Ring(topology)
 
 
 def _sizes(topology: RingTopology, index: Index, k: Array) -> tuple[int, int]:
@@ -73,23 +84,6 @@ def _sizes(topology: RingTopology, index: Index, k: Array) -> tuple[int, int]:
     gathered *= 2 * batch * k.shape[2] * k.shape[3] * (k.dtype.itemsize + 4)
     pairs = batch * layout.local_blocks * layout.num_blocks if index.row_sharded else 0
     return gathered, pairs
-
-
-def _attend(topology: RingTopology, q: Array, k: Array, v: Array, index: TiledIndex) -> Pair:
-    return _forward(topology, q, k, v, plan_ring(topology, index, q, k))
-
-
-def _differentiate(
-    topology: RingTopology,
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-    index: TiledIndex,
-    lse: Array,
-    delta: Array,
-) -> tuple[Array, Array, Array]:
-    return _backward(topology, q, k, v, plan_ring(topology, index, q, k), (dout, lse, delta))
 
 
 def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -> None:
@@ -114,36 +108,28 @@ def _check(topology: RingTopology, q: Array, k: Array, v: Array, index: Index) -
         raise ValueError("ring attention is causal, but the index is not")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(topology, q, k, v, plans):
-    return _ring_fwd(topology, q, k, v, plans)[0]
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Keys and values pass all ranks; work lists of all steps are made before the first one."""
 
+    topology: RingTopology
 
-@jax.named_scope("ring_forward")
-def _forward(topology, q, k, v, plans):
-    outs, lses = zip(*ring_forward(topology, plans, q, (k, v)), strict=True)
-    return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
+    @property
+    def backend(self) -> str | None:
+        return self.topology.backend
 
+    def prepare(self, q: Shaped, k: Shaped, index: TiledIndex) -> RingPlans:
+        return plan_ring(self.topology, index, q, k)
 
-def _ring_fwd(topology, q, k, v, plans):
-    out, lse = _forward(topology, q, k, v, plans)
-    out, lse = checkpoint_name(out, names.OUTPUT), checkpoint_name(lse, names.LSE)
-    return (out, lse), (q, k, v, plans, out, lse)
+    @jax.named_scope("ring_forward")
+    def forward(self, q: Array, k: Array, v: Array, work: RingPlans) -> Pair:
+        outs, lses = zip(*ring_forward(self.topology, work, q, (k, v)), strict=True)
+        return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
 
-
-def _ring_bwd(topology, residuals, cotangents):
-    dout, dlse = cotangents
-    q, k, v, plans, out, lse = residuals
-    # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
-    rows = dout, lse, delta_of(out, dout, backend=topology.backend) - dlse
-    return *_backward(topology, q, k, v, plans, rows), None
-
-
-@jax.named_scope("ring_backward")
-def _backward(topology, q, k, v, plans, rows):
-    dq, (dk, dv) = ring_backward(topology, plans, q, (k, v), rows)
-    dq = jnp.concatenate(dq, axis=1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
-
-
-_ring.defvjp(_ring_fwd, _ring_bwd)
+    @jax.named_scope("ring_backward")
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, work: RingPlans, lse: Array, delta: Array
+    ) -> Triple:
+        dq, (dk, dv) = ring_backward(self.topology, work, q, (k, v), (dout, lse, delta))
+        dq = jnp.concatenate(dq, axis=1)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

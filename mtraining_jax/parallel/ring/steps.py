@@ -11,6 +11,7 @@ from jax import Array
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring.topology import RingAxis, RingTopology
 from pallas_kernels import ops as kernels
+from pallas_kernels.checks import Shaped
 from pallas_kernels.index import Segment, TiledIndex
 from pallas_kernels.plans import Plan
 
@@ -51,7 +52,7 @@ class RingPlans:
 
 
 @jax.named_scope("ring_plans")
-def plan_ring(topology: RingTopology, index: TiledIndex, q: Array, k: Array) -> RingPlans:
+def plan_ring(topology: RingTopology, index: TiledIndex, q: Shaped, k: Shaped) -> RingPlans:
     """Plans all steps of a ring from an index as in `ring_attention`, and shapes of q and k."""
     layout, rank = topology.layout, topology.rank()
     queries = layout.segments(rank)

@@ -5,9 +5,9 @@ keys of all ranks. Queries, keys and values move to contiguous shards first, in 
 outputs move back. Then a window reaches the end of the shard before, or of several.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +15,77 @@ import numpy as np
 from jax import Array, lax
 
 from mtraining_jax.parallel.layout import Layout
+from pallas_kernels.checks import Shaped
 from pallas_kernels.index import DenseIndex, WindowIndex
 from pallas_kernels.interface import Pair
-from pallas_kernels.one_device import attention
+from pallas_kernels.one_device import OneDevice
+from pallas_kernels.schedule import Triple
 
 Axes = tuple[str, ...]
 
 
-@jax.named_scope("ring_window")
-def window_attention(
-    q: Array, k: Array, v: Array, index: WindowIndex, layout: Layout, axes: Axes, **how: Any
-) -> Pair:
-    """Attention within a window over shards in layout order; see `ring_attention`."""
-    contiguous = Layout("contiguous", layout.seq_len, layout.num_ranks, layout.block_size)
-    there, back = (
-        cast(Callable[[Array], Array], functools.partial(_exchange, (*ends, axes)))
-        for ends in ((layout, contiguous), (contiguous, layout))
-    )
-    q, k, v = map(there, (q, k, v))
-    local, rank = contiguous.local_blocks, lax.axis_index(axes)
-    lag = min(index.last, local * (layout.num_ranks - 1))
-    k, v = (_with_earlier(x, lag, local, layout.num_ranks, axes) for x in (k, v))
-    near = _of_keys(index, rank * local - lag, lag + local)
-    out, lse = cast(Pair, attention(q, k, v, near, return_lse=True, **how))
-    return back(out), back(lse.swapaxes(1, 2)).swapaxes(1, 2)
+@dataclasses.dataclass(frozen=True)
+class RingWindow:
+    """Attention within a window over shards in layout order.
+
+    `last` is the number of blocks before its own that a block of queries can reach.
+    """
+
+    layout: Layout
+    axes: Axes
+    last: int
+    inner: OneDevice
+
+    @property
+    def backend(self) -> str | None:
+        return self.inner.backend
+
+    def prepare(self, q: Shaped, k: Shaped, index: WindowIndex) -> Any:
+        local, lag = self.layout.local_blocks, self._lag
+        near = _of_keys(index, lax.axis_index(self.axes) * local - lag, lag + local)
+        tokens = (lag + local) * index.block_size
+        keys = jax.ShapeDtypeStruct((k.shape[0], tokens, *k.shape[2:]), k.dtype)
+        return self.inner.prepare(q, keys, near)
+
+    @jax.named_scope("ring_window")
+    def forward(self, q: Array, k: Array, v: Array, work: Any) -> Pair:
+        q, k, v = map(self._there, (q, k, v))
+        out, lse = self.inner.forward(q, self._extended(k), self._extended(v), work)
+        return self._back(out), self._rows(self._back, lse)
+
+    @jax.named_scope("ring_window")
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, work: Any, lse: Array, delta: Array
+    ) -> Triple:
+        q, k, v, dout = map(self._there, (q, k, v, dout))
+        lse, delta = (self._rows(self._there, x) for x in (lse, delta))
+        keys = self._extended(k), self._extended(v)
+        dq, *grads = self.inner.backward(q, *keys, dout, work, lse, delta)
+        reduced = (jax.linear_transpose(self._extended, k)(x)[0] for x in grads)
+        dk, dv = map(self._back, reduced)
+        return self._back(dq), dk, dv
+
+    @property
+    def _lag(self) -> int:
+        return min(self.last, self.layout.local_blocks * (self.layout.num_ranks - 1))
+
+    @property
+    def _contiguous(self) -> Layout:
+        layout = self.layout
+        return Layout("contiguous", layout.seq_len, layout.num_ranks, layout.block_size)
+
+    def _there(self, x: Array) -> Array:
+        return _exchange(self.layout, self._contiguous, self.axes, x)
+
+    def _back(self, x: Array) -> Array:
+        return _exchange(self._contiguous, self.layout, self.axes, x)
+
+    def _rows(self, move: Callable[[Array], Array], x_BHn: Array) -> Array:
+        return move(x_BHn.swapaxes(1, 2)).swapaxes(1, 2)
+
+    def _extended(self, x: Array) -> Array:
+        layout = self.layout
+        return _with_earlier(x, self._lag, layout.local_blocks, layout.num_ranks, self.axes)
 
 
 def _of_keys(index: WindowIndex, start: Array, count: int) -> WindowIndex:
@@ -61,10 +108,8 @@ def _with_earlier(x: Array, blocks: int, local: int, ranks: int, axes: Axes) -> 
     return jnp.concatenate(parts, axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchange(how: tuple[Layout, Layout, Axes], x: Array) -> Array:
+def _exchange(before: Layout, after: Layout, axes: Axes, x: Array) -> Array:
     """Moves the blocks of shards [B, n, ...] from one layout to another."""
-    before, after, axes = how
     if before.kind == after.kind:
         return x
     to_send, to_keep = _places(before, after)
@@ -73,13 +118,6 @@ def _exchange(how: tuple[Layout, Layout, Axes], x: Array) -> Array:
     sent = jnp.take(blocks, to_send[rank], axis=1, mode="clip")
     found = lax.all_to_all(sent, axes, split_axis=1, concat_axis=1, tiled=True)
     return jnp.take(found, to_keep[rank], axis=1, mode="clip").reshape(x.shape)
-
-
-# The transpose of a permutation is its inverse.
-_exchange.defvjp(
-    lambda how, x: (_exchange(how, x), None),
-    lambda how, _, d_x: (_exchange((how[1], how[0], how[2]), d_x),),
-)
 
 
 def _places(before: Layout, after: Layout) -> tuple[Array, Array]:

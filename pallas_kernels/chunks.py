@@ -4,21 +4,22 @@ Queries are sorted by chunk, so each tile sees a single whole chunk. The partial
 are combined by their softmax weights. Source: MoBA (arXiv 2502.13189).
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import names, ops
+from pallas_kernels import ops
+from pallas_kernels.checks import Shaped
 from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.token_chunks import TokenChunksIndex
+from pallas_kernels.interface import Pair
 from pallas_kernels.plans import Plan
-
-Pair = tuple[Array, Array]
+from pallas_kernels.schedule import Schedule, Triple
 
 
 class Gathered(NamedTuple):
@@ -31,99 +32,120 @@ class Gathered(NamedTuple):
     index: BlockSparseIndex  # non-causal, of slots and all keys
 
 
-@jax.numpy_rank_promotion("allow")
-def chunk_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    index: TokenChunksIndex,
-    rows: Array,
-    own: Pair,
-    *,
-    scale: float | None = None,
-    backend: str | None = None,
-) -> Pair:
-    """Attention of some queries to their own chunk and to past ones; differentiable.
+class Blocks(Protocol):
+    """Which blocks of queries and keys a device holds; static and hashable."""
 
-    Args:
-        q: [B, n, Hq, D].
-        k, v: [B, S, Hk, D], all keys and values, in sequence order.
-        index: chunks that each of these queries sees.
-        rows: int32 [n/g], global number of each block of queries.
-        own: differentiable out and lse of attention to the own chunk, of the results' shapes.
-        scale, backend: as in `pallas_kernels.attention`.
-    """
-    index.check(q.shape[0], q.shape[2], rows.shape[0])
-    if index.most == 1:
-        return own
-    return _with_past(ops.scale_of(scale, q), backend, q, k, v, index, rows, own)
+    def rows(self, count: int) -> Array:
+        """The global numbers of its blocks, int32 [count]."""
+        ...
+
+    def all(self, x_BnHD: Array) -> Array:
+        """Gathers keys or values of the whole sequence, in order."""
+        ...
+
+    def local(self, x_BSHD: Array) -> Array:
+        """The transpose, of fp32 gradients: sums them over devices, and returns the local ones."""
+        ...
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_past(scale, backend, q, k, v, index, rows, own):
-    return _with_past_fwd(scale, backend, q, k, v, index, rows, own)[0]
+@dataclasses.dataclass(frozen=True)
+class WholeSequence:
+    """All blocks, in order."""
+
+    def rows(self, count: int) -> Array:
+        return jnp.arange(count, dtype=jnp.int32)
+
+    def all(self, x_BnHD: Array) -> Array:
+        return x_BnHD
+
+    def local(self, x_BSHD: Array) -> Array:
+        return x_BSHD
 
 
-def _with_past_fwd(scale, backend, q, k, v, index, rows, own):
-    where = gather_queries(index, rows)
-    copies = _take(q, where.tokens)
-    planned = _plan(copies, k, where, backend)
-    out, lse = ops.forward(copies, k, v, planned, scale=scale)
-    out_own, lse_own = own
-    slots = range(index.most - 1)
-    found = [
-        jnp.where(slot < where.counts, _at(where.places[..., slot], lse), -jnp.inf)
-        for slot in slots
-    ]
-    # A query without a document sees nothing: its parts are -inf, and so must be their sum.
-    peak = functools.reduce(jnp.maximum, found, lse_own)
-    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    weight = jnp.exp(lse_own - peak)
-    total, summed = weight, _times(out_own, weight)
-    for slot in slots:
-        weight = jnp.exp(found[slot] - peak)
-        total += weight
-        summed += _times(_take(out, where.places[..., slot]), weight)
-    share = 1 / jnp.where(total > 0, total, 1.0)
-    out = checkpoint_name(_times(summed, share).astype(q.dtype), names.OUTPUT)
-    lse = checkpoint_name(peak + jnp.log(total), names.LSE)
-    return (out, lse), (q, k, v, index, rows, own, out, lse)
+class ChunksWork(NamedTuple):
+    """What both passes share."""
+
+    index: TokenChunksIndex
+    rows: Array  # int32 [n/g], global number of each block of queries
+    own: Any  # work of the attention to own chunks
 
 
-@jax.numpy_rank_promotion("allow")
-def _with_past_bwd(scale, backend, residuals, cotangents):
-    dout, dlse = cotangents
-    q, k, v, index, rows, (out_own, lse_own), out, lse = residuals
-    # d lse / d logits are the softmax weights, so the cotangent of lse is folded into delta.
-    delta = ops.delta_of(out, dout, backend=backend) - dlse
-    where = gather_queries(index, rows)
-    copies = _take(q, where.tokens)
-    live_BnH = jnp.swapaxes(where.live, 1, 2)[..., None]
-    # With this lse, slots without a copy get weight 0 and contribute nothing.
-    dout_of = jnp.where(live_BnH, _take(dout, where.tokens), 0)
-    lse_of = jnp.where(where.live, _at(where.tokens, lse), 1e30)
-    delta_of = jnp.where(where.live, _at(where.tokens, delta), 0.0)
-    arrays, plan = (copies, k, v, dout_of, lse_of, delta_of), _plan(copies, k, where, backend)
-    grads = ops.backward(*arrays, plan, scale=scale, dq_dtype=q.dtype)
-    # Sums a query's copies one by one; a scatter on a GPU would add them in arbitrary order.
-    assert grads.dk is not None and grads.dv is not None  # the plan has tiles
-    dq = jnp.zeros(q.shape, jnp.float32)
-    for slot in range(index.most - 1):
-        copy = _take(grads.dq, where.places[..., slot]).astype(jnp.float32)
-        dq += jnp.where(jnp.swapaxes(slot < where.counts, 1, 2)[..., None], copy, 0.0)
-    # The own chunk's part of out = sum of w_i out_i with w_i = exp(lse_i - lse).
-    weight = jnp.where(lse > -jnp.inf, jnp.exp(lse_own - lse), 0.0)
-    own = _times(dout, weight), weight * (ops.delta_of(out_own, dout, backend=backend) - delta)
-    own = own[0].astype(out_own.dtype), own[1]
-    dk, dv = grads.dk.astype(k.dtype), grads.dv.astype(v.dtype)
-    return dq.astype(q.dtype), dk, dv, None, None, own
+@dataclasses.dataclass(frozen=True)
+class PastChunks:
+    """Attention to a query's own chunk by an inner schedule, then to past ones."""
 
+    inner: Schedule
+    scale: float
+    blocks: Blocks = WholeSequence()
 
-_with_past.defvjp(_with_past_fwd, _with_past_bwd)
+    @property
+    def backend(self) -> str | None:
+        return self.inner.backend
 
+    def prepare(self, q: Shaped, k: Shaped, index: TokenChunksIndex) -> ChunksWork:
+        rows = self.blocks.rows(q.shape[1] // index.block_size)
+        index.check(q.shape[0], q.shape[2], rows.shape[0])
+        return ChunksWork(index, rows, self.inner.prepare(q, k, index.own(rows)))
 
-def _plan(copies: Array, k: Array, where: Gathered, backend: str | None) -> Plan:
-    return ops.plan(copies, k, where.index.tiles(), backend=backend)
+    @jax.numpy_rank_promotion("allow")
+    def forward(self, q: Array, k: Array, v: Array, work: ChunksWork) -> Pair:
+        index, rows = work.index, work.rows
+        out_own, lse_own = self.inner.forward(q, k, v, work.own)
+        if index.most == 1:
+            return out_own, lse_own
+        where = gather_queries(index, rows)
+        copies, k, v = _take(q, where.tokens), self.blocks.all(k), self.blocks.all(v)
+        out, lse = ops.forward(copies, k, v, self._plan(copies, k, where), scale=self.scale)
+        slots = range(index.most - 1)
+        found = [
+            jnp.where(slot < where.counts, _at(where.places[..., slot], lse), -jnp.inf)
+            for slot in slots
+        ]
+        # A query without a document sees nothing: its parts are -inf, and so must be their sum.
+        peak = functools.reduce(jnp.maximum, found, lse_own)
+        peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+        weight = jnp.exp(lse_own - peak)
+        total, summed = weight, _times(out_own, weight)
+        for slot in slots:
+            weight = jnp.exp(found[slot] - peak)
+            total += weight
+            summed += _times(_take(out, where.places[..., slot]), weight)
+        share = 1 / jnp.where(total > 0, total, 1.0)
+        return _times(summed, share).astype(q.dtype), peak + jnp.log(total)
+
+    @jax.numpy_rank_promotion("allow")
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, work: ChunksWork, lse: Array, delta: Array
+    ) -> Triple:
+        index, rows = work.index, work.rows
+        dq, dk, dv = self.inner.backward(q, k, v, dout, work.own, lse, delta)
+        if index.most == 1:
+            return dq, dk, dv
+        where = gather_queries(index, rows)
+        copies = _take(q, where.tokens)
+        live_BnH = jnp.swapaxes(where.live, 1, 2)[..., None]
+        # With this lse, slots without a copy get weight 0 and contribute nothing.
+        dout_of = jnp.where(live_BnH, _take(dout, where.tokens), 0)
+        lse_of = jnp.where(where.live, _at(where.tokens, lse), 1e30)
+        delta_of = jnp.where(where.live, _at(where.tokens, delta), 0.0)
+        all_k, all_v = self.blocks.all(k), self.blocks.all(v)
+        arrays = copies, all_k, all_v, dout_of, lse_of, delta_of
+        planned = self._plan(copies, all_k, where)
+        grads = ops.backward(*arrays, planned, scale=self.scale, dq_dtype=q.dtype)
+        # Sums a query's copies one by one; a scatter on a GPU would add them in arbitrary order.
+        assert grads.dk is not None and grads.dv is not None  # the plan has tiles
+        sum_dq = dq.astype(jnp.float32)
+        for slot in range(index.most - 1):
+            copy = _take(grads.dq, where.places[..., slot]).astype(jnp.float32)
+            sum_dq += jnp.where(jnp.swapaxes(slot < where.counts, 1, 2)[..., None], copy, 0.0)
+        dk, dv = (
+            (x.astype(jnp.float32) + self.blocks.local(past)).astype(x.dtype)
+            for x, past in ((dk, grads.dk), (dv, grads.dv))
+        )
+        return sum_dq.astype(q.dtype), dk, dv
+
+    def _plan(self, copies: Array, k: Array, where: Gathered) -> Plan:
+        return ops.plan(copies, k, where.index.tiles(), backend=self.backend)
 
 
 def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
