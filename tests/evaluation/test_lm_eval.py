@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -91,20 +92,24 @@ def test_responses_of_another_model_are_not_used(model, tmp_path):
         CachingLM(other, str(tmp_path / "db"))
 
 
-@pytest.mark.parametrize(
-    "kind, bos, prefix, text",
-    [("llama3", None, 262, [262, 256]), ("llama3", False, 263, [256]), ("gpt2", None, 262, [256])],
-)
-def test_a_text_begins_once_as_in_training(tmp_path, monkeypatch, kind, bos, prefix, text):
+@pytest.fixture
+def calls(monkeypatch):
+    """Imitates the harness; returns its calls. Modules that import it must be imported again."""
+    calls = []
+
     def windows(tokens, prefix_token, max_seq_len, context_len):
         assert max_seq_len == 512 and context_len == 1
         return [([prefix_token, *tokens[:-1]], tokens)]
 
+    def register_model(name):
+        return lambda cls: calls.append(f"{name} is {cls.__name__}") or cls
+
     parts = {
+        "__main__": {"cli_evaluate": lambda: calls.append("evaluated")},
         "utils": {"get_rolling_token_windows": windows, "make_disjoint_window": lambda x: x},
         "api": {},
         "api.model": {"TemplateLM": object},
-        "api.registry": {"register_model": lambda name: lambda cls: cls},
+        "api.registry": {"register_model": register_model},
         "models": {},
         "models.utils": {"handle_stop_sequences": None, "normalize_gen_kwargs": None},
     }
@@ -117,6 +122,20 @@ def test_a_text_begins_once_as_in_training(tmp_path, monkeypatch, kind, bos, pre
     tqdm = types.SimpleNamespace(tqdm=lambda items, **_: items)
     monkeypatch.setitem(sys.modules, "tqdm", tqdm)
     monkeypatch.delitem(sys.modules, "mtraining_jax.evaluation.lm_eval", raising=False)
+    return calls
+
+
+def test_the_command_is_that_of_the_harness_with_another_model(calls):
+    runpy.run_module("mtraining_jax.evaluation.lm_eval", run_name="__main__")
+    assert calls == ["mtraining_jax is HarnessModel", "evaluated"]
+
+
+@pytest.mark.parametrize(
+    "kind, bos, prefix, text",
+    [("llama3", None, 262, [262, 256]), ("llama3", False, 263, [256]), ("gpt2", None, 262, [256])],
+)
+@pytest.mark.usefixtures("calls")
+def test_a_text_begins_once_as_in_training(tmp_path, monkeypatch, kind, bos, prefix, text):
     module = importlib.import_module("mtraining_jax.evaluation.lm_eval")
     monkeypatch.delitem(sys.modules, "mtraining_jax.evaluation.lm_eval")
 

@@ -253,6 +253,16 @@ def test_the_report_is_written_after_each_task(tmp_path):
     assert all("| needle | model | dense | 100.0 (1) | 100.0 (1) |" in x for x in reports)
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_only_a_terminal_has_a_progress_bar(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with Watch(console) as watch:
+        watch.start(3, 1, "samples.jsonl")
+    printed = console.file.getvalue()
+    assert printed.startswith("1 of 3 samples are already evaluated for this model: samples.jsonl")
+    assert ("1/3" in printed) == terminal
+
+
 class _Nothing:
     """Empty results, and a watcher that does nothing."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import first_token
-from mtraining_jax.evaluation.engine.sampling import NO_TOKEN, kept_tokens, next_token
+from mtraining_jax.evaluation.engine.sampling import NO_TOKEN, judge, kept_tokens, next_token
 from mtraining_jax.utils.errors import UserError
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
@@ -49,6 +49,12 @@ def test_extreme_options_have_the_limit_of_moderate_ones(temperature, top_p, exp
     many = jnp.broadcast_to(LOGITS, (4000, 4))
     shares = np.bincount(first_token(many, options), minlength=4) / 4000
     np.testing.assert_allclose(shares, expected, atol=0.03)
+
+
+def test_each_row_has_its_own_most_likely_token():
+    log_probs, is_argmax = judge(jnp.concatenate([LOGITS, LOGITS[:, ::-1]]), jnp.array([1, 1]))
+    np.testing.assert_allclose(log_probs, np.log([0.5, 0.15]), rtol=1e-6)
+    assert is_argmax.tolist() == [True, False]
 
 
 def test_logits_that_are_not_finite_give_no_token():

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib import image
 
 from mtraining_jax.cli.inspect_data import main
 from mtraining_jax.data.packing.packs import PackArrays
@@ -46,6 +47,10 @@ def test_table(report):
 def test_picture(report, tmp_path, monkeypatch):
     report.draw(tmp_path / "packs.png")
     assert (tmp_path / "packs.png").read_bytes().startswith(b"\x89PNG")
+    # On the right, documents alternate in color, with areas as their tokens.
+    right = np.split((image.imread(tmp_path / "packs.png")[..., :3] * 255).round(), 2, axis=1)[1]
+    blue, orange = ((right == color).all(-1).sum() for color in ((31, 119, 180), (255, 127, 14)))
+    assert blue / orange == pytest.approx((5 + 32) / 9, rel=0.02)
     for path in (tmp_path / "no" / "packs.png", tmp_path / "packs.xyz"):
         with pytest.raises(UserError, match=f"{path} cannot be written"):
             report.draw(path)
