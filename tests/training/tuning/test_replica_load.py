@@ -1,5 +1,6 @@
 """Data-parallel replicas with balanced work, in full runs."""
 
+import contextlib
 import shutil
 
 import numpy as np
@@ -7,9 +8,13 @@ import pytest
 
 from mtraining_jax.config import load_config
 from mtraining_jax.cost_model.density import density_of_lists
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
+from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop import run
 from mtraining_jax.training.tuning.replica_load import assumed_densities
+from mtraining_jax.training.tuning.tuner import Tuner
 from tests.training.common import VOCAB, changed, losses, tiny_config
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
@@ -109,6 +114,25 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
     np.testing.assert_array_equal(losses(rest), losses(whole[3:]))
     for name in ("density_by_length", "attention_imbalance_predicted", "tuned_per_layer"):
         assert [x[name] for x in rest] == [x[name] for x in whole[3:]]
+
+
+def test_fractions_do_not_depend_on_how_early_steps_are_finished(packed):
+    config = changed(packed, data={"balance": "length"})
+    layout = Layout("striped", S, 2, config.sparsity.block_size)
+    with_learned = []
+    for early in (False, True):
+        mesh = make_mesh(2, 1, 2)
+        with contextlib.closing(DeviceBatches(config, mesh, layout)) as batches:
+            tuner, fractions = Tuner(config, batches.loader, mesh), []
+            for step in range(1, 6):
+                fractions.append(np.asarray(tuner.begin(next(batches))["mass_fraction"]))
+                # The previous step ends while this one runs, or as soon as it was dispatched.
+                if (ended := step if early else step - 1) > 0:
+                    density = np.array([[0.2, 0.3], [0.5, 0.9]]) / ended
+                    tuner.finish({"step": ended, "density_by_group": density, "layers": {}})
+        with_learned.append(fractions)
+    np.testing.assert_array_equal(*with_learned)
+    assert len(np.unique(fractions)) > 5
 
 
 def test_a_dense_step_is_predicted_to_be_dense(packed):
