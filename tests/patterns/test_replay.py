@@ -159,6 +159,10 @@ def test_lists_have_their_density_and_forced_blocks():
     layers = np.array(layers)
     assert layers.mean() == pytest.approx(0.3, rel=0.02)
     assert layers[0].mean() != pytest.approx(layers[1].mean(), rel=0.2)
+    # Forced pairs: 256 blocks on the diagonal, 1 and 2 more in the next rows, 3 in all others.
+    least = (256 * 8 * 9 / 2 + (1 + 2 + 253 * 3) * 8**2) / (2048 * 2049 / 2)
+    only = dataclasses.replace(settings, replay_density=least).pattern(ModelSizes(1, 1, 2048))
+    assert not only.thresholds.any()
     with pytest.raises(UserError, match="0.15 is below the density of the blocks that are always"):
         dataclasses.replace(settings, replay_density=0.15, sink_blocks=60).pattern(
             ModelSizes(num_layers=1, num_heads=1, seq_len=2048)

@@ -93,15 +93,15 @@ def test_rematerialization_and_the_estimate_change_no_number(replayed):
 
 def test_a_run_traces_its_window_and_says_when_it_is_past(plain_config, capsys):
     """Short and dense, because reading a trace takes longer with more operations."""
-    config = changed(plain_config, run={"steps": 3}, profile={"start": 2, "steps": 2})
+    config = changed(plain_config, run={"steps": 5}, profile={"start": 2, "steps": 3})
     records = run(config)
-    assert [record.get("profiled", False) for record in records] == [False, True, True]
+    assert [record.get("profiled", False) for record in records] == [False, True, True, True, False]
     folder = config.run.folder / "profile"
-    assert f"trace of steps 2 to 3 written to {folder}" in capsys.readouterr().out
+    assert f"trace of steps 2 to 4 written to {folder}" in capsys.readouterr().out
     (trace,) = find_traces(folder)
-    assert read_trace(trace).steps == 2
+    assert read_trace(trace).steps == 3
 
-    (record,) = run(changed(config, run={"steps": 4}, profile={"start": 3, "steps": 1}))
+    (record,) = run(changed(config, run={"steps": 6}, profile={"start": 3, "steps": 1}))
     sentence = "no trace is written: profile.start = 3 is before the next step"
     assert sentence in capsys.readouterr().out
     assert "profiled" not in record and find_traces(folder) == [trace]

@@ -36,6 +36,7 @@ VERTICALS = {
     "top_p": 0.5, "max_slashes": 4, "max_verticals": 70, "min_slashes": 1, "min_verticals": 8,
     "sink_tokens": 4,
 }  # fmt: skip
+MORE_VERTICALS = VERTICALS | {"top_p": 0.1, "min_verticals": 200, "max_verticals": 200}
 ROWS = {"tau": 0.5, "local_blocks": 1}
 ALL_ROWS = ROWS | {
     "sink_blocks": 2, "min_block_mass": 0.05, "random_block_prob": 0.1,
@@ -122,7 +123,7 @@ def some_queries_and_keys(heads=(4, 2), length=LENGTH, dim=16):
     return 3 * q, k
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES)
+@pytest.mark.parametrize(("kind", "options"), [*CASES, ("vertical_slash", MORE_VERTICALS)])
 def test_the_selection_is_the_same(attention, torch, kind, options):
     q, k = some_queries_and_keys()
     num_blocks, padded = 8, 1024
@@ -268,6 +269,21 @@ def test_flex_attention_computes_the_same(attention, torch, monkeypatch, length)
     expected = attention._attend(q, k, v, blocks, columns, 0.2, 128)
     found = attention._attend_on_gpu(q, k, v, blocks, columns, 0.2, 128)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_in_memory_are_limited(attention, torch, monkeypatch):
+    inputs = selected_at_random(torch, 600)
+    expected, sizes = attention._attend(*inputs, 0.2, 128), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(*arrays, attn_mask, **how):
+        sizes.append(attn_mask.shape[2])
+        return attend(*arrays, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(attention, "_STEP_SIZE", 2 * 128 * (2 * 4 * 600) * 8)
+    torch.testing.assert_close(attention._attend(*inputs, 0.2, 128), expected)
+    assert sizes == [256, 256, 88]
 
 
 _KERNEL = """
