@@ -5,8 +5,11 @@ import dataclasses
 import inspect
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,6 +264,18 @@ def test_only_a_terminal_has_a_progress_bar(terminal):
     printed = console.file.getvalue()
     assert printed.startswith("1 of 3 samples are already evaluated for this model: samples.jsonl")
     assert ("1/3" in printed) == terminal
+
+
+def test_results_are_utf8_in_every_locale(tmp_path):
+    line = {"model": "m", "attention": "dense", "task": "t", "length": 1, "number": 0, "text": "✓"}
+    code = f"""
+from mtraining_jax.evaluation.results import Results
+with Results({str(tmp_path)!r}, {{}}) as results:
+    results.add({ascii(line)})
+"""
+    ascii_locale = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-X", "utf8=0", "-c", code], env=ascii_locale, check=True)
+    assert list(read_lines(tmp_path)) == [line]
 
 
 class _Nothing:

@@ -62,6 +62,8 @@ def test_wrong_gradients_are_repaired(guarded, monkeypatch):
     alarms = [x["alarms"][0] for x in repaired[10::2]]
     assert all(alarm.startswith(DIFFERED) for alarm in alarms)
     assert alarms[1].startswith(f"{DIFFERED}layers.mlp.up_proj.weight in layer 0: ")
+    # In the order of the backward pass: the last layer after what is in no layer.
+    assert alarms[2].startswith(f"{DIFFERED}embed_tokens.weight, norm.weight, layers.")
     assert [x["step"] for x in faults_of(config)] == [11, 13, 15]
     for fault in faults_of(config):
         assert fault["applied"] == fault["digests"][1] != fault["digests"][0]
