@@ -196,35 +196,6 @@ intermediate_size = 64
 """
 
 
-@pytest.mark.parametrize(
-    ("scaling", "sentence"),
-    [
-        (
-            "{type = 'llama3', factor = 8.0}",
-            "model.rope_scaling.original_max_position_embeddings is missing; it is the context "
-            "length of the original training, in tokens",
-        ),
-        (
-            "{type = 'linear', factor = 8.0, beta_fast = 16.0}",
-            'model.rope_scaling.beta_fast is an option of model.rope_scaling.type = "yarn", but '
-            'model.rope_scaling.type = "linear"; remove it or change model.rope_scaling.type',
-        ),
-        (
-            "{type = 'longrope', factor = 8.0, original_max_position_embeddings = 512, "
-            "short_factor = [1, 1, 1, 1], long_factor = [1, 2, 3]}",
-            "model.rope_scaling.long_factor has 3 entries, but a head of 8 has 4 pairs of "
-            "dimensions",
-        ),
-    ],
-)
-def test_impossible_scalings(tmp_path, scaling, sentence):
-    path = tmp_path / "mine.toml"
-    path.write_text(f"{SMALL}rope_scaling = {scaling}\n")
-    with pytest.raises(UserError) as caught:
-        load_config(path)
-    assert str(caught.value).removeprefix(f"{path}: ") == sentence
-
-
 def test_lists_of_numbers_survive_text(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
