@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.init_from import with_checkpoint
-from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.sections import RunConfig
 from mtraining_jax.config.tables import Table, nearest, table_of, table_type
@@ -174,8 +173,6 @@ def _unknown(name: str, fields: Fields) -> str:
     """Error message for an unknown section or field."""
     head, sections = name.rpartition(".")[0], fields_of(Config)
     what = "a field" if head else "a section or field"
-    if name in RENAMED:
-        return f"{name} was renamed to {RENAMED[name]}"
     if not head and (close := difflib.get_close_matches(name, sections, 1)):
         return f"{name} is not a section; did you mean {close[0]}?"
     if name.endswith(".base"):

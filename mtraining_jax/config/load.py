@@ -11,7 +11,6 @@ from typing import Any
 from mtraining_jax.config.build import Builder, Fields, Layer, Layers, merged
 from mtraining_jax.config.files import find_config, read_chain
 from mtraining_jax.config.held_out import about_held_out, with_data_of_training
-from mtraining_jax.config.renamed import RENAMED, notify, with_current_names
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.sections import DataConfig
 from mtraining_jax.config.tables import all_fields
@@ -41,7 +40,7 @@ def load_config(name_or_path: str | Path, overrides: Overrides = ()) -> Config:
     layers = _file_layers(name_or_path)
     default_name = {"run": {"name": Path(layers[0][0]).stem}}
     config = _load([*layers, ("default", default_name)], overrides)
-    names = {RENAMED.get(name, name) for name, _ in overrides}
+    names = {name for name, _ in overrides}
     if "run.steps" in names:
         config = _with_warm_ups_that_fit(config, names)
     validate(config)
@@ -74,7 +73,7 @@ def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
     Raises:
         UserError: one line per problem.
     """
-    config = _load([(source, with_current_names(table, source))])
+    config = _load([(source, table)])
     validate(config)
     return config
 
@@ -92,7 +91,7 @@ def config_of_model(table: Mapping[str, Any], source: str, overrides: Overrides 
     Raises:
         UserError: one line per problem.
     """
-    return _load([(source, with_current_names(table))], overrides, stored=True)
+    return _load([(source, table)], overrides, stored=True)
 
 
 def with_steps(config: Config) -> Config:
@@ -168,7 +167,7 @@ def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Fie
 
 def _file_layers(name_or_path: str | Path) -> list[Layer]:
     chain = read_chain(find_config(str(name_or_path)))
-    return [(str(path), with_current_names(table, str(path))) for path, table in chain]
+    return [(str(path), table) for path, table in chain]
 
 
 def check_overrides(overrides: Overrides) -> None:
@@ -183,9 +182,7 @@ def check_overrides(overrides: Overrides) -> None:
 
 def _load(layers: Layers, overrides: Overrides = (), stored: bool = False) -> Config:
     check_overrides(overrides)
-    notify(_COMMAND_LINE, *(name for name, _ in overrides if name in RENAMED))
-    pairs = ((RENAMED.get(name, name), value) for name, value in overrides)
-    overrides = [(name, None if value is None else str(value)) for name, value in pairs]
+    overrides = [(name, None if value is None else str(value)) for name, value in overrides]
     for _, values in layers:
         all_fields(values)  # loads their plug-ins, so that options of those are known
     fields = _selected_fields(layers, overrides)

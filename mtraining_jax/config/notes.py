@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.validate import DENSE_STEPS
 from mtraining_jax.data.tokenizer import BYTES
@@ -25,7 +24,7 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
             f"{config.run.folder}; to resume the moved one, set --run.output_dir={folder.parent} "
             f"--run.name={folder.name}"
         )
-    for name in dict.fromkeys(RENAMED.get(name, name) for name in names):
+    for name in dict.fromkeys(names):
         if reason := next(_reasons(config, name), None):
             found.append(f"{name} has no effect: {reason}")
     if config.model.init_from is not None and _reads_text_as_bytes(config):

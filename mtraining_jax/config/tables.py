@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtraining_jax.config.kinds import OptionsOf
-from mtraining_jax.config.renamed import RENAMED
 from mtraining_jax.config.schema import Config
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of
@@ -140,17 +139,16 @@ def all_fields(values: Mapping[str, Any] | None = None) -> dict[str, Field]:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The closest match for a misspelled dotted `name`, or None.
 
-    Preference: name in another trainer, similar or former name in the same section, same name in
+    Preference: name in another trainer, similar name in the same section, same name in
     another section, any similar name.
     """
     names = list(names)
     head, _, leaf = name.rpartition(".")
     if (known := _ELSEWHERE.get(leaf.replace("-", "_"))) in names:
         return known
-    former = {old: new for old, new in RENAMED.items() if new in names}
-    siblings = [n for n in (*names, *former) if n.rpartition(".")[0] == head]
+    siblings = [n for n in names if n.rpartition(".")[0] == head]
     if head and (close := difflib.get_close_matches(name, siblings, 1, cutoff=0.75)):
-        return former.get(close[0], close[0])
+        return close[0]
     if same := [n for n in names if n.rpartition(".")[2] == leaf]:
         return same[0]
     close = difflib.get_close_matches(name, names, 1, cutoff=0.6)

@@ -27,8 +27,6 @@ _SAMPLE = "checksum of a sample of its tokens"
 _MASK_SAMPLE = "checksum of a sample of its label mask"
 _SAMPLES, _SAMPLE_LEN = 64, 64
 _BOS = "data.bos"
-# Names in older checkpoints.
-_FORMER_NAMES = {"data.documents": "data.mask_documents", "block size": "sparsity.block_size"}
 
 
 class Loader:
@@ -216,8 +214,7 @@ class Loader:
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state, for any number of processes and devices."""
         try:
-            iterator, identity = state["iterator"], dict(state["identity"])
-            saved = {_FORMER_NAMES.get(name, name): value for name, value in identity.items()}
+            iterator, saved = state["iterator"], dict(state["identity"])
             # Absent from older checkpoints.
             saved.setdefault("data.mask_documents", False)
             saved.setdefault(_BOS, [] if self.identity[_BOS] else self.identity[_BOS])

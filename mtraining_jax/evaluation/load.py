@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from mtraining_jax.config import Config, config_of_model
 from mtraining_jax.config.init_from import as_toml
 from mtraining_jax.config.load import with_bos
-from mtraining_jax.config.renamed import with_current_names
 from mtraining_jax.data.documents import DocumentSource, check_ends
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.evaluation.engine.network import Network
@@ -114,7 +113,7 @@ def load(
     else:
         source = f"{folder}, step {step}"
         record = read_record(checkpoints, step)
-        saved, place = with_current_names(record["config"]), record["loader"]
+        saved, place = record["config"], record["loader"]
         if (ends := place.get(END_TOKENS)) is None:  # in older checkpoints
             start = saved["model"].get("init_from")
             ends = [] if start is None else read_end_tokens(start)

@@ -21,7 +21,6 @@ from mtraining_jax.config import (
     config_to_toml,
     help_text,
     load_config,
-    renamed,
     validate,
 )
 from mtraining_jax.config.sections import ModelConfig, OptimizerConfig, RunConfig
@@ -424,25 +423,6 @@ def test_the_command_line_has_no_slow_imports():
     assert found.stderr.strip() == b""
 
 
-def test_former_field_names_are_accepted(write, caplog):
-    renamed.notify.cache_clear()
-    text = f"[metrics]\nrecall_every = 7\nrecall_rows = 9\n{MODEL}[sparsity]\ndense_last = 3\n"
-    config = load_config(write(text), [("parallel.data", "2"), ("data.batch_size", "2")])
-    assert (config.audit.interval, config.audit.num_queries) == (7, 9)
-    assert (config.sparsity.dense_cooldown_steps, config.parallel.replicas) == (3, 2)
-    path = write(text)
-    notes = [
-        f"note: {path}: metrics.recall_every is now audit.interval, metrics.recall_rows is now "
-        "audit.num_queries, sparsity.dense_last is now sparsity.dense_cooldown_steps",
-        "note: command line: parallel.data is now parallel.replicas",
-    ]
-    assert caplog.messages == notes
-    load_config(path)
-    assert caplog.messages == notes  # once
-    for old, new in renamed.RENAMED.items():
-        assert old not in all_fields() and old.count(".") == new.count(".")
-
-
 # ---- options of plug-ins -----------------------------------------------------------------------
 
 
@@ -503,7 +483,7 @@ def test_options_of_a_plugin_that_is_selected_no_more_are_ignored(tmp_path, writ
 
 def test_files_printed_by_earlier_versions_load(write):
     # They have the options of all kinds.
-    options = "tau = 0.8\ntop_p = 0.9\nmax_slashes = 4096\nlast_q = 64\nkind = 'sampled_rows'"
+    options = "tau = 0.8\ntop_p = 0.9\nmax_slashes = 4096\nkind = 'sampled_rows'"
     path = write(f"{MODEL}[sparsity]\n{options}\n[data]\npaths = []\n")
     assert load_config(path).sparsity.pattern == PATTERNS.get("sampled_rows")(tau=0.8)
 

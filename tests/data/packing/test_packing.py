@@ -275,9 +275,7 @@ def test_resuming_requires_the_same_packs(tmp_path):
     for name, values in next(resumed).items():
         np.testing.assert_array_equal(values, expected[name])
     saved = state["identity"]
-    masked, saved["block size"] = saved.pop("data.mask_documents"), saved.pop("sparsity.block_size")
-    loader(data).set_state(state | {"identity": saved | {"data.documents": masked}})  # older
-    saved |= {"data.mask_documents": masked, "data.mode": "concat"}
+    saved["data.mode"] = "concat"
     with pytest.raises(UserError, match="had data.mask_documents = true, but this run has false"):
         loader_of(replace(data, mode="concat"), 10_000).set_state(state)
     saved["data.mode"] = "pack"
