@@ -6,29 +6,25 @@ r"""A user-defined sparse pattern: a window, and blocks at a fixed stride before
 or, in your own model, `sparse_attention(q, k, v, pattern=Strided(stride=4))`.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 from mtraining_jax import Pattern, Selection, SelectionContext
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import PositiveInt
 from pallas_kernels import BlockSparseIndex
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Strided(Pattern):
-    """The nearest key blocks, and every `stride`-th block before them.
-
-    Attributes:
-        window: nearest key blocks of every query block, including its own.
-        stride: distance in blocks between selected blocks further back.
-        block_size: block size in tokens.
-    """
+    """The nearest key blocks, and every `stride`-th block before them."""
 
     window: PositiveInt = 2
+    """Nearest key blocks of every query block, including its own."""
     stride: PositiveInt = 8
+    """Distance in blocks between selected blocks further back."""
     block_size: PositiveInt = 128
+    """Block size in tokens."""
 
     def select(self, q: jax.Array, k: jax.Array, context: SelectionContext) -> Selection:
         """Selects the same blocks for every head, independent of q and k."""

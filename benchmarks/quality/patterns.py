@@ -1,7 +1,5 @@
 """Patterns and settings of the frontier benchmark, and their text form."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,23 +8,21 @@ from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.patterns.registry import parse_options
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
 from pallas_kernels import VerticalSlashIndex
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Window(Pattern):
-    """Baseline: the nearest block diagonals and the first columns, the same in every head.
-
-    Attributes:
-        blocks: nearest block diagonals, including the row's own block.
-        columns: first tokens of the sequence.
-        block_size: tokens on a side of a block.
-    """
+    """Baseline: the nearest block diagonals and the first columns, the same in every head."""
 
     blocks: PositiveInt = 16
+    """Nearest block diagonals, including the row's own block."""
     columns: NonNegativeInt = 32
+    """First tokens of the sequence."""
     block_size: PositiveInt = 128
+    """Tokens on a side of a block."""
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         heads, num_blocks = (q.shape[0], q.shape[2]), context.num_blocks

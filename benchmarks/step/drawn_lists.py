@@ -4,7 +4,6 @@ With random weights attention is flat, so that a pattern's selection says nothin
 model. Here a document's density is drawn by its length. Which blocks are computed is random.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -16,6 +15,7 @@ from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
 from pallas_kernels.index import BlockMaskIndex
 
@@ -43,23 +43,20 @@ def densities_by_length(seed: int, seq_len: int, min_sparse_tokens: int) -> np.n
     return np.maximum(found, np.minimum(_always(blocks, BLOCK) / _causal(blocks, BLOCK), 1.0))
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class DrawnLists(Pattern):
-    """Each row of blocks keeps its document's first block, the two nearest, and random others.
-
-    Attributes:
-        draw: seed of densities and of blocks.
-        min_sparse_tokens: documents of fewer tokens, including padding, are dense.
-        block_size: tokens on a side of a block.
-    """
+    """Each row of blocks keeps its document's first block, the two nearest, and random others."""
 
     supports_documents = True
     selects = False
     density_name = "drawn density"
 
     draw: NonNegativeInt = 0
+    """Seed of densities and of blocks."""
     min_sparse_tokens: NonNegativeInt = 8192
+    """Documents of fewer tokens, including padding, are dense."""
     block_size: PositiveInt = BLOCK
+    """Tokens on a side of a block."""
 
     def row_sharded(self, documents: bool) -> bool:
         return True

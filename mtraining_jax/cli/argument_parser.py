@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mtraining_jax.config import Config, available_configs, load_config
-from mtraining_jax.config.tables import all_fields, nearest
+from mtraining_jax.config.help import all_fields, nearest
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
 

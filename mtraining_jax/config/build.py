@@ -5,13 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from mtraining_jax.config.held_out import with_data_of_training
+from mtraining_jax.config.help import nearest
 from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.sections import RunConfig
-from mtraining_jax.config.tables import Table, nearest, table_of, table_type
+from mtraining_jax.config.tables import Table, table_of, table_type
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, joined, shortened, toml_value
 from mtraining_jax.utils.limits import LARGEST_INT
@@ -93,38 +92,30 @@ class Builder:
 
     def _build(self, prefix: str, kind: Any, values: dict[str, Any]) -> Any:
         """Builds a table, innermost first; None if there are problems."""
-        table, before = table_of(kind, values), len(self._problems)
-        fields, converted = table.fields, {}
+        table, known = table_of(kind, values), {}
+        fields = table.fields
         for name, value in values.items():
-            dotted = f"{prefix}.{name}"
             if name not in fields:
-                self._report_option(dotted, table, value)
-                continue
-            inner = table_type(fields[name])
-            if inner is not None and isinstance(value, dict):
-                converted[name] = self._build(dotted, inner, value)
-                continue
-            if isinstance(value, float) and value.is_integer() and int in fields[name].kinds:
-                value = value if float in fields[name].kinds else int(value)  # 1e6
-            try:
-                converted[name] = fields[name].converted(value)
-            except ValidationError as error:
+                self._report_option(f"{prefix}.{name}", table, value)
+            elif isinstance(value, dict) and (inner := table_type(fields[name])) is not None:
+                known[name] = self._build(f"{prefix}.{name}", inner, value)
+            else:
+                known[name] = value
+        made, wrong = table.construct(known)
+        missing = []
+        for name, problem in wrong:
+            dotted = f"{prefix}.{name}"
+            if not name:  # plug-ins name their fields as in Python: `top_p=0.5`
+                pattern = rf"(?<![\w.])({'|'.join(fields)})( ?= ?| is )"
+                text = re.sub(pattern, lambda m: f"{prefix}.{m[1]} {m[2].strip()} ", problem)
+                self._problems.append(text)
+            elif problem["type"] == "missing":
+                missing.append(dotted)
+            else:
                 field = self._fields.get(dotted, fields[name])
-                self._report(dotted, _not_allowed(dotted, field, value, error))
-        required = [name for name, field in fields.items() if field.required]
-        self._report_missing(prefix, [f"{prefix}.{x}" for x in required if x not in values])
-        if len(self._problems) > before:
-            return None
-        try:
-            return table.build(converted)
-        except ValidationError as error:
-            text = error.errors()[0]["msg"].removeprefix("Value error, ")
-        except ValueError as error:
-            text = str(error)
-        # Plug-ins name their fields as in Python: `top_p=0.5`.
-        name = rf"(?<![\w.])({'|'.join(fields)})( ?= ?| is )"
-        self._problems.append(re.sub(name, lambda m: f"{prefix}.{m[1]} {m[2].strip()} ", text))
-        return None
+                self._report(dotted, _not_allowed(dotted, field, values[name], problem))
+        self._report_missing(prefix, missing)
+        return made
 
     def _report(self, name: str, problem: str) -> None:
         if name not in self._inherited:
@@ -185,8 +176,9 @@ def _unknown(name: str, fields: Fields) -> str:
     return f"{name} is not {what}; the sections are {', '.join(sections)}"
 
 
-def _not_allowed(name: str, field: Field, value: Any, error: ValidationError) -> str:
-    cause = error.errors()[0].get("ctx", {}).get("error")
+def _not_allowed(name: str, field: Field, value: Any, problem: Mapping[str, Any]) -> str:
+    """The sentence for a problem that pydantic found in a field."""
+    cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, UserError) and ":" in value:  # a plug-in that cannot be loaded
         return f"{name}: {cause}"
     most = ""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.config.kinds import ROPE_KIND
-from mtraining_jax.config.render import values_of
+from mtraining_jax.config.sections import ROPE_KIND
+from mtraining_jax.config.tables import values_of
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, FIXED, FREE, read_hf_values
 from mtraining_jax.models.huggingface.peft import PEFT_CONFIG
 from mtraining_jax.models.rope import RopeScaling, make_scaling

@@ -11,13 +11,14 @@ from typing import Any
 from mtraining_jax.config.build import Builder, Fields, Layer, Layers, merged
 from mtraining_jax.config.files import find_config, read_chain
 from mtraining_jax.config.held_out import about_held_out, with_data_of_training
+from mtraining_jax.config.help import all_fields
 from mtraining_jax.config.schema import Config
 from mtraining_jax.config.sections import DataConfig
-from mtraining_jax.config.tables import all_fields
+from mtraining_jax.config.tables import values_of
 from mtraining_jax.config.validate import validate
 from mtraining_jax.data.corpus import packs_of, starts_of
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field
+from mtraining_jax.utils.fields import Field, fields_of, toml_value
 from mtraining_jax.utils.text import counted
 
 # Dotted field name and value as text; None if an option of the command line has no value.
@@ -242,3 +243,33 @@ def parse_value(name: str, text: str | None, field: Field | None) -> Any:
     if not isinstance(value, str) and type(value) not in kinds and kinds & {str, list}:
         value = text
     return [value] if list in kinds and isinstance(value, str) else value
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Nested dicts of JSON values; `config_from_dict` is the inverse.
+
+    As in files, the options of a plug-in are fields of its section.
+    """
+    sections = fields_of(Config).items()
+    return {name: values_of(field.annotation, getattr(config, name)) for name, field in sections}
+
+
+def config_to_toml(config: Config) -> str:
+    """TOML text that loads to an equal configuration.
+
+    TOML has no null: fields that are None become comments. None is always their default.
+    """
+    lines: list[str] = []
+
+    def table(title: str, values: Mapping[str, Any]) -> None:
+        lines.extend(["", f"[{title}]"] if lines else [f"[{title}]"])
+        for name, value in values.items():
+            if not isinstance(value, dict):
+                lines.append(f"{'# ' if value is None else ''}{name} = {toml_value(value)}")
+        for name, value in values.items():
+            if isinstance(value, dict):
+                table(f"{title}.{name}", value)
+
+    for name, section in config_to_dict(config).items():
+        table(name, section)
+    return "\n".join(lines) + "\n"

@@ -1,15 +1,13 @@
-"""The configuration of a run, and sizes derived from it."""
-
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass
+"""All sections of a run, and sizes derived from them."""
 
 from mtraining_jax.config import sections
 from mtraining_jax.config.dense_steps import DenseSteps
+from mtraining_jax.utils.fields import options
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
+@options(kw_only=True)
 class Config:
-    """A run. `validate` checks that all divisions of its derived sizes are exact."""
+    """The sections of a run. `validate` checks that all divisions of derived sizes are exact."""
 
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig

@@ -1,23 +1,19 @@
-"""The sections of a configuration: types, ranges, defaults and help texts of their fields.
-
-A section is a frozen dataclass that pydantic validates strictly: a value of another type is an
-error, not converted (but an integer is a valid float). The text below a field is its help text.
-"""
+"""The sections of a configuration: types, ranges, defaults and help texts of their fields."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, InstanceOf
-from pydantic.dataclasses import dataclass
+from pydantic import AfterValidator, InstanceOf
 
-from mtraining_jax.config.kinds import PATTERN_KIND, ROPE_KIND, SOURCE_KIND
+from mtraining_jax.config.tables import OptionsOf
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.lora.adapters import LoraSpec
-from mtraining_jax.models.rope import RopeScaling
+from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
 from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.patterns.registry import PATTERNS
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import (
     Decay,
     Experts,
@@ -40,9 +36,29 @@ from mtraining_jax.utils.limits import (
 )
 
 GCS = "gs://"  # Google Cloud Storage
-
-_STRICT = ConfigDict(
-    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+PATTERN_KIND = OptionsOf(
+    "kind",
+    PATTERNS,
+    "sampled_rows",
+    "Sparse attention pattern; docs/patterns.md describes all of them. sampled_rows and xattention "
+    "select key blocks for each query block in every forward pass. vertical_slash selects "
+    "verticals and slashes for each head in every forward pass; fixed does the same with budgets "
+    "from a file. dense computes all pairs. replay is for speed measurements with random weights, "
+    "which attend almost uniformly: every head computes random block diagonals and columns, or "
+    "random lists, of a given density, and nothing is selected. Pass your own pattern as "
+    "package.module:Class; its fields then belong to this section.",
+)
+SOURCE_KIND = OptionsOf(
+    "source",
+    SOURCES,
+    "python_stdlib",
+    "python_stdlib: Python's standard library; tokens: token ids in .npy or .bin files. synthetic "
+    "is for speed measurements: random token ids over the vocabulary, with word-like frequencies, "
+    "in documents of very different lengths that repeat passages. Pass your own source as "
+    "package.module:Class; its fields then belong to this section.",
+)
+ROPE_KIND = OptionsOf(
+    "type", ROPE_KINDS, "yarn", "Scaling method; yarn is https://arxiv.org/abs/2309.00071."
 )
 
 
@@ -51,7 +67,7 @@ def _registered(family: str) -> str:
     return family
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class RunConfig:
     """General settings of the run."""
 
@@ -94,7 +110,7 @@ class RunConfig:
         return f"{self.output_dir.rstrip('/')}/{self.name}" if in_bucket else None
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class ModelConfig:
     """The transformer.
 
@@ -167,7 +183,7 @@ class ModelConfig:
     """Standard deviation of randomly initialized matrices."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class SparsityConfig:
     """Which query-key pairs attention computes."""
 
@@ -200,7 +216,7 @@ class SparsityConfig:
         return self.pattern.block_size
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class ParallelConfig:
     """The device mesh, replicas x nodes x devices_per_node, and how sequences are sharded."""
 
@@ -227,7 +243,7 @@ class ParallelConfig:
     none uses the devices that JAX finds, GPUs before the CPU."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class DataConfig:
     """Training data; every source adds fields of its own."""
 
@@ -271,7 +287,7 @@ class DataConfig:
         return self.mask_documents or self.mode == "pack"
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class EvalConfig:
     """Validation: the loss on data that is not trained on."""
 
@@ -287,7 +303,7 @@ class EvalConfig:
     set, source-specific fields do not default to those of [data]."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class OptimizerConfig:
     """AdamW, its learning rate schedule, gradient clipping and skipped steps."""
 
@@ -331,7 +347,7 @@ class OptimizerConfig:
     more than N in a row."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class LoraConfig:
     """LoRA: train low-rank adapters of frozen matrices instead of all parameters."""
 
@@ -358,7 +374,7 @@ class LoraConfig:
         return LoraSpec(self.rank, alpha, self.targets, self.dropout)
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class LossConfig:
     """Next-token cross entropy."""
 
@@ -370,7 +386,7 @@ class LossConfig:
     as documents."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class CheckpointConfig:
     """Saving and resuming."""
 
@@ -398,7 +414,7 @@ class CheckpointConfig:
     LoRA adapters for PEFT to RUN_FOLDER/adapter."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class MetricsConfig:
     """Where metrics are written."""
 
@@ -412,7 +428,7 @@ class MetricsConfig:
     """Write report.html, a page about the run, at its end (needs jsonl and matplotlib)."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class AuditConfig:
     """Audits: the accuracy of sparse attention, measured during training; ignored in dense runs."""
 
@@ -434,7 +450,7 @@ class AuditConfig:
     """Warn if the last queries' recall exceeds others' by this twice; 1 disables."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class GuardConfig:
     """Repeated steps: their bits differ only if a device is faulty."""
 
@@ -448,7 +464,7 @@ class GuardConfig:
     """Test all devices and links for a minute before training."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class ProfileConfig:
     """Profiler trace of a few steps, written to RUN_FOLDER/profile."""
 
@@ -458,7 +474,7 @@ class ProfileConfig:
     """Number of traced steps."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@options(kw_only=True)
 class DistributedConfig:
     """How the processes of a run on several machines connect."""
 

@@ -1,45 +1,37 @@
 """The tables of a configuration file, whose fields may depend on the kind of a plug-in."""
 
 import dataclasses
-import difflib
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.config.kinds import OptionsOf
-from mtraining_jax.config.schema import Config
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field, fields_of
+from mtraining_jax.utils.fields import Field, construct, fields_of, joined, toml_value
+from mtraining_jax.utils.plugins import Registry
 
-# Fields by their names in other trainers, for hints.
-_ELSEWHERE = {
-    "bf16": "model.dtype",
-    "context_length": "data.seq_len",
-    "eval_steps": "eval.interval",
-    "fp16": "model.dtype",
-    "gradient_accumulation_steps": "optimizer.accumulation_steps",
-    "gradient_checkpointing": "model.remat",
-    "learning_rate": "optimizer.lr",
-    "logging_steps": "run.log_interval",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_r": "lora.rank",
-    "lora_rank": "lora.rank",
-    "max_grad_norm": "optimizer.clip_norm",
-    "max_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "max_steps": "run.steps",
-    "model_name_or_path": "model.init_from",
-    "num_train_epochs": "run.epochs",
-    "per_device_train_batch_size": "data.batch_size",
-    "precision": "model.dtype",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "save_every": "checkpoint.interval",
-    "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep",
-    "target_modules": "lora.targets",
-    "warmup_ratio": "optimizer.warmup_steps",
-}
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptionsOf:
+    """Marks a field that holds the options of one of several classes.
+
+    In files and on the command line they are fields of the table itself, next to the selector.
+    """
+
+    selector: str  # name of the field that selects the class: kind, source, type
+    classes: Registry | Mapping[str, Any]  # by name
+    default: str  # name of the class that is selected by default
+    doc: str  # help text of the selector
+
+    @property
+    def field(self) -> Field:
+        """The selector."""
+        names = joined([toml_value(name) for name in self.classes])
+        words = self.classes.words if isinstance(self.classes, Registry) else names
+        return Field(self.selector, str, self.default, self.doc, words)
+
+    def default_options(self) -> Any:
+        """The options of the default class, with their defaults."""
+        cls: Any = self.classes.get(self.default)
+        return cls()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +43,7 @@ class Table:
     holder: str = ""  # field of the section that holds the options
     kind: Any = None  # the selected kind of plug-in
     options: Any = None  # class of its options; None if the kind is unknown
+    problem: UserError | None = None  # of the class, e.g. that its module cannot be imported
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -62,22 +55,23 @@ class Table:
         return own | options | own  # a field of the section hides an option of the same name
 
     def kinds_with(self, name: str) -> dict[str, Field]:
-        """The built-in kinds that have an option of this name, and the option."""
+        """The known kinds that have an option of this name, and the option."""
         if self.plugin is None:
             return {}
         options = {kind: fields_of(self.plugin.classes.get(kind)) for kind in self.plugin.classes}
         return {kind: fields[name] for kind, fields in options.items() if name in fields}
 
-    def build(self, values: Mapping[str, Any]) -> Any:
-        """The section or options; values that contradict each other are a ValueError."""
-        if self.plugin is None:
-            return self.section(**values)
-        names = fields_of(self.options).keys() & values.keys()
-        options = self.options(**{name: values[name] for name in names})
-        if self.section is None:
-            return options
-        names = fields_of(self.section).keys() & values.keys()
-        return self.section(**{name: values[name] for name in names}, **{self.holder: options})
+    def construct(self, values: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
+        """The section or options, or None, and what is wrong: see `fields.construct`."""
+        classes = [cls for cls in (self.section, self.options) if cls is not None]
+        made, wrong = construct(classes, values)
+        if self.plugin is not None and self.options is None:
+            problem = {"type": "plug-in", "ctx": {"error": self.problem}}
+            wrong.insert(0, (self.plugin.selector, problem))
+        if wrong:
+            return None, wrong
+        whole, *held = made
+        return (dataclasses.replace(whole, **{self.holder: held[0]}) if held else whole), []
 
 
 def table_type(field: Field) -> Any:
@@ -103,53 +97,24 @@ def table_of(kind: Any, values: Any) -> Table:
                 holder, plugin = name, mark
     if plugin is None:
         return Table(section)
-    get = values.get if isinstance(values, Mapping) else functools.partial(getattr, values)
-    selected = get(plugin.selector, None)
+    get = values.get if isinstance(values, Mapping) else lambda name: getattr(values, name, None)
+    selected, options, problem = get(plugin.selector), None, None
     selected = plugin.default if selected is None else selected
     try:
         options = plugin.classes.get(selected) if isinstance(selected, str) else None
-    except UserError:
-        options = None
-    return Table(section, plugin, holder, selected, options)
+    except UserError as error:
+        problem = error
+    return Table(section, plugin, holder, selected, options, problem)
 
 
-def all_fields(values: Mapping[str, Any] | None = None) -> dict[str, Field]:
-    """All fields of a configuration by dotted name; a table comes before its fields.
-
-    `values`, by section, select the kinds of plug-ins; without, they are the default ones.
-    """
-    found: dict[str, Field] = {}
-
-    def collect(prefix: str, kind: Any, values: Any) -> list[str]:
-        fields = table_of(kind, values).fields
-        for name, field in fields.items():
-            dotted = f"{prefix}.{name}"
-            found[dotted] = field
-            if (inner := table_type(field)) is not None:
-                within = values.get(name) if isinstance(values, Mapping) else None
-                names = ", ".join(collect(dotted, inner, within))
-                found[dotted] = dataclasses.replace(field, words=f"a table of {names} or none")
-        return list(fields)
-
-    for name, field in fields_of(Config).items():
-        collect(name, field.annotation, (values or {}).get(name))
-    return found
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The closest match for a misspelled dotted `name`, or None.
-
-    Preference: name in another trainer, similar name in the same section, same name in
-    another section, any similar name.
-    """
-    names = list(names)
-    head, _, leaf = name.rpartition(".")
-    if (known := _ELSEWHERE.get(leaf.replace("-", "_"))) in names:
-        return known
-    siblings = [n for n in names if n.rpartition(".")[0] == head]
-    if head and (close := difflib.get_close_matches(name, siblings, 1, cutoff=0.75)):
-        return close[0]
-    if same := [n for n in names if n.rpartition(".")[2] == leaf]:
-        return same[0]
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
-    return close[0] if close else None
+def values_of(kind: Any, section: Any) -> dict[str, Any]:
+    """The values of a table of type `kind`, see `table_type`, as TOML has them."""
+    table, values = table_of(kind, section), {}
+    for name, field in table.fields.items():
+        holder = section if hasattr(section, name) else getattr(section, table.holder)
+        value = getattr(holder, name)
+        inner = table_type(field)
+        if inner is not None and value is not None:
+            value = values_of(inner, value)
+        values[name] = list(value) if isinstance(value, tuple) else value
+    return values

@@ -22,7 +22,7 @@ from mtraining_jax.data.stream import TokenStream, Vocab
 from mtraining_jax.data.token_cache import key_of, tokenized
 from mtraining_jax.data.tokenizer import BYTES, Bos, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import shortened, toml_value
+from mtraining_jax.utils.fields import options, shortened, toml_value
 from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
 
@@ -30,7 +30,7 @@ from mtraining_jax.utils.text import counted
 Document = str | np.ndarray | MaskedTokens | MaskedText | Conversation
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class DocumentSource(Source):
     """A source that yields documents, which one process of a host tokenizes at startup.
 
@@ -113,29 +113,27 @@ def noted(notes: Mapping[str, int]) -> str:
 _EMPTY = MaskedTokens(np.zeros(0, np.int64), note="without content (empty or null) skipped")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class TableSource(FileSource, DocumentSource):
     """Files with a field or column of text, token ids or messages.
 
     Documents that are empty, or null in a column other than the tools, are skipped and counted.
-
-    Attributes:
-        text_field: JSONL field or table column with the text.
-        prompt_field: Field or column with a prompt for the text; prompts are not trained.
-        token_field: Field or column with token ids, used instead of text_field.
-        mask_field: Field or column with 0 or 1 for each token id, whether it is trained; or with
-            labels as in Hugging Face data sets, -100 or the id.
-        messages_field: Field or column with the messages of a conversation, used instead of
-            text_field. The tokenizer's chat template renders them; answers are trained.
-        tools_field: Field or column with the tools of a conversation; may be missing.
     """
 
     text_field: Text = "text"
+    """JSONL field or table column with the text."""
     prompt_field: Text | None = None
+    """Field or column with a prompt for the text; prompts are not trained."""
     token_field: Text | None = None
+    """Field or column with token ids, used instead of text_field."""
     mask_field: Text | None = None
+    """Field or column with 0 or 1 for each token id, whether it is trained; or with labels as in
+    Hugging Face data sets, -100 or the id."""
     messages_field: Text | None = None
+    """Field or column with the messages of a conversation, used instead of text_field. The
+    tokenizer's chat template renders them; answers are trained."""
     tools_field: Text = "tools"
+    """Field or column with the tools of a conversation; may be missing."""
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         yield from super().problems(data, vocab_size)

@@ -6,22 +6,21 @@ pyarrow).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.files import find_files
 from mtraining_jax.data.spec import DataSpec
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import TextList
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Source:
-    """Base class of data sources: a frozen dataclass with options of `[data]` as fields.
+    """Base class of data sources, decorated with `options`: options of `[data]` as fields.
 
-    Field types may have limits (`utils.limits`); "Attributes:" in the docstring are their help
-    texts. Options of all sources (`seq_len`, `mode`, `eos`, ...) are passed to the methods.
+    Options of all sources (`seq_len`, `mode`, `eos`, ...) are passed to the methods.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact")  # supported values of `data.mode`
@@ -72,15 +71,12 @@ class Source:
         raise NotImplementedError(f"{type(self).__name__}.open")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class FileSource(Source):
-    """A source that reads files.
-
-    Attributes:
-        paths: Files, folders or glob patterns to read.
-    """
+    """A source that reads files."""
 
     paths: TextList = ()
+    """Files, folders or glob patterns to read."""
     suffixes: ClassVar[tuple[str, ...]] = ()  # of files in folders; empty accepts all
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """AdaSpa: key blocks by exact attention mass, for non-causal denoising models."""
 
-import dataclasses
 from typing import Annotated
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.scores import row_scores
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import Ge, Lt, NonNegativeInt, PositiveInt
 from pallas_kernels.index import BlockSparseIndex
 
@@ -17,7 +17,7 @@ from pallas_kernels.index import BlockSparseIndex
 _ENOUGH = 0.8
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class AdaSpa(Pattern):
     """Per head and query block, the key blocks with the largest exact attention mass; not causal.
 
@@ -36,23 +36,21 @@ class AdaSpa(Pattern):
     the log-sum-exp of an earlier step. Here one pass computes the exact masses of the step itself
     from the log-sum-exp of each block, so nothing is stored. The limit of n to half of the heads is
     not specified in the paper.
-
-    Attributes:
-        sparsity: Fraction of key blocks that each row skips (s). At least 1/3, so that no head
-            gets a negative sparsity.
-        adaptive: Vary the sparsity of heads as described above; false uses s for all heads.
-        first_blocks: Number of first key blocks (text) that are always kept, within the budget.
-        last_blocks: Number of last key blocks that are always kept, within the budget.
-        block_size: Block size in tokens (g).
     """
 
     supports_bidirectional = True
 
     sparsity: Annotated[float, Ge(1 / 3), Lt(1)] = 0.8
+    """Fraction of key blocks that each row skips (s). At least 1/3, so that no head gets a negative
+    sparsity."""
     adaptive: bool = True
+    """Vary the sparsity of heads as described above; false uses s for all heads."""
     first_blocks: NonNegativeInt = 0
+    """Number of first key blocks (text) that are always kept, within the budget."""
     last_blocks: NonNegativeInt = 0
+    """Number of last key blocks that are always kept, within the budget."""
     block_size: PositiveInt = 128
+    """Block size in tokens (g)."""
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
         """Selects lists for all rows and reports the fraction of mass kept as `recall`."""

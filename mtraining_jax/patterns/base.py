@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import jax
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from pydantic import SkipValidation
 
 from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
@@ -20,6 +22,9 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import fields_of
 from pallas_kernels import names
 from pallas_kernels.index import Index
+
+# A field that is an array, or a tracer of it.
+Traced = SkipValidation[Array | np.ndarray]
 
 
 class Pattern(PatternOptions):
@@ -41,10 +46,6 @@ class Pattern(PatternOptions):
         """Registers a pattern as a pytree when its first instance is created."""
         _register(cls)
         return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        if not self.arrays:  # else values may be tracers, and options were checked before
-            super().__post_init__()
 
     @classmethod
     def from_options(cls, options: PatternOptions, model: ModelSizes) -> "Pattern":

@@ -1,7 +1,5 @@
 """Block top-k: a fixed number of key blocks per query block, by products of means."""
 
-import dataclasses
-
 from jax import Array
 
 from mtraining_jax.patterns.base import Pattern
@@ -9,10 +7,11 @@ from mtraining_jax.patterns.options.rows import BlockTopKOptions
 from mtraining_jax.selection.checks import check_selection
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.scores.chunk_gate import best_blocks
+from mtraining_jax.utils.fields import options
 from pallas_kernels.index import BlockMaskIndex
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class BlockTopK(Pattern, BlockTopKOptions):
     """Per head and query block, the key blocks with the largest products of block means.
 

@@ -1,6 +1,5 @@
 """Fixed budgets per layer and head, from files in the format of MInference (arXiv 2407.02490)."""
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.base import Pattern, Traced
+from mtraining_jax.patterns.options.base import BlockSize, MinSparseTokens, ModelSizes, ProbeQueries
 from mtraining_jax.patterns.options.probes import FixedBudgetOptions, MInferenceOptions
 from mtraining_jax.patterns.probe_pattern import ProbePattern
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.scores.last_queries import Probed, per_kind
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.file_limits import read_json
-from mtraining_jax.utils.limits import check_at_most
+from mtraining_jax.utils.limits import NonNegativeInt, check_at_most
 
 # Type and two numbers; for vertical_and_slash the number of verticals and of slashes.
 Head = tuple[str, int, int]
@@ -31,8 +31,8 @@ _SWAPPED = "vertical_and_slash", 1000, 6096
 class BudgetPattern(ProbePattern):
     """Common base of patterns with a number of columns and of diagonals for each head."""
 
-    verticals: Array | np.ndarray
-    slashes: Array | np.ndarray
+    verticals: Traced
+    slashes: Traced
 
     @classmethod
     def read(cls, options: Any) -> "BudgetPattern":
@@ -67,42 +67,35 @@ class BudgetPattern(ProbePattern):
         return top_p.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class FixedBudget(BudgetPattern):
     """A fixed number of verticals and slashes for each head.
 
     A pytree: budgets are data, so layers can be stacked as [L, Hq] and scanned over; the caps are
     static and shared by all layers.
-
-    Attributes:
-        verticals: int32 [Hq], number of columns kept by each head.
-        slashes: int32 [Hq], number of diagonals kept by each head.
-        max_verticals: Static cap; larger entries of `verticals` are reduced to it.
-        max_slashes: Static cap; larger entries of `slashes` are reduced to it.
-        sink_tokens: Number of first columns that rank above all others.
-        sliding_window: Number of nearest diagonals that rank above all others.
-        num_probe_queries, block_size, min_sparse_tokens: As in `FixedBudgetOptions`.
     """
 
     arrays = ("verticals", "slashes")
     by_logits = True
 
-    verticals: Array | np.ndarray
-    slashes: Array | np.ndarray
-    max_verticals: int
-    max_slashes: int
-    num_probe_queries: int = 64
-    block_size: int = 128
-    sink_tokens: int = 30
-    sliding_window: int = 100
-    min_sparse_tokens: int = 8192
+    verticals: Traced
+    """int32 [Hq], number of columns kept by each head."""
+    slashes: Traced
+    """int32 [Hq], number of diagonals kept by each head."""
+    max_verticals: NonNegativeInt
+    """Static cap; larger entries of `verticals` are reduced to it."""
+    max_slashes: NonNegativeInt
+    """Static cap; larger entries of `slashes` are reduced to it."""
+    num_probe_queries: ProbeQueries = 64
+    block_size: BlockSize = 128
+    sink_tokens: NonNegativeInt = 30
+    """Number of first columns that rank above all others."""
+    sliding_window: NonNegativeInt = 100
+    """Number of nearest diagonals that rank above all others."""
+    min_sparse_tokens: MinSparseTokens = 8192
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            least = 1 if field.name in ("block_size", "num_probe_queries") else 0
-            value = getattr(self, field.name)
-            if field.name not in self.arrays and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{field.name}={value!r} must be an integer, at least {least}")
+        super().__post_init__()
         check_at_most(self, "num_probe_queries", "block_size")
 
     @classmethod
@@ -132,7 +125,7 @@ class FixedBudget(BudgetPattern):
         return min(self.sink_tokens, self.max_verticals)
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class MInference(BudgetPattern):
     """Per head, a fixed number of the columns and diagonals with most softmax mass.
 
@@ -146,28 +139,27 @@ class MInference(BudgetPattern):
     dtype before sorting; here they are multiples of 2^-30.
 
     A pytree: its arrays are data, so layers can be stacked as [L, Hq] and scanned over.
-
-    Attributes:
-        verticals, slashes: as in `FixedBudget`.
-        sinks: int32 [Hq], number of first columns, which are forced.
-        windows: int32 [Hq], number of nearest diagonals, which are forced.
-        max_verticals, max_slashes: as in `FixedBudget`.
-        max_sinks: Static cap, at least the largest entry of `sinks`.
-        num_probe_queries, block_size, min_sparse_tokens: as in `FixedBudget`.
     """
 
     arrays = ("verticals", "slashes", "sinks", "windows")
 
-    verticals: Array | np.ndarray
-    slashes: Array | np.ndarray
-    sinks: Array | np.ndarray
-    windows: Array | np.ndarray
-    max_verticals: int
-    max_slashes: int
-    max_sinks: int
-    num_probe_queries: int = 64
-    block_size: int = 128
-    min_sparse_tokens: int = 8192
+    verticals: Traced
+    """As in `FixedBudget`."""
+    slashes: Traced
+    """As in `FixedBudget`."""
+    sinks: Traced
+    """int32 [Hq], number of first columns, which are forced."""
+    windows: Traced
+    """int32 [Hq], number of nearest diagonals, which are forced."""
+    max_verticals: NonNegativeInt
+    """As in `FixedBudget`."""
+    max_slashes: NonNegativeInt
+    """As in `FixedBudget`."""
+    max_sinks: NonNegativeInt
+    """Static cap, at least the largest entry of `sinks`."""
+    num_probe_queries: ProbeQueries = 64
+    block_size: BlockSize = 128
+    min_sparse_tokens: MinSparseTokens = 8192
 
     @classmethod
     def read(cls, options: MInferenceOptions) -> "MInference":
@@ -178,16 +170,16 @@ class MInference(BudgetPattern):
         ]
         verticals, slashes, sinks, windows = np.moveaxis(np.array(numbers, np.int32), -1, 0)
         return cls(
-            verticals,
-            slashes,
-            sinks,
-            windows,
-            int(verticals.max()),
-            int(slashes.max()),
-            int(sinks.max()),
-            options.num_probe_queries,
-            options.block_size,
-            options.min_sparse_tokens,
+            verticals=verticals,
+            slashes=slashes,
+            sinks=sinks,
+            windows=windows,
+            max_verticals=int(verticals.max()),
+            max_slashes=int(slashes.max()),
+            max_sinks=int(sinks.max()),
+            num_probe_queries=options.num_probe_queries,
+            block_size=options.block_size,
+            min_sparse_tokens=options.min_sparse_tokens,
         )
 
     def keys(self, probed: Probed) -> tuple[Array, top_p.Rule]:
@@ -248,7 +240,13 @@ def load_budgets(path: str | os.PathLike, **options: int) -> FixedBudget:
     """
     table = np.array([[head[1:] for head in layer] for layer in read_heads(path)], np.int32)
     verticals, slashes = table[..., 0], table[..., 1]
-    return FixedBudget(verticals, slashes, int(verticals.max()), int(slashes.max()), **options)
+    return FixedBudget(
+        verticals=verticals,
+        slashes=slashes,
+        max_verticals=int(verticals.max()),
+        max_slashes=int(slashes.max()),
+        **options,
+    )
 
 
 def read_heads(path: str | os.PathLike) -> list[list[Head]]:

@@ -1,18 +1,17 @@
 """Attention to all keys, or to those of a sliding window, computed by the same kernels."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.selection.context import Selection, SelectionContext
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import PositiveInt, Window
 from pallas_kernels.index import DenseIndex, WindowIndex
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Dense(Pattern, DenseOptions):
     """Every causal pair (of each document); with `causal=False` every pair."""
 
@@ -26,18 +25,15 @@ class Dense(Pattern, DenseOptions):
         return Selection(DenseIndex(self.block_size, first=first, end=end))
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class SlidingWindow(Pattern):
-    """The last keys of each query, as in models with sliding-window attention.
-
-    Attributes:
-        window: Number of keys that a query sees, itself included (W).
-    """
+    """The last keys of each query, as in models with sliding-window attention."""
 
     supports_documents = True
     selects = False
 
     window: Window
+    """Number of keys that a query sees, itself included (W)."""
     block_size: PositiveInt = 128
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:

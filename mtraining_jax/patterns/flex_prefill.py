@@ -11,10 +11,11 @@ from mtraining_jax.selection.checks import check_selection
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.scores import flex_steps
 from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.utils.fields import options
 from pallas_kernels.index import BlockMaskIndex
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class FlexPrefill(Pattern, FlexPrefillOptions):
     """Per head, either whole blocks of columns and diagonals, or lists by pooled attention.
 

@@ -1,7 +1,5 @@
 """MoBA: each query selects chunks of keys by their means."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,10 +8,11 @@ from mtraining_jax.patterns.options.rows import MoBAOptions
 from mtraining_jax.selection.checks import check_selection
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.scores.chunk_gate import best_chunks
+from mtraining_jax.utils.fields import options
 from pallas_kernels.index import TokenChunksIndex
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class MoBA(Pattern, MoBAOptions):
     """Per token and head, the key chunks with the largest products of query and mean key.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import make
 from mtraining_jax.utils.plugins import Registry
 
 _OPTIONS = "mtraining_jax.patterns.options"
@@ -51,8 +52,8 @@ def parse_options(
                 f"choose from {', '.join(fields)}, written as name=value"
             )
     try:
-        return kind(**{key: _value(value) for key, value in options.items()})
-    except (ValueError, TypeError) as error:
+        return make(kind, {key: _value(value) for key, value in options.items()})
+    except ValueError as error:
         raise UserError(f'"{text}": {error}') from None
 
 

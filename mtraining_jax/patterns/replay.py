@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.base import Pattern, Traced
 from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
 from mtraining_jax.patterns.options.probes import ReplayOptions
 from mtraining_jax.selection import random_index
 from mtraining_jax.selection.collectives import rows_of
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.metrics import density
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.random_bits import hash_uint32
 from pallas_kernels.index import BlockMaskIndex, Index, VerticalSlashIndex
 
@@ -63,27 +64,24 @@ class ReplayPattern(Pattern):
         return index.budgets()["blocks"] < 0
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Replay(ReplayPattern):
-    """Random block diagonals and columns.
-
-    Attributes:
-        slash_blocks: int32 [Hq, max_slash_blocks], as in `VerticalSlashIndex`, like the next three.
-        slash_count: int32 [Hq].
-        vertical_tokens: int32 [Hq, max_verticals].
-        vertical_count: int32 [Hq].
-        estimate: as in `ReplayPattern`.
-        block_size: g, tokens per block.
-    """
+    """Random block diagonals and columns."""
 
     arrays = ("slash_blocks", "slash_count", "vertical_tokens", "vertical_count")
 
-    slash_blocks: Array | np.ndarray
-    slash_count: Array | np.ndarray
-    vertical_tokens: Array | np.ndarray
-    vertical_count: Array | np.ndarray
+    slash_blocks: Traced
+    """int32 [Hq, max_slash_blocks], as in `VerticalSlashIndex`, like the next three."""
+    slash_count: Traced
+    """int32 [Hq]."""
+    vertical_tokens: Traced
+    """int32 [Hq, max_verticals]."""
+    vertical_count: Traced
+    """int32 [Hq]."""
     estimate: Pattern | None
+    """As in `ReplayPattern`."""
     block_size: int
+    """Tokens per block."""
 
     @classmethod
     def from_options(cls, options: PatternOptions, model: ModelSizes) -> Pattern:
@@ -156,7 +154,7 @@ class Replay(ReplayPattern):
         return index.within_documents(*documents.spans(), rows)
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class ReplayLists(ReplayPattern):
     """A random list of key blocks per row of blocks.
 
@@ -165,24 +163,22 @@ class ReplayLists(ReplayPattern):
     rows of its own blocks, and only two numbers per head are stored. Listed blocks are distributed
     uniformly; those of a trained model are more clustered. In packed sequences, each document has
     its own first block, and blocks of other documents are not listed.
-
-    Attributes:
-        thresholds: uint32 [Hq], the probability of a block that is not forced, in 2^-32.
-        salts: uint32 [Hq], drawn with the run's seed.
-        estimate: as in `ReplayPattern`.
-        sink_blocks: number of first blocks, always listed.
-        local_blocks: number of nearest blocks, always listed, including a row's own.
-        block_size: g, tokens per block.
     """
 
     arrays = ("thresholds", "salts")
 
-    thresholds: Array | np.ndarray
-    salts: Array | np.ndarray
+    thresholds: Traced
+    """uint32 [Hq], the probability of a block that is not forced, in 2^-32."""
+    salts: Traced
+    """uint32 [Hq], drawn with the run's seed."""
     estimate: Pattern | None
+    """As in `ReplayPattern`."""
     sink_blocks: int
+    """Number of first blocks, always listed."""
     local_blocks: int
+    """Number of nearest blocks, always listed, including a row's own."""
     block_size: int
+    """Tokens per block."""
 
     @classmethod
     def drawn(
@@ -200,7 +196,14 @@ class ReplayLists(ReplayPattern):
         thresholds = np.minimum(np.round(probabilities * 2.0**32), 2.0**32 - 1)
         salts = np.random.default_rng(model.seed).integers(2**32, size=shape, dtype=np.uint32)
         thresholds = thresholds.astype(np.uint32).reshape(shape)
-        return cls(thresholds, salts, estimate, *forced, options.block_size)
+        return cls(
+            thresholds=thresholds,
+            salts=salts,
+            estimate=estimate,
+            sink_blocks=options.sink_blocks,
+            local_blocks=options.local_blocks,
+            block_size=options.block_size,
+        )
 
     def row_sharded(self, documents: bool) -> bool:
         return True

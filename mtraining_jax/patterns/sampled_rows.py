@@ -10,12 +10,13 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import kept_blocks
 from mtraining_jax.selection.scores import probe_rows, row_columns
 from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.utils.fields import options
 from pallas_kernels import backends
 from pallas_kernels.coded import CodedKeys, CodedScores, encode_keys
 from pallas_kernels.index import BlockMaskIndex
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class SampledRows(RowPattern, SampledRowsOptions):
     """Key blocks by the mean softmax mass of probe queries in each block, over all keys.
 

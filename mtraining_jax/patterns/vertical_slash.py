@@ -12,9 +12,10 @@ from mtraining_jax.selection.rules.joint_rule import JointRule, kept_together
 from mtraining_jax.selection.scores.estimate import MASS_ONE
 from mtraining_jax.selection.scores.last_queries import Kept, Probed, per_kind
 from mtraining_jax.selection.spans import Spans
+from mtraining_jax.utils.fields import options
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class VerticalSlash(ProbePattern, VerticalSlashOptions):
     """Top-p selection: per head, the heaviest columns and diagonals until their mass reaches p.
 

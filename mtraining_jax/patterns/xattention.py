@@ -1,16 +1,15 @@
 """XAttention: key blocks by sums along antidiagonals."""
 
-import dataclasses
-
 from jax import Array
 
 from mtraining_jax.patterns.options.rows import XAttentionOptions
 from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.strides import stride_masses
+from mtraining_jax.utils.fields import options
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class XAttention(RowPattern, XAttentionOptions):
     """Key blocks by the attention of strides of tokens, each scored by an antidiagonal sum.
 

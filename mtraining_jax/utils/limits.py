@@ -3,14 +3,11 @@
 Other limits are written in place: `Annotated[float, Ge(0), Lt(1)]`.
 """
 
-import dataclasses
 import os.path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, BeforeValidator, ValidationError
-
-from mtraining_jax.utils.fields import fields_of
+from pydantic import AfterValidator, BeforeValidator
 
 # Beyond any token count, and far from overflowing 64 bits.
 LARGEST_INT = 2**53 - 1
@@ -42,22 +39,7 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 # TOML and JSON have lists; tuples keep the configuration hashable.
 _AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 TextList = Annotated[tuple[Text, ...], _AS_TUPLE]
-
-
-def check_limits(options: Any) -> None:
-    """Checks the fields of a dataclass against their types; for `__post_init__`.
-
-    Raises:
-        ValueError: a field has another type or exceeds its limits.
-    """
-    fields = fields_of(type(options))
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        try:
-            fields[field.name].converted(value)
-        except ValidationError:
-            allowed = fields[field.name].allowed
-            raise ValueError(f"{field.name}={value!r} must be {allowed}") from None
+FloatList = Annotated[tuple[float, ...], _AS_TUPLE]
 
 
 def check_at_most(options: Any, name: str, cap: str) -> None:

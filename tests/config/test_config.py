@@ -23,8 +23,8 @@ from mtraining_jax.config import (
     load_config,
     validate,
 )
+from mtraining_jax.config.help import all_fields
 from mtraining_jax.config.sections import ModelConfig, OptimizerConfig, RunConfig
-from mtraining_jax.config.tables import all_fields
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.patterns.options.base import PatternOptions
@@ -408,7 +408,7 @@ def test_the_paper_gives_the_defaults():
 
 
 def test_values_are_given_by_name_only():
-    with pytest.raises(ValueError, match="positional"):
+    with pytest.raises(TypeError, match="positional"):
         ModelConfig(300, 32)
 
 
@@ -461,11 +461,17 @@ def test_own_plugins_may_use_names_of_others(write, monkeypatch):
     own = f"{MODEL}[sparsity]\nkind = '{__name__}:Own'\ntau = 5\n"
     path = write(f"{own}[data]\nsource = '{__name__}:OwnSource'\npaths = 8\n")
     config = override(path, sparsity__stride="2", sparsity__sink_tokens="many")
-    assert config.sparsity.pattern == Own("many", 2.0, 5)
+    assert config.sparsity.pattern == Own(sink_tokens="many", stride=2.0, tau=5)
     assert config.data.source_options == OwnSource(paths=8)
     assert load_config(write(config_to_toml(config))) == config
     assert messages(path, sparsity__kind=f"{__name__}:WithoutBlocks") == [
         "WithoutBlocks lacks the field block_size, tokens per block"
+    ]
+    assert messages(path, sparsity__block_size="0") == [
+        "sparsity.block_size = 0 must be at least 1"
+    ]
+    assert messages(path, sparsity__tau="x") == [
+        'command line: sparsity.tau = "x" is not allowed: it must be an integer'
     ]
 
 

@@ -1,6 +1,5 @@
 """Contract tests of data sources; each source has a subclass with a tiny corpus."""
 
-import dataclasses
 import itertools
 import json
 
@@ -9,7 +8,7 @@ import pytest
 
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.utils.fields import attribute_docs
+from mtraining_jax.utils.fields import fields_of
 from tests.data.common import VOCAB, error_of, loader_of, section
 
 MODES = ("concat", "exact", "pack")
@@ -106,6 +105,5 @@ class SourceContract:
 
     def test_every_option_has_a_help_text(self):
         cls = SOURCES.get(self.source)
-        docs = attribute_docs(cls)
-        for field in dataclasses.fields(cls):
-            assert docs.get(field.name), f"{cls.__name__}.{field.name} has no help text"
+        for field in fields_of(cls).values():
+            assert field.doc, f"{cls.__name__}.{field.name} has no help text"

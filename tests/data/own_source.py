@@ -1,23 +1,20 @@
 """A custom data source: `--data.source=tests.data.own_source:Counting`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from mtraining_jax.data.documents import DocumentSource
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import PositiveInt
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Counting(DocumentSource):
-    """Documents of consecutive numbers.
-
-    Attributes:
-        count_to: Last number of each document.
-    """
+    """Documents of consecutive numbers."""
 
     count_to: PositiveInt = 4
+    """Last number of each document."""
     holds_ids = True
 
     def documents(self) -> Iterator[tuple[str, np.ndarray]]:

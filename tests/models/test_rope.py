@@ -145,7 +145,7 @@ LISTS = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
         ({"factor": 0.5}, "at least 1"),
         ({"factor": 2.0, "type": "dynamic"}, "choose one of yarn, linear, llama3, longrope"),
         ({"factor": 2.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast = 1"),
-        ({"factor": 2.0, "beta_slow": 0}, "beta_slow = 0 must be positive"),
+        ({"factor": 2.0, "beta_slow": 0}, "beta_slow = 0.0 must be positive"),
         ({"factor": 2.0, "original_max_position_embeddings": -1}, "must be positive"),
         ({"factor": 2.0, "type": "llama3"}, "original_max_position_embeddings is missing"),
         (

@@ -14,7 +14,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.base import Pattern, select_index
 from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
-from mtraining_jax.utils.fields import attribute_docs
+from mtraining_jax.utils.fields import fields_of
 from pallas_kernels.index import Index
 from pallas_kernels.reference import reference_attention
 from tests.patterns import inputs
@@ -98,8 +98,7 @@ class ChoiceContract:
         return chosen_by(self.settings)
 
     def test_the_settings_describe_themselves(self):
-        cls = type(self.settings)
-        assert set(cls.__dict__.get("__annotations__", {})) <= set(attribute_docs(cls))
+        assert all(field.doc for field in fields_of(type(self.settings)).values())
         assert isinstance(self.settings.describe(), str) and self.settings.describe()
         for tokens in (SEQ_LEN, 2**20):
             share, why = pattern_costs.expected_density(self.settings, tokens)

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import pytest
 
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import attribute_docs, fields_of
-from mtraining_jax.utils.limits import Ge, PositiveFraction, TextList, check_limits
+from mtraining_jax.utils.fields import construct, fields_of, options
+from mtraining_jax.utils.limits import Ge, PositiveFraction, TextList
 from mtraining_jax.utils.plugins import Registry
 
 OWN = """
@@ -65,25 +65,28 @@ def test_only_own_plugins_search_the_current_folder(tmp_path, monkeypatch):
     assert str(tmp_path) not in sys.path
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Options:
-    """One plug-in.
-
-    Attributes:
-        share: of the whole, in words that
-            take two lines.
-        size, kind: two fields.
-
-    More text: no field.
-    """
+    """One plug-in."""
 
     share: PositiveFraction = 0.5
+    """Of the whole, in words that
+    take two lines."""
     size: Annotated[int, Ge(2)] | None = None
     kind: Literal["a", "b"] = "a"
     names: TextList = ()
 
     def __post_init__(self):
-        check_limits(self)
+        if self.kind == "b" and not self.names:
+            raise ValueError("kind = b needs names")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Derived(Options):
+    """A class of a user, who may not know the decorator."""
+
+    count: int
+    share: PositiveFraction = 0.25
 
 
 @pytest.mark.parametrize(
@@ -100,17 +103,41 @@ class Options:
     ],
 )
 def test_classes_check_their_limits(field, value, allowed):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         Options(**{field: value})
     assert str(error.value) == f"{field}={value!r} must be {allowed}"
 
 
+def test_every_wrong_field_has_a_line():
+    with pytest.raises(UserError) as error:
+        Options(size=0, sise=3, kind="c")
+    assert str(error.value).splitlines() == [
+        "size=0 must be an integer (at least 2) or none",
+        'kind=\'c\' must be "a" or "b"',
+        "Options has no field sise; it has share, size, kind, names",
+    ]
+    with pytest.raises(UserError, match="^kind = b needs names$"):
+        Options(kind="b")
+    with pytest.raises(TypeError, match="Options takes at most 4 positional arguments"):
+        Options(0.5, 2, "a", (), 3)
+    assert Options(0.5, 2) == Options(share=0.5, size=2)
+
+
+def test_construction_from_a_table():
+    made, wrong = construct([Options, Derived], {"share": 1, "size": 4.0, "names": ["a"], "x": 1})
+    assert made == [Options(share=1.0, size=4, names=("a",))]
+    assert [(name, problem["type"]) for name, problem in wrong] == [("count", "missing")]
+    made, wrong = construct([Derived], {"count": 3, "share": 2})
+    assert made == [] and [name for name, _ in wrong] == ["share"]
+    assert construct([Derived], {"count": 3})[0] == [Derived(count=3)]
+    assert construct([Options], {"kind": "b"}) == ([], [("", "kind = b needs names")])
+
+
 def test_fields_and_their_docs():
     share, size, kind, names = fields_of(Options).values()
-    assert share.doc == "of the whole, in words that take two lines." and size.doc == kind.doc
-    assert attribute_docs(Options).keys() == {"share", "size", "kind"} and names.doc == ""
-    assert share.default == 0.5 and not share.required
+    assert share.doc.split() == "Of the whole, in words that take two lines.".split()
+    assert size.doc == kind.doc == "" and fields_of(Derived)["share"].doc == share.doc
+    assert share.default == 0.5 and not share.required and fields_of(Derived)["count"].required
     assert size.kinds == {int, type(None)} and names.kinds == {list}
-    assert names.converted(["a"]) == ("a",) and Options(share=1).share == 1
-    with pytest.raises(UserError, match=r"builtins:dict must be a dataclass; add @dataclasses"):
+    with pytest.raises(UserError, match=r"builtins:dict must be a dataclass; add @options"):
         fields_of(dict)

@@ -1,16 +1,16 @@
 """Documents in a column of Arrow tables: text or lists of token ids."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mtraining_jax.data.documents import Document, TableSource
 from mtraining_jax.data.files import errors_as, reason, shown_names
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class ArrowSource(TableSource):
     """A source whose files pyarrow reads; subclasses open them."""
 

@@ -1,13 +1,13 @@
 """Hugging Face datasets saved to disk (Arrow files), one document per row."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mtraining_jax.data.files import errors_as, find_folders, inside, shown_names
 from mtraining_jax.data.sources.arrow import ArrowSource
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.file_limits import read_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -15,7 +15,7 @@ _FILE_MAGIC = b"ARROW1"  # Arrow file format, as opposed to the stream format
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class HuggingFaceOnDisk(ArrowSource):
     """Folders written by `Dataset.save_to_disk` (needs the extra parquet)."""
 

@@ -4,7 +4,6 @@ import codecs
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,12 +11,12 @@ from mtraining_jax.data.documents import Document, TableSource
 from mtraining_jax.data.files import COMPRESSIONS, errors_as, open_compressed, shown_names
 from mtraining_jax.data.masked import integers
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import shortened
+from mtraining_jax.utils.fields import options, shortened
 
 _LONGEST_LINE = 2**27  # a small compressed file can have gigabytes without a line break
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class JsonLines(TableSource):
     """Files with one JSON object per line, may be compressed; skips blank lines."""
 

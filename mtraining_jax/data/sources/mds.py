@@ -1,7 +1,6 @@
 """MosaicML streaming (MDS) shards, read without the streaming library."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +16,17 @@ from mtraining_jax.data.sources.mds_format import (
     samples,
 )
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import Text
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class MosaicShards(TableSource):
-    """Folders with an index.json and its shards; a sample has one or several documents.
-
-    Attributes:
-        span_field: MDS column with the documents of a sample, as pairs of begin and end in tokens;
-            without it a sample is one document.
-    """
+    """Folders with an index.json and its shards; a sample has one or several documents."""
 
     span_field: Text = "indices"
+    """MDS column with the documents of a sample, as pairs of begin and end in tokens; without it a
+    sample is one document."""
 
     def files(self) -> list[Path]:
         """The outermost index.json files."""

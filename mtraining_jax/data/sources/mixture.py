@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import ValidationError
 
 from mtraining_jax.data.corpus import Corpus, one_document_each, packs_of, starts_of
 from mtraining_jax.data.packing.packs import PackArrays, Parts
@@ -22,7 +21,7 @@ from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
 from mtraining_jax.data.tokenizer import beginning
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import fields_of, joined, toml_value
+from mtraining_jax.utils.fields import construct, fields_of, joined, options, toml_value
 from mtraining_jax.utils.limits import PositiveFloat, PositiveInt
 
 Tables = Annotated[
@@ -30,7 +29,7 @@ Tables = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class _PartOptions:
     """Options of a part, next to those of its source."""
 
@@ -39,19 +38,16 @@ class _PartOptions:
     upsample_factor: PositiveInt = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Mixture(Source):
-    """Parts with weights, each with a source of its own; every sequence belongs to one part.
-
-    Attributes:
-        parts: Tables [data.parts.NAME], each with source, the options of that source, and weight
-            (1). Documents of at least upsample_tokens tokens occur upsample_factor (2) times.
-        weighted_by: What the weights of parts count.
-    """
+    """Parts with weights, each with a source of its own; every sequence belongs to one part."""
 
     modes = ("concat", "exact", "pack")
     parts: Tables = field(default_factory=dict)
+    """Tables [data.parts.NAME], each with source, the options of that source, and weight (1).
+    Documents of at least upsample_tokens tokens occur upsample_factor (2) times."""
     weighted_by: Literal["tokens", "documents"] = "tokens"
+    """What the weights of parts count."""
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:
         found = list(super().problems(data, vocab_size))
@@ -173,21 +169,19 @@ class _Part:
                     f"has {joined(list(fields), 'and')}"
                 )
                 continue
-            if list in fields[option].kinds and isinstance(value, str):
-                value = [value]
-            try:
-                values[option] = fields[option].converted(value)
-            except ValidationError:
-                allowed = fields[option].allowed
-                problems.append(f"{prefix}.{option} = {toml_value(value)} must be {allowed}")
+            single = list in fields[option].kinds and isinstance(value, str)
+            values[option] = [value] if single else value
+        made, wrong = construct([_PartOptions, source], values)
+        for option, problem in wrong:
+            if not option:
+                problems.append(f"{prefix}: {problem}")
+                continue
+            shown = toml_value(values[option]) if option in values else "none"
+            problems.append(f"{prefix}.{option} = {shown} must be {fields[option].allowed}")
         if problems:
             raise UserError("\n".join(problems))
-        options = _PartOptions(**{x: values.pop(x) for x in common.keys() & values.keys()})
-        try:
-            made = source(**values)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{prefix}: {error}") from error
-        return cls(name, made, options)
+        options, source = made
+        return cls(name, source, options)
 
     def spec(self, data: Any) -> Any:
         """`[data]` with this source."""

@@ -2,17 +2,17 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mtraining_jax.data.sources.arrow import ArrowSource
+from mtraining_jax.utils.fields import options
 
 # 16 rows of half a million tokens are 64 MB as int64.
 _ROWS_AT_ONCE = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Parquet(ArrowSource):
     """Parquet files (needs the extra parquet)."""
 

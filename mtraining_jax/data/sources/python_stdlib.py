@@ -3,18 +3,18 @@
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 
 # Tests have invalid encodings on purpose and are missing in many distributions.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class PythonStdlib(DocumentSource):
     """Source files of Python's standard library, one document per file."""
 

@@ -15,6 +15,7 @@ from mtraining_jax.data.corpus import Corpus
 from mtraining_jax.data.packing.rules import consecutive
 from mtraining_jax.data.source import Source, id_problems
 from mtraining_jax.data.spec import DataSpec
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.random_bits import GOLDEN, hash_uint64
 
 # Sequences per epoch: more than any benchmark reads.
@@ -29,7 +30,7 @@ _MEAN_PASSAGE, _REPEATED = 256, 0.3
 _TABLE_BITS = 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Synthetic(Source):
     """Random token ids over the vocabulary; mode `exact` is not supported."""
 

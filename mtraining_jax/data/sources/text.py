@@ -1,15 +1,15 @@
 """UTF-8 text files."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class TextFiles(FileSource, DocumentSource):
     """UTF-8 text files, one document per file; folders may have files with any suffix."""
 

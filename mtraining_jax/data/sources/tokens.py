@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -17,11 +17,11 @@ from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import Part, TokenStream, Vocab, chunks
 from mtraining_jax.data.tokenizer import beginning
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import toml_value
+from mtraining_jax.utils.fields import options, toml_value
 from mtraining_jax.utils.text import counted
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class TokenFiles(FileSource):
     """Token ids in ``.npy`` files (integers, 1-D or 2-D) or raw ``.bin`` files.
 
@@ -29,13 +29,11 @@ class TokenFiles(FileSource):
     (`a.npy.lengths` for `a.npy`) or else end at eos. Mode ``concat`` joins files without adding
     eos; ``exact`` ignores files of lengths and does not count eos. An optional `a.npy.mask` is the
     label mask: bool, or 0 and 1, for each token.
-
-    Attributes:
-        token_dtype: Type of token ids in .bin files, little-endian (.npy files store their own).
     """
 
     modes: ClassVar[tuple[str, ...]] = ("concat", "exact", "pack")
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """Type of token ids in .bin files, little-endian (.npy files store their own)."""
     suffixes: ClassVar[tuple[str, ...]] = (".npy", ".bin")
 
     def problems(self, data: DataSpec, vocab_size: int) -> Iterator[str]:

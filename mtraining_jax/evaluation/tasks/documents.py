@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,26 +13,24 @@ from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.records import iterate_records, read_text
 from mtraining_jax.evaluation.tasks.task import Document, Task
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
 
 _SUFFIXES = (".txt", ".jsonl")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class LongDocuments(Task):
-    """Loss of long documents by position; documents shorter than the length are skipped.
-
-    Attributes:
-        documents: File, folder of .txt and .jsonl files, or glob. A .jsonl file has one document
-            per line, any other file is one document.
-        text_field: Text field of a JSON line.
-    """
+    """Loss of long documents by position; documents shorter than the length are skipped."""
 
     needs: ClassVar[tuple[str, ...]] = ("documents",)
 
     documents: str | None = None
+    """File, folder of .txt and .jsonl files, or glob. A .jsonl file has one document per line, any
+    other file is one document."""
     text_field: Text = "text"
+    """Text field of a JSON line."""
 
     @property
     def files(self) -> list[Path]:

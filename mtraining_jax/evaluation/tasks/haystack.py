@@ -5,7 +5,6 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from mtraining_jax.evaluation.tasks.records import read_text
 from mtraining_jax.evaluation.tasks.sized import SizedTask
 from mtraining_jax.evaluation.tasks.words import sentence_templates, words
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.random_bits import Stream
 
 # Landmark Attention's irrelevant text (Mohtashami and Jaggi, 2023), RULER's "noise".
@@ -65,16 +65,13 @@ def insert_at_depth(sentences: list[str], needle: str, depth: float) -> list[str
     return [*sentences[:place], needle, *sentences[place:]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class EssayTask(SizedTask):
-    """A task with needles between sentences.
-
-    Attributes:
-        essays: File, folder of .txt files or glob with the text of the haystack; by default
-            sentences are generated from word lists.
-    """
+    """A task with needles between sentences."""
 
     essays: str | None = None
+    """File, folder of .txt files or glob with the text of the haystack; by default sentences are
+    generated from word lists."""
 
     @property
     def files(self) -> list[Path]:

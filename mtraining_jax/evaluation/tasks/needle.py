@@ -4,15 +4,15 @@ Needle and question are those of MInference (Jiang et al., 2024), the passkey th
 Attention (Mohtashami and Jaggi, 2023). The last words of the prompt let the answer follow directly.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mtraining_jax.evaluation.tasks.haystack import NOISE, EssayTask, essays, insert_at_depth
 from mtraining_jax.evaluation.tasks.sized import DepthTask, Draft
 from mtraining_jax.evaluation.tasks.words import words
+from mtraining_jax.utils.fields import options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Needle(DepthTask, EssayTask):
     """Finds the seven-digit number that one sentence in a long text gives for a city."""
 
@@ -37,7 +37,7 @@ class Needle(DepthTask, EssayTask):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Passkey(DepthTask):
     """Finds a five-digit key in a text that repeats one phrase."""
 

@@ -1,6 +1,5 @@
 """Multi-query associative recall over token ids (Arora et al., 2023), for models trained on it."""
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy as np
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.task import Sample, Task
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import Ge, PositiveInt
 from mtraining_jax.utils.random_bits import Stream
 
@@ -36,26 +36,23 @@ def mqar(length: int, pairs: int, vocab_size: int, seed: int) -> tuple[np.ndarra
     return tokens.astype(np.int32), labels.astype(np.int32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class AssociativeRecall(Task):
     """Recalls the values of keys that are queried anywhere in the second half, on token ids.
 
     The prompt is the first half. A sparse index is selected from the prompt's last queries, before
     any question, so this tests whether the index works for queries that it was not selected for.
-
-    Attributes:
-        pairs: Number of key-value pairs; each is queried once.
-        vocab_size: Number of token ids; must equal that of the model's training task.
     """
 
     needs_tokenizer: ClassVar[bool] = False
     teacher_forced: ClassVar[bool] = True
 
     pairs: PositiveInt = 32
+    """Number of key-value pairs; each is queried once."""
     vocab_size: Annotated[int, Ge(8)] = 8192
+    """Number of token ids; must equal that of the model's training task."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.vocab_size % 4 or self.vocab_size < 4 * self.pairs:
             raise ValueError(
                 f"vocab_size={self.vocab_size} must be divisible by 4 and at least "

@@ -10,6 +10,7 @@ from typing import ClassVar
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.tasks.metrics import fraction_found
 from mtraining_jax.evaluation.tasks.task import Sample, Task
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import PositiveInt
 
 # Maximum number of times that a text is tokenized to find its size.
@@ -27,7 +28,7 @@ class Draft:
     depth: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class SizedTask(Task):
     """Base class of tasks with a haystack of `min_size` to `max_size` pieces.
 
@@ -78,16 +79,12 @@ class SizedTask(Task):
         return fraction_found(answer_text, sample.references)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class DepthTask(SizedTask):
-    """One needle at evenly spaced depths, in an order in which few samples cover the whole range.
-
-    Attributes:
-        depths: Number of needle depths, evenly spaced from 0 to 1; 1 puts the needle in the
-            middle.
-    """
+    """One needle at evenly spaced depths; a few samples cover the whole range."""
 
     depths: PositiveInt = 10
+    """Number of needle depths, evenly spaced from 0 to 1; 1 puts the needle in the middle."""
 
     def depth(self, number: int) -> float:
         """The depth of a sample, whatever the number of samples: the first two are at the ends."""

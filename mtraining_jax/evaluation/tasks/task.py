@@ -11,8 +11,7 @@ import numpy as np
 from mtraining_jax.data.files import named_files
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import attribute_docs
-from mtraining_jax.utils.limits import check_limits
+from mtraining_jax.utils.fields import fields_of, options
 from mtraining_jax.utils.random_bits import Stream
 
 # Last characters of a prompt that affect the tokens of a continuation.
@@ -65,7 +64,7 @@ def _hash(prompt: str | np.ndarray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Task:
     """Base class of tasks, frozen dataclasses: their fields are options."""
 
@@ -73,9 +72,6 @@ class Task:
     needs_tokenizer: ClassVar[bool] = True  # whether prompts are text
 
     name: str  # that the user gave; several names may share a class
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     @property
     def teacher_forced(self) -> bool:
@@ -91,7 +87,7 @@ class Task:
         """Raises UserError for a missing option or an unreadable file, before anything runs."""
         for option in self.needs:
             if not getattr(self, option):
-                what = attribute_docs(type(self))[option].rstrip(".")
+                what = fields_of(type(self))[option].doc.rstrip(".")
                 raise UserError(f'task "{self.name}" needs --task.{option}=VALUE: {what}')
 
     def count(self, tokenizer: Tokenizer | None, length: int) -> int:

@@ -4,7 +4,6 @@ A fused projection (Phi-3) is one module in PEFT, and several projections here. 
 written as one with the sum of their ranks: A is stacked, and B is block-diagonal.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -19,14 +18,8 @@ from mtraining_jax.models.lora.adapters import FACTORS, LoraSpec
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import (
-    Decay,
-    PositiveFloat,
-    PositiveInt,
-    Text,
-    TextList,
-    check_limits,
-)
+from mtraining_jax.utils.fields import fields_of, options
+from mtraining_jax.utils.limits import Decay, PositiveFloat, PositiveInt, Text, TextList
 
 # The adapted model, as config.json. With that name, transformers would expect the weights of the
 # base in the folder.
@@ -50,18 +43,15 @@ _MERGE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class _Fields:
     """The fields of adapter_config.json that describe adapters."""
 
-    r: PositiveInt = 0  # required
+    r: PositiveInt
     lora_alpha: PositiveFloat = 0
     target_modules: TextList = ()
     lora_dropout: Decay = 0.0
     base_model_name_or_path: Text | None = None
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
 
 def peft_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
@@ -112,7 +102,7 @@ def read_peft_config(
         marks = tuple(f".{factor}.weight" for factor in FACTORS)
         found = {x.rpartition(".lora_")[0] for x in names if x.endswith(marks)}
         raw = {**raw, "target_modules": sorted({_last(x) for x in found})}
-    given = {name: raw[name] for name in _Fields.__dataclass_fields__ if name in raw}
+    given = {name: raw[name] for name in fields_of(_Fields) if name in raw}
     try:
         found = _Fields(**given)
     except ValueError as error:

@@ -5,33 +5,23 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
-from pydantic import BeforeValidator
 
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import Ge
 
-
-def _hashable(value: Any) -> Any:
-    """TOML and JSON have lists, but tuples are hashable."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-FloatList = Annotated[tuple[float, ...], BeforeValidator(_hashable)]
 # Frequencies, float64 [D/2] in radians per token, and the factor on cosines and sines.
 Scaled = tuple[np.ndarray, float]
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class RopeScaling:
-    """Rotary frequencies for contexts longer than those of the original training.
-
-    Attributes:
-        factor: ratio of the new to the original context length.
-    """
+    """Rotary frequencies for contexts longer than those of the original training."""
 
     type: ClassVar[str]
     needs_original: ClassVar[bool] = False
 
     factor: Annotated[float, Ge(1)]
+    """Ratio of the new to the original context length."""
 
     def __post_init__(self) -> None:
         if problems := list(self.problems()):
@@ -66,8 +56,8 @@ class RopeScaling:
 
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Self:
-        """Builds the scaling from the entries that are set; lists become tuples."""
-        fields = {x.name: _hashable(values.get(x.name)) for x in dataclasses.fields(cls)}
+        """Builds the scaling from the entries that are set."""
+        fields = {x.name: values.get(x.name) for x in dataclasses.fields(cls)}
         fields = {name: value for name, value in fields.items() if value is not None}
         if "factor" not in fields:
             raise ValueError("factor is missing")
@@ -85,7 +75,7 @@ class RopeScaling:
         return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class LinearScaling(RopeScaling):
     """Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`."""
 

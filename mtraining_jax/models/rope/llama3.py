@@ -1,6 +1,5 @@
 """The frequencies of Llama 3.1 and later."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -8,27 +7,22 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mtraining_jax.models.rope.kind import RopeScaling, Scaled
+from mtraining_jax.utils.fields import options
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Llama3Scaling(RopeScaling):
-    """Divides low frequencies by `factor`, keeps high ones, and interpolates in between.
-
-    Attributes:
-        factor: ratio of the new to the original context length.
-        original_max_position_embeddings: original context length in tokens.
-        low_freq_factor: dimensions with fewer rotations than this over the original context are
-            divided by factor.
-        high_freq_factor: dimensions with more rotations than this over the original context are
-            kept.
-    """
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates in between."""
 
     type: ClassVar[str] = "llama3"
     needs_original: ClassVar[bool] = True
 
     original_max_position_embeddings: int | None = None
+    """Original context length in tokens."""
     low_freq_factor: float = 1.0
+    """Dimensions with fewer rotations than this over the original context are divided by factor."""
     high_freq_factor: float = 4.0
+    """Dimensions with more rotations than this over the original context are kept."""
 
     def problems(self, head_dim: int | None = None) -> Iterator[str]:
         yield from super().problems(head_dim)

@@ -1,36 +1,32 @@
 """LongRoPE: a separate divisor for every frequency, found by search."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mtraining_jax.models.rope.kind import FloatList, RopeScaling, Scaled
+from mtraining_jax.models.rope.kind import RopeScaling, Scaled
+from mtraining_jax.utils.fields import options
+from mtraining_jax.utils.limits import FloatList
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (arXiv:2402.13753): divides every frequency by its own factor.
-
-    Attributes:
-        factor: ratio of the new to the original context length.
-        original_max_position_embeddings: original context length in tokens.
-        attention_factor: scale of cosines and sines; none is sqrt(1 + ln(factor) /
-            ln(original_max_position_embeddings)).
-        short_factor: divisors for sequences up to the original context, one per pair of
-            dimensions.
-        long_factor: divisors for longer sequences, one per pair of dimensions.
-    """
+    """LongRoPE (arXiv:2402.13753): divides every frequency by its own factor."""
 
     type: ClassVar[str] = "longrope"
     needs_original: ClassVar[bool] = True
 
     original_max_position_embeddings: int | None = None
+    """Original context length in tokens."""
     attention_factor: float | None = None
+    """Scale of cosines and sines; none is sqrt(1 + ln(factor) /
+    ln(original_max_position_embeddings))."""
     short_factor: FloatList = ()
+    """Divisors for sequences up to the original context, one per pair of dimensions."""
     long_factor: FloatList = ()
+    """Divisors for longer sequences, one per pair of dimensions."""
 
     def problems(self, head_dim: int | None = None) -> Iterator[str]:
         yield from super().problems(head_dim)

@@ -1,6 +1,5 @@
 """YaRN: divides low frequencies, keeps high ones, with a ramp over the dimensions in between."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -8,30 +7,26 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mtraining_jax.models.rope.kind import RopeScaling, Scaled
+from mtraining_jax.utils.fields import options
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class YarnScaling(RopeScaling):
-    """YaRN (arXiv:2309.00071).
-
-    Attributes:
-        factor: ratio of the new to the original context length.
-        original_max_position_embeddings: original context length in tokens; none uses
-            max_position_embeddings instead, as transformers 4.48 always did.
-        beta_fast: dimensions with more rotations than this over the original context are kept.
-        beta_slow: dimensions with fewer rotations than this over the original context are divided
-            by factor.
-        attention_factor: scale of cosines and sines; none is 0.1 ln(factor) + 1.
-        truncate: round the limits of the transition to whole dimensions.
-    """
+    """YaRN (arXiv:2309.00071)."""
 
     type: ClassVar[str] = "yarn"
 
     original_max_position_embeddings: int | None = None
+    """Original context length in tokens; none uses max_position_embeddings instead, as transformers
+    4.48 always did."""
     beta_fast: float = 32.0
+    """Dimensions with more rotations than this over the original context are kept."""
     beta_slow: float = 1.0
+    """Dimensions with fewer rotations than this over the original context are divided by factor."""
     attention_factor: float | None = None
+    """Scale of cosines and sines; none is 0.1 ln(factor) + 1."""
     truncate: bool = True
+    """Round the limits of the transition to whole dimensions."""
 
     def problems(self, head_dim: int | None = None) -> Iterator[str]:
         yield from super().problems(head_dim)

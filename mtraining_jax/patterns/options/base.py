@@ -6,10 +6,13 @@ itself, which selects pairs, is loaded by `PatternOptions.pattern`. Most inherit
 
 import dataclasses
 import importlib
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Field
 
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.limits import PositiveInt, check_limits
+from mtraining_jax.utils.fields import STRICT, options
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +46,27 @@ class MassFraction(NamedTuple):
     bits: int
 
 
-class PatternOptions:
-    """The fields of the section `[sparsity]` for one kind of pattern: a frozen dataclass.
+# Fields of several patterns, with their help texts.
+BlockSize = Annotated[PositiveInt, Field(description="Block size in tokens (g).")]
+ProbeQueries = Annotated[
+    PositiveInt,
+    Field(description="Number of probe queries at the end of the sequence; at most block_size."),
+]
+MinSparseTokens = Annotated[
+    NonNegativeInt,
+    Field(
+        description="Documents shorter than this, including padding, use dense attention, since "
+        "selection would save little. Has no effect without documents."
+    ),
+]
 
-    Field types may carry limits (`mtraining_jax.utils.limits`); "Attributes:" of the docstring is
-    their help text, and that of the bases for fields that several patterns have. The message of a
-    ValueError begins with the name of the field.
+
+class PatternOptions:
+    """The fields of the section `[sparsity]` for one kind of pattern, decorated with `options`.
+
+    The message of a ValueError of `__post_init__` begins with the name of the field.
 
     Attributes:
-        block_size: Block size in tokens (g).
-        num_probe_queries: Number of probe queries at the end of the sequence; at most block_size.
-        min_sparse_tokens: Documents shorter than this, including padding, use dense attention,
-            since selection would save little. Has no effect without documents.
         pattern_class: the pattern, as `module:Class`.
         sparse: whether pairs may be skipped at all.
         selects: whether pairs are selected by queries and keys; otherwise recall is not measured,
@@ -65,7 +77,7 @@ class PatternOptions:
         budget_field: the field to increase in order to keep more pairs.
     """
 
-    block_size: int
+    __pydantic_config__: ClassVar = STRICT
     pattern_class: ClassVar[str]
     sparse: ClassVar[bool] = True
     selects: ClassVar[bool] = True
@@ -73,11 +85,12 @@ class PatternOptions:
     supports_documents: ClassVar[bool] = False
     budget_field: ClassVar[str] = ""
 
+    block_size: int
+
     def __post_init__(self) -> None:
         if not hasattr(self, "block_size"):
             raise ValueError(f"{type(self).__name__} lacks the field block_size, tokens per block")
-        check_limits(self)
-        if self.block_size < 1:  # fields of a user's class may have no limits
+        if self.block_size < 1:  # the field of a user's class may have no limits
             raise ValueError(f"block_size={self.block_size} must be at least 1")
 
     def pattern(self, model: ModelSizes) -> Any:
@@ -139,7 +152,7 @@ class PatternOptions:
         return max(num_blocks // max(least, 1), 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class DenseOptions(PatternOptions):
     """Dense attention."""
 
@@ -147,7 +160,7 @@ class DenseOptions(PatternOptions):
     supports_documents = True
     sparse = False
 
-    block_size: PositiveInt = 128
+    block_size: BlockSize = 128
 
     def describe(self) -> str:
         return "dense"

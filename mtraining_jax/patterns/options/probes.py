@@ -3,9 +3,16 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from mtraining_jax.patterns.options.base import MassFraction, PatternOptions
+from mtraining_jax.patterns.options.base import (
+    BlockSize,
+    MassFraction,
+    MinSparseTokens,
+    PatternOptions,
+    ProbeQueries,
+)
 from mtraining_jax.patterns.options.rows import SampledRowsOptions, XAttentionOptions
 from mtraining_jax.selection.random_index import MAX_DENSITY
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import (
     Ge,
     Gt,
@@ -58,52 +65,47 @@ def _rounded(columns: int) -> int:
     return -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class VerticalSlashOptions(ProbeOptions):
-    """The columns and diagonals with most of the attention mass.
-
-    Attributes:
-        top_p: Attention mass to keep, as a fraction of the estimated mass: of verticals and of
-            slashes separately (presets safe, paper) or of both together (joint).
-        max_verticals: Maximum number of verticals (key columns) per head.
-        max_slashes: Maximum number of slashes (diagonals) per head (presets safe, paper). Each
-            selects at most two block diagonals.
-        preset: safe always keeps sinks, local blocks and minimum budgets; paper keeps only what
-            top_p selects; joint selects verticals and slashes together.
-        sink_tokens: Number of first tokens that are always kept as verticals (presets safe, joint).
-        local_blocks: Number of nearest key blocks (block diagonals) that are always kept, including
-            the query's own (vertical_slash: presets safe, joint).
-        min_verticals: Minimum number of verticals per head (preset safe). One tile of columns is
-            nearly free.
-        min_slashes: Minimum number of slashes per head (preset safe). Small, since each isolated
-            slash may cost two block diagonals.
-        min_block_mass: Minimum block mass, as a fraction of the row's mass: blocks below it are
-            skipped even if tau or top_p is not reached (vertical_slash: preset joint). With tau or
-            top_p 1 it is the only criterion, and heads with concentrated mass keep few blocks; 0
-            disables.
-        max_density: Maximum density of a head (preset joint). Forced pairs may exceed it.
-        local_fraction: Fraction of max_density reserved for a local window (preset joint): as many
-            nearest block diagonals as fit together with the sinks, if more than local_blocks. With
-            1 the rest has room for less than one diagonal.
-    """
+    """The columns and diagonals with most of the attention mass."""
 
     pattern_class = "mtraining_jax.patterns.vertical_slash:VerticalSlash"
     budget_field = "top_p"
 
     top_p: PositiveFraction = 0.90
+    """Attention mass to keep, as a fraction of the estimated mass: of verticals and of slashes
+    separately (presets safe, paper) or of both together (joint)."""
     max_verticals: NonNegativeInt = 4096
+    """Maximum number of verticals (key columns) per head."""
     max_slashes: NonNegativeInt = 4096
+    """Maximum number of slashes (diagonals) per head (presets safe, paper). Each selects at most
+    two block diagonals."""
     preset: Literal["safe", "paper", "joint"] = "safe"
-    num_probe_queries: PositiveInt = 64
-    block_size: PositiveInt = 128
+    """safe always keeps sinks, local blocks and minimum budgets; paper keeps only what top_p
+    selects; joint selects verticals and slashes together."""
+    num_probe_queries: ProbeQueries = 64
+    block_size: BlockSize = 128
     sink_tokens: NonNegativeInt = 30
+    """Number of first tokens that are always kept as verticals (presets safe, joint)."""
     local_blocks: PositiveInt = 2
+    """Number of nearest key blocks (block diagonals) that are always kept, including the query's
+    own (vertical_slash: presets safe, joint)."""
     min_verticals: NonNegativeInt = 128
+    """Minimum number of verticals per head (preset safe). One tile of columns is nearly free."""
     min_slashes: NonNegativeInt = 16
+    """Minimum number of slashes per head (preset safe). Small, since each isolated slash may cost
+    two block diagonals."""
     min_block_mass: UnitFraction = 0.0
+    """Minimum block mass, as a fraction of the row's mass: blocks below it are skipped even if tau
+    or top_p is not reached (vertical_slash: preset joint). With tau or top_p 1 it is the only
+    criterion, and heads with concentrated mass keep few blocks; 0 disables."""
     max_density: PositiveFraction = 1.0
+    """Maximum density of a head (preset joint). Forced pairs may exceed it."""
     local_fraction: UnitFraction = 0.0
-    min_sparse_tokens: NonNegativeInt = 8192
+    """Fraction of max_density reserved for a local window (preset joint): as many nearest block
+    diagonals as fit together with the sinks, if more than local_blocks. With 1 the rest has room
+    for less than one diagonal."""
+    min_sparse_tokens: MinSparseTokens = 8192
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,26 +158,22 @@ class VerticalSlashOptions(ProbeOptions):
         return f"dynamic vertical-slash, top-p {self.top_p:g} ({', '.join(words)})"
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class FixedBudgetOptions(PatternOptions):
-    """Budgets of all layers of a model, from a file.
-
-    Attributes:
-        budget_file: MInference JSON file with a budget for each layer and head; required.
-        sink_tokens: Number of first tokens that are always kept as verticals.
-        sliding_window: Number of nearest slashes (token distances) that are always kept, within the
-            budget.
-    """
+    """Budgets of all layers of a model, from a file."""
 
     pattern_class = "mtraining_jax.patterns.budgets:FixedBudget"
     supports_documents = True
 
     budget_file: str | None = None
-    num_probe_queries: PositiveInt = 64
+    """MInference JSON file with a budget for each layer and head; required."""
+    num_probe_queries: ProbeQueries = 64
     sink_tokens: NonNegativeInt = 30
+    """Number of first tokens that are always kept as verticals."""
     sliding_window: NonNegativeInt = 100
-    block_size: PositiveInt = 128
-    min_sparse_tokens: NonNegativeInt = 8192
+    """Number of nearest slashes (token distances) that are always kept, within the budget."""
+    block_size: BlockSize = 128
+    min_sparse_tokens: MinSparseTokens = 8192
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,46 +191,32 @@ class FixedBudgetOptions(PatternOptions):
         return f"increase the budgets in sparsity.budget_file = {self.budget_file}"
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class MInferenceOptions(FixedBudgetOptions):
     """MInference's patterns for all layers of a model, from one of its published files.
 
     Heads of type `vertical_and_slash` keep max(first number, 30) columns and max(second, 50)
     diagonals; heads of type `stream_llm` keep the first tokens and the nearest ones. Other types
     are rejected, except `block_sparse` with `swap_block_sparse`.
-
-    Attributes:
-        swap_block_sparse: Give heads of type block_sparse 1000 verticals and 6096 slashes, as
-            MInference's search does. Otherwise such heads, which no published file has, are
-            rejected.
     """
 
     pattern_class = "mtraining_jax.patterns.budgets:MInference"
 
     swap_block_sparse: bool = False
+    """Give heads of type block_sparse 1000 verticals and 6096 slashes, as MInference's search does.
+    Otherwise such heads, which no published file has, are rejected."""
 
     def describe(self) -> str:
         return f"MInference with budgets from {self.budget_file}"
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class ReplayOptions(VerticalSlashOptions):
     """A density to replay; the other fields configure the estimate that runs with it.
 
     With documents, the pairs drawn for the whole sequence are restricted to its documents. Their
     density within a document is therefore that of a window of its length, which is higher for
     short documents. The actual density is reported.
-
-    Attributes:
-        replay_of: Pattern to replay: block diagonals and columns of vertical_slash, or random
-            lists per row of blocks of one of the others. With `replay_estimate` this pattern also
-            selects.
-        replay_density: Density to replay, mean over layers. Layers spread from 0.06 to 2 times
-            this value, as in the MTraining paper: 0.4 % to 12.7 % around 6.3 %.
-        replay_estimate: Also select an index in every layer, so that a step includes selection
-            cost.
-        tau, sink_blocks, dense_prefix_tokens, dense_suffix_tokens: As in the replayed pattern.
-        random_block_prob, stride, probe_queries_per_block, columns: As in the replayed pattern.
     """
 
     pattern_class = "mtraining_jax.patterns.replay:Replay"
@@ -240,16 +224,29 @@ class ReplayOptions(VerticalSlashOptions):
     density_name = "replayed density, not chosen"
 
     replay_of: Literal["vertical_slash", "xattention", "sampled_rows"] = "vertical_slash"
+    """Pattern to replay: block diagonals and columns of vertical_slash, or random lists per row of
+    blocks of one of the others. With `replay_estimate` this pattern also selects."""
     replay_density: Annotated[float, Gt(0), Le(MAX_DENSITY)] = 0.063
+    """Density to replay, mean over layers. Layers spread from 0.06 to 2 times this value, as in the
+    MTraining paper: 0.4 % to 12.7 % around 6.3 %."""
     replay_estimate: bool = True
+    """Also select an index in every layer, so that a step includes selection cost."""
     tau: PositiveFraction = 0.9
+    """As in the replayed pattern."""
     sink_blocks: NonNegativeInt = 1
+    """As in the replayed pattern."""
     dense_prefix_tokens: NonNegativeInt = 0
+    """As in the replayed pattern."""
     dense_suffix_tokens: NonNegativeInt | None = None
+    """As in the replayed pattern."""
     random_block_prob: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """As in the replayed pattern."""
     stride: PositiveInt = 8
+    """As in the replayed pattern."""
     probe_queries_per_block: PositiveInt = 16
+    """As in the replayed pattern."""
     columns: NonNegativeInt = 0
+    """As in the replayed pattern."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

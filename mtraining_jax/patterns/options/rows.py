@@ -3,7 +3,13 @@
 import dataclasses
 from typing import Annotated
 
-from mtraining_jax.patterns.options.base import MassFraction, PatternOptions
+from mtraining_jax.patterns.options.base import (
+    BlockSize,
+    MassFraction,
+    MinSparseTokens,
+    PatternOptions,
+)
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import (
     Ge,
     Lt,
@@ -27,38 +33,35 @@ class BlockOptions(PatternOptions):
         return True
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class RowOptions(BlockOptions):
-    """Options of the patterns that select key blocks by mass for each row of blocks.
-
-    Attributes:
-        tau: Attention mass to keep per row of blocks, as a fraction of the estimated mass, rounded
-            to 2^-15. The block that reaches it is kept.
-        sink_blocks: Number of first key blocks that are always kept.
-        local_blocks: Number of nearest key blocks that are always kept, including the query's own.
-        min_block_mass: Minimum block mass, as a fraction of the row's mass: blocks below it are
-            skipped even if `tau` is not reached. With tau 1 it is the only criterion; 0 disables.
-        dense_prefix_tokens: Dense prefix: queries of the first N tokens of each sequence or
-            document attend to all of their keys, rounded up to whole blocks.
-        dense_suffix_tokens: Dense suffix: queries of the last N tokens of each sequence or
-            document, without padding, attend to all of their keys, rounded up to whole blocks. A
-            question at the end of a prompt looks for single blocks, which a few probe queries can
-            miss. none uses 128 for prompts and 0 in training.
-        random_block_prob: Probability of keeping a block that was not selected, by a hash of head
-            and block positions. Pairs skipped in one row are then trained in another.
-    """
+    """Options of the patterns that select key blocks by mass for each row of blocks."""
 
     budget_field = "tau"
 
     tau: PositiveFraction = 0.9
+    """Attention mass to keep per row of blocks, as a fraction of the estimated mass, rounded to
+    2^-15. The block that reaches it is kept."""
     sink_blocks: NonNegativeInt = 1
+    """Number of first key blocks that are always kept."""
     local_blocks: PositiveInt = 2
+    """Number of nearest key blocks that are always kept, including the query's own."""
     min_block_mass: UnitFraction = 0.0
+    """Minimum block mass, as a fraction of the row's mass: blocks below it are skipped even if
+    `tau` is not reached. With tau 1 it is the only criterion; 0 disables."""
     dense_prefix_tokens: NonNegativeInt = 0
+    """Dense prefix: queries of the first N tokens of each sequence or document attend to all of
+    their keys, rounded up to whole blocks."""
     dense_suffix_tokens: NonNegativeInt | None = None
+    """Dense suffix: queries of the last N tokens of each sequence or document, without padding,
+    attend to all of their keys, rounded up to whole blocks. A question at the end of a prompt looks
+    for single blocks, which a few probe queries can miss. none uses 128 for prompts and 0 in
+    training."""
     random_block_prob: Annotated[float, Ge(0), Lt(1)] = 0.0
-    min_sparse_tokens: NonNegativeInt = 8192
-    block_size: PositiveInt = 128
+    """Probability of keeping a block that was not selected, by a hash of head and block positions.
+    Pairs skipped in one row are then trained in another."""
+    min_sparse_tokens: MinSparseTokens = 8192
+    block_size: BlockSize = 128
 
     def for_prompts(self) -> "RowOptions":
         if self.dense_suffix_tokens is not None:
@@ -87,20 +90,17 @@ class RowOptions(BlockOptions):
         return ", ".join(words)
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class SampledRowsOptions(RowOptions):
-    """Key blocks by the exact attention of probe queries in each query block.
-
-    Attributes:
-        probe_queries_per_block: Number of probe queries per query block (r); at most block_size.
-        columns: Maximum number of key columns per head, in addition to the block lists; 0
-            disables. Multiples of 128 are most efficient.
-    """
+    """Key blocks by the exact attention of probe queries in each query block."""
 
     pattern_class = "mtraining_jax.patterns.sampled_rows:SampledRows"
 
     probe_queries_per_block: PositiveInt = 16
+    """Number of probe queries per query block (r); at most block_size."""
     columns: NonNegativeInt = 0
+    """Maximum number of key columns per head, in addition to the block lists; 0 disables. Multiples
+    of 128 are most efficient."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,18 +118,15 @@ class SampledRowsOptions(RowOptions):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class XAttentionOptions(RowOptions):
-    """Key blocks by sums along antidiagonals.
-
-    Attributes:
-        stride: Antidiagonal stride in tokens (s); must divide block_size. Useful values are 4, 8
-            and 16: larger is cheaper and coarser.
-    """
+    """Key blocks by sums along antidiagonals."""
 
     pattern_class = "mtraining_jax.patterns.xattention:XAttention"
 
     stride: PositiveInt = 8
+    """Antidiagonal stride in tokens (s); must divide block_size. Useful values are 4, 8 and 16:
+    larger is cheaper and coarser."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,27 +137,24 @@ class XAttentionOptions(RowOptions):
         return f"XAttention, stride {self.stride}, {self.rule_in_words()}"
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class FlexPrefillOptions(BlockOptions):
-    """Per head, blocks on columns and diagonals, or lists by pooled queries.
-
-    Attributes:
-        gamma: Attention mass to keep, as a fraction; rounded to 2^-15 for query-aware heads.
-        js_threshold: Jensen-Shannon distance below which a head is query-aware (tau of the
-            reference implementation); 0 disables query-aware heads.
-        min_budget: Minimum number of tokens kept as columns, and as diagonals.
-        max_budget: Maximum number of tokens kept as columns, and as diagonals; none for no limit.
-    """
+    """Per head, blocks on columns and diagonals, or lists by pooled queries."""
 
     pattern_class = "mtraining_jax.patterns.flex_prefill:FlexPrefill"
     budget_field = "gamma"
 
     gamma: PositiveFraction = 0.9
+    """Attention mass to keep, as a fraction; rounded to 2^-15 for query-aware heads."""
     js_threshold: UnitFraction = 0.1
+    """Jensen-Shannon distance below which a head is query-aware (tau of the reference
+    implementation); 0 disables query-aware heads."""
     min_budget: PositiveInt = 512
+    """Minimum number of tokens kept as columns, and as diagonals."""
     max_budget: PositiveInt | None = None
-    min_sparse_tokens: NonNegativeInt = 8192
-    block_size: PositiveInt = 128
+    """Maximum number of tokens kept as columns, and as diagonals; none for no limit."""
+    min_sparse_tokens: MinSparseTokens = 8192
+    block_size: BlockSize = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,22 +167,19 @@ class FlexPrefillOptions(BlockOptions):
         return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class MoBAOptions(BlockOptions):
-    """Per query, key chunks by their means.
-
-    Attributes:
-        chunk_size: Chunk size in tokens; a multiple of block_size.
-        top_k: Maximum number of chunks per query, including its own.
-        block_size: Block size of the kernels in tokens (g).
-    """
+    """Per query, key chunks by their means."""
 
     pattern_class = "mtraining_jax.patterns.moba:MoBA"
     budget_field = "top_k"
 
     chunk_size: PositiveInt = 4096
+    """Chunk size in tokens; a multiple of block_size."""
     top_k: PositiveInt = 12
+    """Maximum number of chunks per query, including its own."""
     block_size: PositiveInt = 128
+    """Block size of the kernels in tokens (g)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,19 +197,16 @@ class MoBAOptions(BlockOptions):
         return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens per query"
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class BlockTopKOptions(BlockOptions):
-    """A fixed number of key blocks per query block, by products of means.
-
-    Attributes:
-        top_blocks: Maximum number of key blocks per query block, including its own.
-    """
+    """A fixed number of key blocks per query block, by products of means."""
 
     pattern_class = "mtraining_jax.patterns.block_topk:BlockTopK"
     budget_field = "top_blocks"
 
     top_blocks: PositiveInt = 32
-    block_size: PositiveInt = 128
+    """Maximum number of key blocks per query block, including its own."""
+    block_size: BlockSize = 128
 
     @property
     def min_sparse_tokens(self) -> int:

@@ -6,7 +6,6 @@ Labels are the published answers; for multiple choice, the text of the answer an
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask
 from mtraining_jax.evaluation.tasks.records import Record
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 
 _MARKS = "\n:\"'.,?!{}"
 
@@ -103,13 +103,9 @@ def _after_prefix(answer: str, prefixes: Sequence[str], labels: Sequence[str]) -
 _MULTIPLE_CHOICE = ("longbook_choice_eng", "code_debug")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class InfiniteBench(PublishedTask):
-    """Retrieval, questions, summaries, code and arithmetic over 40,000 to 2 million tokens.
-
-    Attributes:
-        infinitebench: Folder with the files of InfiniteBench, such as passkey.jsonl.
-    """
+    """Retrieval, questions, summaries, code and arithmetic over 40,000 to 2 million tokens."""
 
     family = "infinitebench"
     fields = ("context", "input", "answer", "options")
@@ -129,6 +125,7 @@ class InfiniteBench(PublishedTask):
     }
 
     infinitebench: str | None = None
+    """Folder with the files of InfiniteBench, such as passkey.jsonl."""
 
     def prompt(self, record: Record) -> str:
         fields = {"question": record["input"]}

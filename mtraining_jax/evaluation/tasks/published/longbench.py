@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mtraining_jax.evaluation.tasks.metrics import (
@@ -19,6 +18,7 @@ from mtraining_jax.evaluation.tasks.published.task import Part, PublishedTask
 from mtraining_jax.evaluation.tasks.records import Record
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 
 try:  # only three of the data sets need it
     import jieba  # pyright: ignore[reportMissingImports]
@@ -65,13 +65,9 @@ def _code_similarity(answer: str, reference: str) -> float:
 _FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class LongBench(PublishedTask):
-    """Questions, summaries, few-shot examples and code over 5,000 to 15,000 words.
-
-    Attributes:
-        longbench: Folder with the files of LongBench, such as hotpotqa.jsonl.
-    """
+    """Questions, summaries, few-shot examples and code over 5,000 to 15,000 words."""
 
     family = "longbench"
     fields = ("input", "context", "answers", "all_classes")
@@ -100,6 +96,7 @@ class LongBench(PublishedTask):
     }
 
     longbench: str | None = None
+    """Folder with the files of LongBench, such as hotpotqa.jsonl."""
 
     def check(self) -> None:
         super().check()
@@ -131,19 +128,16 @@ def _right_letter(answer: str, letter: str) -> float:
 _V2_SHOWN = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class LongBenchV2(PublishedTask):
-    """Multiple-choice questions with four options about texts of 8,000 to 2 million words.
-
-    Attributes:
-        longbench_v2: The file of LongBench v2, data.json.
-    """
+    """Multiple-choice questions with four options about texts of 8,000 to 2 million words."""
 
     family = "longbench_v2"
     fields = (*_V2_SHOWN, "answer")
     parts = {"longbench_v2": Part(128, _right_letter)}
 
     longbench_v2: str | None = None
+    """The file of LongBench v2, data.json."""
 
     @property
     def path(self) -> Path:

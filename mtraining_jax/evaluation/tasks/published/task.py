@@ -1,7 +1,6 @@
 """Base class of tasks from published files; prompts that are too long are truncated."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -13,6 +12,7 @@ from mtraining_jax.evaluation.tasks.metrics import best
 from mtraining_jax.evaluation.tasks.records import Record, iterate_records, read_json
 from mtraining_jax.evaluation.tasks.task import Sample, Task
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 
 
 class Part(NamedTuple):
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     rule: Callable[..., float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class PublishedTask(Task):
     """Records of a file in their order: sample n is record n for every seed.
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ from mtraining_jax.evaluation.tasks.records import read_text
 from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
 from mtraining_jax.evaluation.tasks.words import letters_of, pairs_of_words, words
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.random_bits import Stream
 
 _COMMON = (
@@ -30,19 +30,16 @@ _NUM_COMMON = 10
 _SHORT = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class CommonWords(SizedTask):
-    """Finds the ten words that occur ten times as often as the others in a numbered list.
-
-    Attributes:
-        words: File with one word per line. By default words come from built-in lists of 2,500;
-            longer prompts add hyphenated pairs of them.
-    """
+    """Finds the ten words that occur ten times as often as the others in a numbered list."""
 
     max_new_tokens: ClassVar[int] = 120
     min_size: ClassVar[int] = _NUM_COMMON + 1
 
     words: str | None = None
+    """File with one word per line. By default words come from built-in lists of 2,500; longer
+    prompts add hyphenated pairs of them."""
 
     @property
     def max_size(self) -> int:
@@ -75,7 +72,7 @@ class CommonWords(SizedTask):
         return _numbered([listed[i] for i in stream.order(len(listed))]), common
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class FrequentWords(SizedTask):
     """Finds the three most frequent made-up words, with counts from a zeta distribution."""
 

@@ -9,6 +9,7 @@ import numpy as np
 from mtraining_jax.evaluation.tasks.haystack import NOISE, EssayTask, essays
 from mtraining_jax.evaluation.tasks.sized import Draft
 from mtraining_jax.evaluation.tasks.words import pairs_of_words, words
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.random_bits import Stream
 
 _MANY = (
@@ -51,7 +52,7 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class RulerNeedles(EssayTask):
     """Finds the values of one or several keys that sentences in a long text give."""
 

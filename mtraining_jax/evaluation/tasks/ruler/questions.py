@@ -1,7 +1,6 @@
 """RULER's question answering (scripts/data/synthetic/qa.py), from the published files."""
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,6 +10,7 @@ from mtraining_jax.evaluation.tasks.records import read_json
 from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
 from mtraining_jax.evaluation.tasks.task import Sample
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 
 _INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output "
@@ -31,20 +31,16 @@ class Question(NamedTuple):
 Data = tuple[list[Question], list[str]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class QuestionAnswering(SizedTask):
-    """Answers a question from one or two of many Wikipedia paragraphs.
-
-    Attributes:
-        squad: SQuAD 2.0 file, dev-v2.0.json, for ruler_qa_1; questions without an answer are
-            skipped.
-        hotpotqa: HotpotQA file, hotpot_dev_distractor_v1.json, for ruler_qa_2.
-    """
+    """Answers a question from one or two of many Wikipedia paragraphs."""
 
     max_new_tokens: ClassVar[int] = 32
 
     squad: str | None = None
+    """SQuAD 2.0 file, dev-v2.0.json, for ruler_qa_1; questions without an answer are skipped."""
     hotpotqa: str | None = None
+    """HotpotQA file, hotpot_dev_distractor_v1.json, for ruler_qa_2."""
 
     @property
     def needs(self) -> tuple[str, ...]:

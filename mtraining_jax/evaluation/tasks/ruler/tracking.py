@@ -1,11 +1,11 @@
 """RULER's variable tracking (scripts/data/synthetic/variable_tracking.py)."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from mtraining_jax.evaluation.tasks.haystack import NOISE
 from mtraining_jax.evaluation.tasks.sized import Draft, SizedTask
 from mtraining_jax.evaluation.tasks.words import letters_of
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.random_bits import Stream
 
 _TEMPLATE = (
@@ -20,7 +20,7 @@ _HOPS = 4
 _EXAMPLE_SIZE = 12
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class VariableTracking(SizedTask):
     """Finds five variables with one value, four of them assigned from another variable."""
 
