@@ -57,6 +57,6 @@ def make_parser(doc: str, *names: str) -> argparse.ArgumentParser:
     return parser
 
 
-def overrides(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns field and value of configuration overrides, written as --FIELD=VALUE."""
-    return [tuple(text.removeprefix("--").partition("=")[::2]) for text in texts]
+def overrides(texts: Sequence[str]) -> dict[str, str]:
+    """Returns values by field, of configuration overrides, written as --FIELD=VALUE."""
+    return dict(text.removeprefix("--").partition("=")[::2] for text in texts)

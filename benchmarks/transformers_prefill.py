@@ -29,8 +29,8 @@ def write_losses(options: Namespace, entry: dict[str, Any], ids: np.ndarray) -> 
     """Writes the loss of each token, by attention and length."""
     from mtraining_jax import Engine
 
-    pairs = [(f"sparsity.{name}", str(value)) for name, value in entry.items()]
-    sparse = Engine.load(options.folder, attention="sparse", overrides=pairs)
+    values = {f"sparsity.{name}": value for name, value in entry.items()}
+    sparse = Engine.load(options.folder, attention="sparse", overrides=values)
     found = {f"sparse {n}": sparse.token_losses(ids[: n + 1]) for n in options.lengths}
     found |= {f"dense {n}": sparse.dense().token_losses(ids[: n + 1]) for n in options.lengths}
     np.savez(options.losses, **found)

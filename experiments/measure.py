@@ -186,17 +186,15 @@ def load(tier: str, arm: str, seed: int, folder: Path, overrides: variants.Overr
         return Engine.load(folder / variants.run_name(tier, arm, seed), tokenizer=tokenizer)
     if model.init_from is None:
         raise UserError(f"tier {tier} starts from random parameters, so it has no arm {START}")
-    changed = []
+    changed = {}
     scaling = model.rope_scaling
     if scaling is not None:
-        changed = [
-            ("model.override", '["max_position_embeddings", "rope_scaling"]'),
-            ("model.max_position_embeddings", str(model.max_position_embeddings)),
-            *(
-                (f"model.rope_scaling.{name}", str(getattr(scaling, name)))
-                for name in ("type", "factor", "original_max_position_embeddings")
-            ),
-        ]
+        names = "type", "factor", "original_max_position_embeddings"
+        changed = {
+            "model.override": ["max_position_embeddings", "rope_scaling"],
+            "model.max_position_embeddings": model.max_position_embeddings,
+            **{f"model.rope_scaling.{name}": getattr(scaling, name) for name in names},
+        }
     return Engine.load(model.init_from, dtype=model.dtype, overrides=changed)
 
 

@@ -84,7 +84,7 @@ def train_command(
     path = variants.config_path(tier, arm).relative_to(ROOT)
     return [
         sys.executable, "train.py", "--config", str(path),
-        *(f"--{field}={value}" for field, value in overrides),
+        *(f"--{field}={value}" for field, value in overrides.items()),
         f"--run.name={name}", f"--run.output_dir={folder}",
         f"--run.seed={seed}", f"--data.seed={seed}", *more,
     ]  # fmt: skip

@@ -1,10 +1,9 @@
 """The arms of each tier: runs that differ only in their sparsity settings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mtraining_jax.config import Config
-from mtraining_jax.config.load import load_config
 from mtraining_jax.utils.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -36,7 +35,7 @@ EXTRA_PATTERNS = {
 # Needle tasks are slow, so the dense arm runs them with these patterns only.
 NEEDLES_OF_DENSE = ("dense", "sampled_rows", "vertical_slash")
 
-Overrides = list[tuple[str, str]]
+Overrides = dict[str, str]
 
 
 def config_path(tier: str, arm: str) -> Path:
@@ -51,9 +50,9 @@ def config_path(tier: str, arm: str) -> Path:
     return CONFIGS / f"{tier}_{arm}.toml"
 
 
-def arm_config(tier: str, arm: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """The validated configuration of an arm; raises what `load_config` raises."""
-    return load_config(str(config_path(tier, arm)), list(overrides))
+def arm_config(tier: str, arm: str, overrides: Mapping[str, str] | None = None) -> Config:
+    """The validated configuration of an arm; raises what `Config.load` raises."""
+    return Config.load(str(config_path(tier, arm)), overrides or {})
 
 
 def own_pattern(arm: str) -> str:
@@ -79,7 +78,7 @@ def run_name(tier: str, arm: str, seed: int) -> str:
 
 
 def split_overrides(texts: Iterable[str]) -> Overrides:
-    """Splits texts such as "sparsity.tau=0.9" into pairs of field and value.
+    """Splits texts such as "sparsity.tau=0.9" into values by field.
 
     Raises:
         UserError: if a text has no value.
@@ -88,4 +87,4 @@ def split_overrides(texts: Iterable[str]) -> Overrides:
     for name, equals, _ in pairs:
         if not equals:
             raise UserError(f"{name} needs a value, as in {name}=VALUE")
-    return [(name, value) for name, _, value in pairs]
+    return {name: value for name, _, value in pairs}

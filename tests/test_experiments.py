@@ -22,7 +22,7 @@ from experiments import (
     synthetic,
     variants,
 )
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.models.label_scores import LabelScores
 from mtraining_jax.patterns.options.base import ModelSizes
@@ -42,7 +42,7 @@ SMOLLM2 = {
 def overrides(tmp_path):
     """Overrides that replace the checkpoint, which is not part of the repository."""
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    return lambda tier: [("model.init_from", str(tmp_path))] if tier != "b" else []
+    return lambda tier: {"model.init_from": tmp_path} if tier != "b" else {}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys, overrides
     inside = np.setdiff1d(np.arange(ids.size), ends)
     text = np.maximum(rows.reshape(-1)[: ids.size], documents.OTHER)
     np.testing.assert_array_equal(ids[inside], text[inside])
-    config = load_config("experiments/configs/documents.toml", overrides("c"))
+    config = Config.load("experiments/configs/documents.toml", overrides("c"))
     assert config.parallel.replicas == 2 and config.data.eos == documents.END
 
 
@@ -235,7 +235,7 @@ class FakeEngine:
 def test_measuring_resumes_where_it_stopped(tmp_path, overrides):
     results = tmp_path / "a-s0.jsonl"
     configs = {
-        arm: variants.arm_config("a", arm, [*overrides("a"), ("data.seq_len", "256")])
+        arm: variants.arm_config("a", arm, overrides("a") | {"data.seq_len": 256})
         for arm in ("dense", "sampled_rows")
     }
 
@@ -261,7 +261,7 @@ def test_results_with_other_settings_are_not_resumed(tmp_path):
     engine = types.SimpleNamespace(loaded=types.SimpleNamespace(source="runs/b_dense_s0"))
 
     def header(steps, **other):
-        config = variants.arm_config("b", "dense", [("run.steps", steps)])
+        config = variants.arm_config("b", "dense", {"run.steps": steps})
         return provenance.header(engine, config, about | other)
 
     result_lines.append_lines(results, [header("700")])
@@ -579,7 +579,7 @@ def test_a_command_without_time_does_not_start(tmp_path, capsys):
 
 
 def test_runs_are_trained_by_train_py():
-    command = run.train_command("b", "window", 2, data.FOLDER, [("run.steps", "700")], True)
+    command = run.train_command("b", "window", 2, data.FOLDER, {"run.steps": "700"}, True)
     assert command[1:4] == ["train.py", "--config", "experiments/configs/b_window.toml"]
     assert "--run.name=b_window_s2_probe" in command and "--optimizer.decay_steps=700" in command
 
@@ -619,7 +619,7 @@ def test_answers_of_chats_are_in_their_texts(tmp_path):
 
 def test_the_configuration_of_chats(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    override = [("model.init_from", str(tmp_path)), ("data.tokenizer", "tokenizer.json")]
-    config = load_config("experiments/configs/chats.toml", override)
+    override = {"model.init_from": tmp_path, "data.tokenizer": "tokenizer.json"}
+    config = Config.load("experiments/configs/chats.toml", override)
     assert config.data.source_options.messages_field == "messages"
     assert config.eval.data.source_options.messages_field == "messages"

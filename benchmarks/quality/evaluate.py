@@ -24,7 +24,7 @@ from jax import Array
 from benchmarks.options import make_parser, overrides
 from benchmarks.report import table_head, table_line
 from benchmarks.timing import log, median_ms
-from mtraining_jax.config import Config, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.engine.network import Network
 from mtraining_jax.evaluation.engine.options import GenerateOptions
@@ -146,12 +146,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="new tokens per run")
     parser.add_argument("--bandwidth", type=float, default=4.0, help="of the memory, TB/s")
     args, fields = parser.parse_known_args()
-    pairs = overrides(fields)
+    values = overrides(fields)
     # One sequence with the whole prompt, and no training to audit.
-    pairs += [("parallel.replicas", "1"), ("data.seq_len", str(args.length))]
-    pairs += [("audit.interval", "0")]
+    values |= {"parallel.replicas": "1", "data.seq_len": str(args.length), "audit.interval": "0"}
     configs = {
-        name: load_config(args.config, [*pairs, ("sparsity.kind", name)]) for name in args.pattern
+        name: Config.load(args.config, values | {"sparsity.kind": name}) for name in args.pattern
     }
     config = configs[args.pattern[0]]
     set_platform(config.parallel.cpu_devices)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from benchmarks.options import make_parser, overrides
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.step.compiled_step import CompiledStep, Steps
-from mtraining_jax.config import Config, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.patterns.registry import split_options
 from mtraining_jax.training.build import build_layout, build_mesh
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -88,15 +88,15 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {len(failed)} patterns failed: {'; '.join(failed)}")
 
 
-def _run(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> list[str]:
-    base = load_config(args.config, [*pairs, ("sparsity.kind", "dense")])
+def _run(args: argparse.Namespace, values: dict[str, str]) -> list[str]:
+    base = Config.load(args.config, values | {"sparsity.kind": "dense"})
     set_platform(base.parallel.cpu_devices)
     mesh, model = build_mesh(base), base.model
     with tempfile.TemporaryDirectory() as folder:
         budgets = Path(folder) / "budgets.json"
         budgets.write_text(json.dumps([[_BUDGETS] * model.num_heads] * model.num_layers))
         configs = {
-            text: load_config(args.config, [*pairs, *_sparsity(text, budgets)])
+            text: Config.load(args.config, values | _sparsity(text, budgets))
             for text in args.patterns
         }
         page = Page(args.out)
@@ -113,10 +113,10 @@ def _run(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> list[str]:
     return failed
 
 
-def _sparsity(text: str, budgets: Path) -> list[tuple[str, str]]:
+def _sparsity(text: str, budgets: Path) -> dict[str, str]:
     name, options = split_options(text)
     options = {key: str(budgets) if x == "budgets" else x for key, x in options.items()}
-    return [("sparsity.kind", name), *((f"sparsity.{key}", x) for key, x in options.items())]
+    return {f"sparsity.{key}": x for key, x in ({"kind": name} | options).items()}
 
 
 def _head(config: Config, mesh: Mesh, steps: int) -> list[str]:

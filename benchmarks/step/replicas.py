@@ -41,7 +41,7 @@ from benchmarks.step.drawn_batches import (
 )
 from benchmarks.step.drawn_lists import BLOCK, DrawnLists
 from benchmarks.timing import log
-from mtraining_jax.config import Config, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.data.balance import imbalance
 from mtraining_jax.data.packing.packs import block_table
 from mtraining_jax.models.labels import IGNORE_LABEL
@@ -245,7 +245,7 @@ def configured(args: argparse.Namespace, fields: Sequence[str]) -> tuple[Run, Co
         UserError: if a field is given that the options set, or a replica to time has several
             devices.
     """
-    given = dict(overrides(fields))
+    given = overrides(fields)
     replica = {
         "data.mask_documents": "true", "data.batch_size": args.parts,
         "optimizer.accumulation_steps": args.parts, "parallel.replicas": 1,
@@ -263,8 +263,7 @@ def configured(args: argparse.Namespace, fields: Sequence[str]) -> tuple[Run, Co
     cut = _CUT if args.config == "qwen0_5b_512k" else {}
 
     def load(more: dict[str, object]) -> Config:
-        pairs = (cut | given | replica | more).items()
-        return load_config(args.config, [(name, str(value)) for name, value in pairs])
+        return Config.load(args.config, cut | given | replica | more)
 
     alone = load({})
     if alone.ranks != 1 and not args.predict:

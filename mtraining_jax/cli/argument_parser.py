@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mtraining_jax.config import Config, available_configs, load_config
+from mtraining_jax.config import Config, available_configs
 from mtraining_jax.config.help import all_fields, nearest
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
@@ -34,11 +34,11 @@ def config_parser() -> ArgumentParser:
 def parse_with_overrides(parser: ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parses arguments, with the fields of a configuration as `--section.field=value`.
 
-    The result also has these `overrides`, which `load_config` validates. Raises UserError with a
+    The result also has these `overrides`, which `Config.load` validates. Raises UserError with a
     line per unknown option or misplaced argument.
     """
     options, rest = parser.parse_known_args([x if x != "-h" else "--help" for x in arguments])
-    overrides, positional, problems = [], [], []
+    overrides, positional, problems = {}, [], []
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument[2:].partition("=")
@@ -46,9 +46,9 @@ def parse_with_overrides(parser: ArgumentParser, arguments: Sequence[str]) -> ar
             positional.append(argument)
             continue
         if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else None
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else ...
         if "." in name:
-            overrides.append((name, value))
+            overrides[name] = value
         else:
             problems.append(_unknown_option(name, parser.names))
     if positional:
@@ -72,7 +72,7 @@ def selected_config(options: argparse.Namespace) -> Config:
             f"--config NAME is missing; choose one of {names} or pass the path of a TOML file; "
             "see --help"
         )
-    return load_config(options.config, options.overrides)
+    return Config.load(options.config, options.overrides)
 
 
 def _misplaced(text: str, names: Sequence[str], has_config: bool) -> str:

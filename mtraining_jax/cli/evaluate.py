@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     }
     if found.depths is not None:
         found.options["depths"] = str(found.depths)
-    found.overrides = [pair for pair in forwarded.items() if not pair[0].startswith("task.")]
+    found.overrides = {x: forwarded[x] for x in forwarded if not x.startswith("task.")}
     return found
 
 

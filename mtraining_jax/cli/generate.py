@@ -119,7 +119,7 @@ def _run(arguments: list[str]) -> int:
     try:
         with console.status(Text(printable(f"loading {found.model} ..."))) as status:
             how = {name: getattr(found, name) for name in ("attention", "dtype", "tokenizer")}
-            engine = Engine.load(found.model, overrides=list(overrides.items()), **how)
+            engine = Engine.load(found.model, overrides=overrides, **how)
             ids = engine.encode(contents, options.max_new_tokens)
             note = engine.loaded.note_on_dense_use()
             if found.attention == "dense" and note is not None:

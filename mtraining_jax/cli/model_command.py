@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mtraining_jax.cli.argument_parser import ArgumentParser
+from mtraining_jax.config import fields_with
 from mtraining_jax.config import help_text as fields_text
-from mtraining_jax.config.load import fields_with
 from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.file_limits import is_url
@@ -58,7 +58,7 @@ def run_command(
 def _fields_of(section: str, arguments: Sequence[str]) -> str:
     """Help on a section; arguments such as --data.source=text select plug-ins."""
     named = [argument[2:].partition("=") for argument in arguments if argument.startswith("--")]
-    overrides = [(name, value) for name, equals, value in named if "." in name and equals]
+    overrides = {name: value for name, equals, value in named if "." in name and equals}
     return fields_text(fields_with(None, overrides), section)
 
 

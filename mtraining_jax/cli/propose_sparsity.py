@@ -18,7 +18,7 @@ from mtraining_jax.cli.model_command import (
     run_command,
     token_count,
 )
-from mtraining_jax.config import Config, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.patterns.registry import parse_options, split_options
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
@@ -87,9 +87,7 @@ def _run(arguments: list[str]) -> int:
     from mtraining_jax.evaluation.engine.engine import Engine
 
     console = results_console()
-    engine = Engine.load(
-        own.model, dtype=own.dtype, tokenizer=own.tokenizer, overrides=list(overrides.items())
-    )
+    engine = Engine.load(own.model, dtype=own.dtype, tokenizer=own.tokenizer, overrides=overrides)
     proposal.check_length(engine, settings.values(), own.length)
     sequences = proposal.read_sequences(engine, own.text, own.length, own.sequences)
     say = console.print
@@ -158,8 +156,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
 def config_with(name: str, text: str) -> Config:
     """Loads the configuration of a run with a setting."""
     kind, options = split_options(text)
-    fields = [("sparsity.kind", kind), *((f"sparsity.{key}", x) for key, x in options.items())]
-    return load_config(name, fields)
+    fields = {"kind": kind, **options}
+    return Config.load(name, {f"sparsity.{key}": value for key, value in fields.items()})
 
 
 def forecast_seconds(config: Config, density: float) -> float | None:

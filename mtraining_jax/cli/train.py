@@ -4,8 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
-from mtraining_jax.config import available_configs, config_to_toml, help_text
-from mtraining_jax.config.load import fields_with
+from mtraining_jax.config import available_configs, fields_with, help_text
 from mtraining_jax.config.notes import notes
 from mtraining_jax.planning.hardware import GPUS
 from mtraining_jax.utils.errors import DoesNotFit, UserError, print_error
@@ -78,10 +77,10 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     if options.dry_run_gpu is not None and options.dry_run is None:
         raise UserError(f"--dry-run-gpu={options.dry_run_gpu} needs --dry-run")
     config = selected_config(options)
-    for sentence in notes(config, [name for name, _ in options.overrides], options.config):
+    for sentence in notes(config, options.overrides, options.config):
         print_message(f"note: {sentence}")
     if options.print_config:
-        return print_text(config_to_toml(config))
+        return print_text(config.to_toml())
     if options.dry_run is not None:
         from mtraining_jax.planning.dry_run import dry_run
 

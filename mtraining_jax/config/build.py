@@ -1,4 +1,4 @@
-"""Builds a `Config` from tables of values; reports all mistakes together."""
+"""Builds the sections of a configuration from tables; reports all mistakes together."""
 
 import difflib
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.help import nearest
 from mtraining_jax.config.init_from import with_checkpoint
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.sections import RunConfig
 from mtraining_jax.config.tables import Table, table_of, table_type
 from mtraining_jax.utils.errors import UserError
@@ -45,7 +45,7 @@ def merged(layers: Layers) -> tuple[dict[str, Any], dict[str, int]]:
 class Builder:
     """Builds the sections and collects all problems.
 
-    The first layer is the command line, which `problems` are of; the second one is the file of the
+    The first layer has the overrides, which `problems` are of; the second one is the file of the
     configuration. `stored` values were saved by a run: they may have options of other plug-ins.
     """
 
@@ -56,14 +56,15 @@ class Builder:
         self._meant: set[str] = set()  # fields that were probably misspelled
         self._inherited: set[str] = set()  # fields of eval.data, reported as those of data
 
-    def config(self) -> Config:
+    def sections(self) -> dict[str, Any]:
+        """The sections by name, or a UserError."""
         table = with_checkpoint(self._table, self._report)
         table, self._inherited = with_data_of_training(self._with_one_length(table))
         for name in table:
-            if name not in fields_of(Config):
+            if name not in fields_of(Sections):
                 self._report_unknown(name)
         built = {}
-        for name, field in fields_of(Config).items():
+        for name, field in fields_of(Sections).items():
             values = table.get(name, {})
             if isinstance(values, dict):
                 built[name] = self._build(name, field.annotation, values)
@@ -74,14 +75,14 @@ class Builder:
                 self._report(name, f"{name} = {_shown(values)} must be a section: write [{name}]")
         if self._problems:
             raise UserError("\n".join(self._problems))
-        return Config(**built)
+        return built
 
     def _with_one_length(self, table: dict[str, Any]) -> dict[str, Any]:
         """Drops `run.steps` or `run.epochs`, whichever the other one overrides."""
         run = table.get("run")
         if not isinstance(run, dict) or "steps" not in run or run.get("epochs") is None:
             return table
-        if run["steps"] == "none":
+        if run["steps"] in ("none", None):
             return {**table, "run": {name: run[name] for name in run if name != "steps"}}
         steps, epochs = (self._origins[f"run.{name}"] for name in ("steps", "epochs"))
         if steps == epochs and run["steps"] != RunConfig.steps:  # printed files have the default
@@ -162,7 +163,7 @@ class Builder:
 
 def _unknown(name: str, fields: Fields) -> str:
     """Error message for an unknown section or field."""
-    head, sections = name.rpartition(".")[0], fields_of(Config)
+    head, sections = name.rpartition(".")[0], fields_of(Sections)
     what = "a field" if head else "a section or field"
     if not head and (close := difflib.get_close_matches(name, sections, 1)):
         return f"{name} is not a section; did you mean {close[0]}?"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.sections import AuditConfig, DataConfig
 from mtraining_jax.utils.fields import fields_of
 
@@ -27,7 +27,7 @@ def with_data_of_training(table: Mapping[str, Any]) -> tuple[dict[str, Any], set
     return {**table, "eval": {**held_out, "data": inherited | given}}, filled
 
 
-def evaluation_of(config: Config) -> Config:
+def evaluation_of[C: Sections](config: C) -> C:
     """The configuration with validation data in place of training data."""
     return dataclasses.replace(
         config,

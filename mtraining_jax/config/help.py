@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.tables import table_of, table_type
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, toml_value
@@ -60,7 +60,7 @@ def all_fields(values: Mapping[str, Any] | None = None) -> dict[str, Field]:
                 found[dotted] = dataclasses.replace(field, words=f"a table of {names} or none")
         return list(fields)
 
-    for name, field in fields_of(Config).items():
+    for name, field in fields_of(Sections).items():
         collect(name, field.annotation, (values or {}).get(name))
     return found
 
@@ -97,7 +97,7 @@ def help_text(
         UserError: unknown section.
     """
     fields = all_fields() if fields is None else fields
-    sections, wanted = fields_of(Config), section or ""
+    sections, wanted = fields_of(Sections), section or ""
     if wanted and wanted not in {*sections, *fields}:
         near = nearest(wanted, [*sections, *fields])
         hint = f"did you mean {near}? Choose" if near else "choose"

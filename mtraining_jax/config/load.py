@@ -1,98 +1,131 @@
-"""Loads a validated `Config` from a TOML file and overrides."""
+"""The configuration of a run: `Config.load`, and what follows from the data of a run."""
 
 import dataclasses
 import logging
 import math
+import os
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
-from mtraining_jax.config.build import Builder, Fields, Layer, Layers, merged
+from mtraining_jax.config.build import Builder, Layer, Layers, merged
 from mtraining_jax.config.files import find_config, read_chain
 from mtraining_jax.config.held_out import about_held_out, with_data_of_training
 from mtraining_jax.config.help import all_fields
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.sections import DataConfig
 from mtraining_jax.config.tables import values_of
 from mtraining_jax.config.validate import validate
 from mtraining_jax.data.corpus import packs_of, starts_of
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field, fields_of, toml_value
+from mtraining_jax.utils.fields import Field, fields_of, options, toml_value
 from mtraining_jax.utils.text import counted
 
-# Dotted field name and value as text; None if an option of the command line has no value.
-Overrides = Sequence[tuple[str, str | None]]
-_COMMAND_LINE = "command line"
+# Values by dotted field: Python values, or text as on the command line, which is parsed as TOML or
+# else as a plain string; `...` for an option without a value, true for a boolean field.
+Overrides = Mapping[str, Any]
+NO_OVERRIDES: Overrides = MappingProxyType({})
 _LOG = logging.getLogger(__name__)
 
 
-def load_config(name_or_path: str | Path, overrides: Overrides = ()) -> Config:
-    """Loads and validates the configuration of a run.
+@options(kw_only=True)
+class Config(Sections):
+    """The configuration of a run; see `Config.load`."""
 
-    Args:
-        name_or_path: a name from `available_configs()`, or the path of a TOML file.
-        overrides: pairs of dotted field name and value as text, parsed as TOML or else as a plain
-            string. Later overrides win. None is the value of a boolean field that is true.
+    @classmethod
+    def load(cls, name_or_path: str | Path, overrides: Overrides = NO_OVERRIDES) -> Self:
+        """Loads and validates the configuration of a run.
 
-    Raises:
-        UserError: one line per problem.
-    """
-    layers = _file_layers(name_or_path)
-    default_name = {"run": {"name": Path(layers[0][0]).stem}}
-    config = _load([*layers, ("default", default_name)], overrides)
-    names = {name for name, _ in overrides}
-    if "run.steps" in names:
-        config = _with_warm_ups_that_fit(config, names)
-    validate(config)
-    return config
+        Args:
+            name_or_path: a name from `available_configs()`, or the path of a TOML file.
+            overrides: values by dotted field: `{"data.seq_len": 131072}`; text is parsed as on the
+                command line.
 
+        Raises:
+            UserError: one line per problem.
+        """
+        layers = _file_layers(name_or_path)
+        default_name = {"run": {"name": Path(layers[0][0]).stem}}
+        config = _load(cls, [*layers, ("default", default_name)], overrides)
+        if "run.steps" in overrides:
+            config = config._with_warm_ups_that_fit(overrides)
+        validate(config)
+        return config
 
-def _with_warm_ups_that_fit(config: Config, names: Collection[str]) -> Config:
-    """Shortens warm-ups of a file for a test run of few steps; `names` are set by the user."""
-    steps, optimizer, sparsity = config.run.steps, config.optimizer, config.sparsity
-    too_long = []
-    ends = optimizer.schedule != "constant" and optimizer.decay_steps is None
-    if ends and optimizer.warmup_steps > steps:
-        too_long.append("optimizer.warmup_steps")
-    if sparsity.dense_warmup_steps + sparsity.dense_cooldown_steps > steps:
-        too_long += ["sparsity.dense_warmup_steps", "sparsity.dense_cooldown_steps"]
-    for name in too_long:
-        section, field = name.split(".")
-        before, now = getattr(getattr(config, section), field), steps // 10
-        if name not in names and before > now:
-            part = dataclasses.replace(getattr(config, section), **{field: now})
-            config = dataclasses.replace(config, **{section: part})
-            note = "note: %s = %d, instead of %d in the file, to fit run.steps = %d"
-            _LOG.warning(note, name, now, before, steps)
-    return config
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], source: str = "the table") -> Self:
+        """Builds and validates a configuration from nested dicts, the inverse of `to_dict`.
 
+        Args:
+            table: values by section and field; lists or tuples for lists.
+            source: origin of the values, for error messages.
 
-def config_from_dict(table: Mapping[str, Any], source: str) -> Config:
-    """Builds and validates a `Config` from a nested dict, the inverse of `config_to_dict`.
+        Raises:
+            UserError: one line per problem.
+        """
+        config = _load(cls, [(source, table)])
+        validate(config)
+        return config
 
-    Raises:
-        UserError: one line per problem.
-    """
-    config = _load([(source, table)])
-    validate(config)
-    return config
+    @classmethod
+    def from_record(
+        cls, table: Mapping[str, Any], source: str, overrides: Overrides = NO_OVERRIDES
+    ) -> Self:
+        """Builds the configuration that a run stored; arguments as in `from_dict` and `load`.
 
+        Single fields are validated, but not their combinations, so training data is not needed.
+        Options of plug-ins that are not selected are ignored.
 
-def config_of_model(table: Mapping[str, Any], source: str, overrides: Overrides = ()) -> Config:
-    """Builds a `Config` for inference: validates single fields only, and needs no training data.
+        Raises:
+            UserError: one line per problem.
+        """
+        return _load(cls, [(source, table)], overrides, stored=True)
 
-    Options of plug-ins that are not selected are ignored.
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts of JSON values; as in files, options of plug-ins are fields of a section."""
+        sections = fields_of(Sections).items()
+        return {name: values_of(field.annotation, getattr(self, name)) for name, field in sections}
 
-    Args:
-        table: values by section and field; lists or tuples for lists.
-        source: origin of the values, for error messages.
-        overrides: as in `load_config`.
+    def to_toml(self) -> str:
+        """TOML text that loads to an equal configuration.
 
-    Raises:
-        UserError: one line per problem.
-    """
-    return _load([(source, table)], overrides, stored=True)
+        TOML has no null: fields that are None become comments. None is always their default.
+        """
+        lines: list[str] = []
+
+        def add(title: str, values: Mapping[str, Any]) -> None:
+            lines.extend(["", f"[{title}]"] if lines else [f"[{title}]"])
+            for name, value in values.items():
+                if not isinstance(value, dict):
+                    lines.append(f"{'# ' if value is None else ''}{name} = {toml_value(value)}")
+            for name, value in values.items():
+                if isinstance(value, dict):
+                    add(f"{title}.{name}", value)
+
+        for name, section in self.to_dict().items():
+            add(name, section)
+        return "\n".join(lines) + "\n"
+
+    def _with_warm_ups_that_fit(self, overrides: Overrides) -> Self:
+        """Shortens warm-ups of a file for a test run of few steps."""
+        config, steps, schedule = self, self.run.steps, self.optimizer
+        too_long = []
+        ends = schedule.schedule != "constant" and schedule.decay_steps is None
+        if ends and schedule.warmup_steps > steps:
+            too_long.append("optimizer.warmup_steps")
+        if self.sparsity.dense_warmup_steps + self.sparsity.dense_cooldown_steps > steps:
+            too_long += ["sparsity.dense_warmup_steps", "sparsity.dense_cooldown_steps"]
+        for name in too_long:
+            section, field = name.split(".")
+            before, now = getattr(getattr(config, section), field), steps // 10
+            if name not in overrides and before > now:
+                part = dataclasses.replace(getattr(config, section), **{field: now})
+                config = dataclasses.replace(config, **{section: part})
+                note = "note: %s = %d, instead of %d in the file, to fit run.steps = %d"
+                _LOG.warning(note, name, now, before, steps)
+        return config
 
 
 def with_steps(config: Config) -> Config:
@@ -157,7 +190,9 @@ def with_bos(config: Config, saved: Mapping[str, Any] | None = None) -> Config:
     return dataclasses.replace(config, data=data, eval=held_out)
 
 
-def fields_with(name_or_path: str | None, overrides: Overrides) -> dict[str, Field]:
+def fields_with(
+    name_or_path: str | None = None, overrides: Overrides = NO_OVERRIDES
+) -> dict[str, Field]:
     """All fields by dotted name, with those of the plug-ins that a file and overrides select."""
     try:
         layers = [] if name_or_path is None else _file_layers(name_or_path)
@@ -171,63 +206,60 @@ def _file_layers(name_or_path: str | Path) -> list[Layer]:
     return [(str(path), table) for path, table in chain]
 
 
-def check_overrides(overrides: Overrides) -> None:
-    """Raises a UserError unless overrides are pairs of a field and its value."""
-    for pair in [overrides] if isinstance(overrides, str | Mapping) else overrides:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise UserError(
-                f"overrides={overrides!r} must be pairs of a field and its value, such as "
-                '[("run.steps", "10")]'
-            )
+def check_overrides(overrides: Any) -> None:
+    """Raises a UserError unless overrides are values by field."""
+    if not isinstance(overrides, Mapping):
+        way = 'values by field, such as {"run.steps": 10}'
+        raise UserError(f"overrides={overrides!r} must be a dict of {way}")
 
 
-def _load(layers: Layers, overrides: Overrides = (), stored: bool = False) -> Config:
+def _load[C: Sections](
+    cls: type[C], layers: Layers, overrides: Overrides = NO_OVERRIDES, stored: bool = False
+) -> C:
     check_overrides(overrides)
-    overrides = [(name, None if value is None else str(value)) for name, value in overrides]
     for _, values in layers:
         all_fields(values)  # loads their plug-ins, so that options of those are known
     fields = _selected_fields(layers, overrides)
-    table, problems = _command_line(overrides, fields)
-    return Builder([table, *layers], fields, problems, stored).config()
+    layer, problems = _override_layer(overrides, fields)
+    return cls(**Builder([layer, *layers], fields, problems, stored).sections())
 
 
 def _selected_fields(layers: Layers, overrides: Overrides) -> dict[str, Field]:
-    untyped, _ = _command_line(overrides, {})
+    untyped, _ = _override_layer(overrides, {})
     return all_fields(with_data_of_training(merged([untyped, *layers])[0])[0])
 
 
-def _command_line(overrides: Overrides, fields: Fields) -> tuple[Layer, list[str]]:
-    """The table of the command line, and the problems of values that cannot be parsed."""
-    table: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, text in overrides:
+def _override_layer(overrides: Overrides, fields: Mapping[str, Field]) -> tuple[Layer, list[str]]:
+    """The table of the overrides, and the problems of texts that cannot be parsed."""
+    is_text = all(isinstance(value, str) or value is ... for value in overrides.values())
+    label, table, problems = "command line" if is_text else "overrides", {}, []
+    for name, value in overrides.items():
+        *folders, leaf = name.split(".")
+        inner: dict[str, Any] = table
+        for folder in folders:
+            if not isinstance(inner.get(folder), dict):
+                inner[folder] = {}
+            inner = inner[folder]
         try:
-            _put(table, name, parse_value(name, text, fields.get(name)))
+            inner[leaf] = _parsed(name, value, fields.get(name))
         except UserError as error:
-            problems.append(f"{_COMMAND_LINE}: {error}")
-    return (_COMMAND_LINE, table), problems
+            problems.append(f"{label}: {error}")
+    return (label, table), problems
 
 
-def _put(table: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a dotted field of a nested dict; creates missing tables."""
-    *folders, leaf = name.split(".")
-    for folder in folders:
-        if not isinstance(table.get(folder), dict):
-            table[folder] = {}
-        table = table[folder]
-    table[leaf] = value
-
-
-def parse_value(name: str, text: str | None, field: Field | None) -> Any:
-    """Parses the command line value of a field; a `field` of None has an unknown type.
+def _parsed(name: str, given: Any, field: Field | None) -> Any:
+    """The value of an override; a `field` of None has an unknown type.
 
     Accepts `none`, booleans in any case, strings without quotes and single items of lists.
     """
     kinds = frozenset() if field is None else field.kinds
-    if text is None:
+    if given is ...:
         if field is None or bool in kinds:
             return True
         raise UserError(f"{name} needs a value: --{name}=VALUE")
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str):
+        return text
     if type(None) in kinds and text.lower() in ("none", "null"):
         return None
     if bool in kinds and text.lower() in ("true", "false"):
@@ -243,33 +275,3 @@ def parse_value(name: str, text: str | None, field: Field | None) -> Any:
     if not isinstance(value, str) and type(value) not in kinds and kinds & {str, list}:
         value = text
     return [value] if list in kinds and isinstance(value, str) else value
-
-
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Nested dicts of JSON values; `config_from_dict` is the inverse.
-
-    As in files, the options of a plug-in are fields of its section.
-    """
-    sections = fields_of(Config).items()
-    return {name: values_of(field.annotation, getattr(config, name)) for name, field in sections}
-
-
-def config_to_toml(config: Config) -> str:
-    """TOML text that loads to an equal configuration.
-
-    TOML has no null: fields that are None become comments. None is always their default.
-    """
-    lines: list[str] = []
-
-    def table(title: str, values: Mapping[str, Any]) -> None:
-        lines.extend(["", f"[{title}]"] if lines else [f"[{title}]"])
-        for name, value in values.items():
-            if not isinstance(value, dict):
-                lines.append(f"{'# ' if value is None else ''}{name} = {toml_value(value)}")
-        for name, value in values.items():
-            if isinstance(value, dict):
-                table(f"{title}.{name}", value)
-
-    for name, section in config_to_dict(config).items():
-        table(name, section)
-    return "\n".join(lines) + "\n"

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.validate import DENSE_STEPS
 from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.models.huggingface.config import sparse_entry
 from mtraining_jax.models.spec import layer_windows
 
 
-def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
+def notes(config: Sections, names: Iterable[str], path: str = "") -> list[str]:
     """Hints, and a sentence for each of the named fields that has no effect.
 
     The names are those of the command line, where such a field is most likely a mistake; `path` is
@@ -56,13 +56,13 @@ def notes(config: Config, names: Iterable[str], path: str = "") -> list[str]:
     return found
 
 
-def _reads_text_as_bytes(config: Config) -> bool:
+def _reads_text_as_bytes(config: Sections) -> bool:
     is_text = not config.data.source_options.holds_ids
     has_own = (Path(config.model.init_from or "") / "tokenizer.json").is_file()
     return is_text and config.data.tokenizer == BYTES and not has_own
 
 
-def _reasons(config: Config, name: str) -> Iterator[str]:
+def _reasons(config: Sections, name: str) -> Iterator[str]:
     """Why a field has no effect."""
     section, _, field = name.partition(".")
     audit, schedule = config.audit, config.optimizer.schedule

@@ -6,7 +6,7 @@ from mtraining_jax.utils.fields import options
 
 
 @options(kw_only=True)
-class Config:
+class Sections:
     """The sections of a run. `validate` checks that all divisions of derived sizes are exact."""
 
     run: sections.RunConfig = sections.RunConfig()

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from mtraining_jax.config.held_out import about_held_out, evaluation_of
-from mtraining_jax.config.schema import Config
+from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.sections import GCS
 from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.huggingface.config import FREE
@@ -28,7 +28,7 @@ DENSE_STEPS = (
 )
 
 
-def validate(config: Config, device_count: int | None = None, platform: str = "") -> None:
+def validate(config: Sections, device_count: int | None = None, platform: str = "") -> None:
     """Rejects a configuration with contradictory fields.
 
     Raises:
@@ -67,13 +67,13 @@ class _Named:
         return f"{self._name} = {shortened(toml_value(self._value))}"
 
 
-def _product(config: Config, *names: str) -> str:
+def _product(config: Sections, *names: str) -> str:
     """Fields and their product: `data.seq_len * data.batch_size = 128 * 2 = 256`."""
     values = attrgetter(*names)(config)
     return f"{' * '.join(names)} = {' * '.join(map(str, values))} = {math.prod(values)}"
 
 
-def _run(config: Config) -> Iterator[str]:
+def _run(config: Sections) -> Iterator[str]:
     run, optimizer, profile, named = config.run, config.optimizer, config.profile, _Named(config)
     if is_url(run.output_dir) and not run.output_dir.startswith(GCS):
         reason = "because Orbax writes arrays to no other kind of URL"
@@ -114,7 +114,7 @@ def _run(config: Config) -> Iterator[str]:
         yield f"{traced} end at step {last}, after {named.run.steps}"
 
 
-def offload_problems(config: Config) -> Iterator[str]:
+def offload_problems(config: Sections) -> Iterator[str]:
     """Yields what makes `optimizer.offload = "all"` impossible."""
     named, offload = _Named(config), 'optimizer.offload = "all"'
     for name, least in (("parallel.replicas", 1), ("audit.gradient_interval", 0)):
@@ -129,7 +129,7 @@ def offload_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _sequence(config: Config) -> Iterator[str]:
+def _sequence(config: Sections) -> Iterator[str]:
     """Checks the length and number of sequences."""
     model, data, named = config.model, config.data, _Named(config)
     for name in model.override:
@@ -163,7 +163,7 @@ def _not_a_multiple(field: _Named, value: int, words: str, unit: int) -> str:
     return f"{field} is not a multiple of {words}; use {nearest_multiples(value, unit)}"
 
 
-def _sparsity(config: Config) -> Iterator[str]:
+def _sparsity(config: Sections) -> Iterator[str]:
     sparsity, pattern, named = config.sparsity, config.sparsity.pattern, _Named(config)
     for name in ("audit.interval", "audit.gradient_interval"):
         if attrgetter(name)(config) and not pattern.selects:
@@ -201,7 +201,7 @@ def _needs_selection(named: _Named, name: str, instead: str) -> str:
     )
 
 
-def _dense_steps(config: Config) -> Iterator[str]:
+def _dense_steps(config: Sections) -> Iterator[str]:
     """Rejects what cannot be combined with dense steps."""
     sparsity, named = config.sparsity, _Named(config)
     given = [name for name in DENSE_STEPS if attrgetter(name)(config)]
@@ -227,7 +227,7 @@ def _dense_steps(config: Config) -> Iterator[str]:
         yield f"{names} cannot be combined with {named.data.balance}, which {learns}; {way}"
 
 
-def _lora(config: Config) -> Iterator[str]:
+def _lora(config: Sections) -> Iterator[str]:
     lora, model, named = config.lora, config.model, _Named(config)
     if lora.spec is None:
         if lora.init_from is not None:
@@ -257,7 +257,7 @@ def _lora(config: Config) -> Iterator[str]:
                 yield f"{named.lora.init_from} has {name} = {was}; set lora.{name} = {was}"
 
 
-def _audit(config: Config) -> Iterator[str]:
+def _audit(config: Sections) -> Iterator[str]:
     audit, unit, named = config.audit, config.sequence_unit, _Named(config)
     layers, heads = config.model.num_layers, config.model.num_heads
     for text in audit.masks:
@@ -279,7 +279,7 @@ def _audit(config: Config) -> Iterator[str]:
         yield _not_a_multiple(named.audit.gradient_tokens, tokens, words, unit)
 
 
-def _devices(config: Config, device_count: int | None, platform: str) -> Iterator[str]:
+def _devices(config: Sections, device_count: int | None, platform: str) -> Iterator[str]:
     parallel, distributed, named = config.parallel, config.distributed, _Named(config)
     factors = "parallel.replicas", "parallel.nodes", "parallel.devices_per_node"
     words, cpus = f"{_product(config, *factors)} devices", named.parallel.cpu_devices
@@ -301,7 +301,7 @@ def _devices(config: Config, device_count: int | None, platform: str) -> Iterato
     yield f"{words}, {why}"
 
 
-def _data(config: Config) -> Iterator[str]:
+def _data(config: Sections) -> Iterator[str]:
     data, named = config.data, _Named(config)
     yield from data.source_options.problems(data, config.model.vocab_size)
     if config.loss.weighting == "document" and not data.has_documents:
@@ -318,7 +318,7 @@ def _data(config: Config) -> Iterator[str]:
         yield f"{field} cannot be combined with {named.sparsity.kind}: {error}"
 
 
-def _held_out(config: Config) -> Iterator[str]:
+def _held_out(config: Sections) -> Iterator[str]:
     held_out, named = config.eval, _Named(config)
     if not held_out.interval:
         return
@@ -340,7 +340,7 @@ def _held_out(config: Config) -> Iterator[str]:
         yield from map(about_held_out, (*_sequence(evaluation), *_data(evaluation)))
 
 
-def _distributed(config: Config) -> Iterator[str]:
+def _distributed(config: Sections) -> Iterator[str]:
     distributed, named = config.distributed, _Named(config).distributed
     names = [f"distributed.{x}" for x in ("coordinator", "num_processes", "process_id")]
     have = [name for name in names if attrgetter(name)(config) is not None]

@@ -75,7 +75,7 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
     """Returns what all lines of a folder must have in common; see `Results`."""
     sparsity = [
         f"{name.removeprefix('sparsity.')}={value}"
-        for name, value in sorted(request.overrides)
+        for name, value in sorted(request.overrides.items())
         if name.startswith("sparsity.")
     ]
     tasks = {}

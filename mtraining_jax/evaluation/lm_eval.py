@@ -62,8 +62,8 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportGeneralTypeIssues]
                 f"{jax.process_count()} processes are running, but lm-evaluation-harness supports "
                 "only one; use the devices of one host"
             )
-        overrides = [(name, str(value)) for name, value in more.items() if name not in _NOT_READ]
-        for name, _ in overrides:
+        overrides = {name: str(value) for name, value in more.items() if name not in _NOT_READ}
+        for name in overrides:
             if name.partition(".")[0] not in _SECTIONS:
                 raise UserError(
                     f"unknown model argument {name}; use path, attention, dtype, tokenizer or "

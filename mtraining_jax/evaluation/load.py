@@ -11,9 +11,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from mtraining_jax.config import Config, config_of_model
+from mtraining_jax.config import Config
 from mtraining_jax.config.init_from import as_toml
-from mtraining_jax.config.load import with_bos
+from mtraining_jax.config.load import NO_OVERRIDES, Overrides, with_bos
 from mtraining_jax.data.documents import DocumentSource, check_ends
 from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
 from mtraining_jax.evaluation.engine.network import Network
@@ -47,7 +47,6 @@ from mtraining_jax.utils.printable import printable
 from mtraining_jax.utils.text import counted
 
 AttentionKind = Literal["dense", "sparse"]
-Overrides = Sequence[tuple[str, str]]
 
 # Sections of a run's configuration that matter for inference.
 _SECTIONS = ("model", "sparsity", "parallel", "data", "loss", "lora")
@@ -86,7 +85,7 @@ class Loaded:
 def load(
     folder: str | Path,
     attention: AttentionKind,
-    overrides: Overrides = (),
+    overrides: Overrides = NO_OVERRIDES,
     dtype: str | None = None,
     tokenizer: str | None = None,
     sparse_answers: bool = False,
@@ -100,7 +99,7 @@ def load(
         raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
     check_devices()
     if dtype is not None:
-        overrides = [*overrides, ("model.dtype", dtype)]
+        overrides = {**overrides, "model.dtype": dtype}
     if step is None:
         source, trained_sparse, ends = str(folder), False, read_end_tokens(folder)
         # bfloat16 is slow on a CPU.
@@ -128,11 +127,11 @@ def load(
         trained_sparse = sparsity.get("kind", "dense") != "dense" and not dense_steps
         trained_sparse &= place.get(LOWEST_DENSITY, 0) < _DENSE  # short documents are dense
     table["parallel"] |= _devices(table["parallel"])
-    options = [name for name, _ in overrides if name.startswith("sparsity.")]
+    options = [name for name in overrides if name.startswith("sparsity.")]
     if attention == "dense" and options == ["sparsity.block_size"]:
         # The configured pattern is not used, and may not allow this block size.
-        overrides = [*overrides, ("sparsity.kind", "dense")]
-    config = config_of_model(table, source, overrides)
+        overrides = {**overrides, "sparsity.kind": "dense"}
+    config = Config.from_record(table, source, overrides)
     if step is not None:
         with contextlib.suppress(UserError):  # token files may be gone
             config = with_bos(config, table)
@@ -168,10 +167,10 @@ def load(
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
 
 
-def max_positions(folder: Path, overrides: Overrides = ()) -> int:
+def max_positions(folder: Path, overrides: Overrides = NO_OVERRIDES) -> int:
     """Returns the maximum context length of a model, without reading its parameters."""
     name, checkpoints = "max_position_embeddings", folder / CHECKPOINTS_NAME
-    if (changed := dict(overrides).get(f"model.{name}", "")).isdecimal():  # else it is refused
+    if (changed := str(overrides.get(f"model.{name}", ""))).isdecimal():  # else it is refused
         return int(changed)
     if (step := newest_step(checkpoints)) is not None:
         return read_record(checkpoints, step)["config"]["model"][name]
@@ -244,20 +243,19 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> PatternO
 
 def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the sections lora and model for a folder of PEFT."""
-    given = dict(overrides)
     _, named = read_peft_config(folder)
-    base = given.get("model.init_from", named)
+    base = overrides.get("model.init_from", named)
     if base is None or not Path(base).expanduser().is_dir():
         what = "no base model" if base is None else f"{base} as base model, which is not a folder"
         raise UserError(
             f"{folder / PEFT_CONFIG} names {what}; give its folder with --model.init_from=FOLDER"
         )
-    family = read_hf_values(base, given.get("model.family"))["family"]
+    family = read_hf_values(base, overrides.get("model.family"))["family"]
     lora, _ = read_peft_config(folder, family)
     fields = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
     model: dict[str, Any] = {"init_from": base}
     if (changed := folder / MODEL_CONFIG).is_file():  # by the run, for example its context length
-        values = read_hf_values(changed, given.get("model.family"))
+        values = read_hf_values(changed, overrides.get("model.family"))
         model |= {name: as_toml(values[name]) for name in FREE} | {"override": list(FREE)}
     return fields | {"init_from": str(folder)}, model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.planning.dry_run import SPARE, available
 from mtraining_jax.planning.fitting import Proposal, fastest
 from mtraining_jax.planning.hardware import H100, H200, Gpu
@@ -42,7 +42,7 @@ def longest(config_name: str, gpus: int, gpu: Gpu) -> Proposal | None:
             "parallel.devices_per_node": gpus,
             "parallel.fsdp": str(gpus > 1).lower(),
         }
-        config = load_config(config_name, [(name, str(x)) for name, x in overrides.items()])
+        config = Config.load(config_name, overrides)
         best = fastest(config, gpu, int(available(config, gpu) * (1 - SPARE)))
         if best is not None:
             found[seq_len] = best

@@ -27,7 +27,7 @@ def test_arguments_are_parsed(tmp_path):
     )
     assert request.attentions == ("dense", "sparse") and request.generate
     assert request.options == {"depths": "7", "essays": "e.txt"}
-    assert request.overrides == [("sparsity.max_verticals", "512"), ("parallel.nodes", "2")]
+    assert request.overrides == {"sparsity.max_verticals": "512", "parallel.nodes": "2"}
     assert list(request.models) == ["model", "second"] and request.output == Path("out")
     request = parsed(tmp_path, "--tasks needle, passkey recall --lengths 4K 8K")
     assert request.tasks == ["needle", "passkey", "recall"] and request.lengths == [4096, 8192]

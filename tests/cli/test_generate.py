@@ -59,7 +59,7 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
     assert status == 2 and 'prompts.jsonl, line 1: "prompt" must be a text' in messages
 
     engine = mtraining_jax.Engine.load(
-        FOLDER, tokenizer="bytes", overrides=[x[2:].split("=") for x in ON_ONE]
+        FOLDER, tokenizer="bytes", overrides=dict(x[2:].split("=") for x in ON_ONE)
     )
     options = mtraining_jax.GenerateOptions(max_new_tokens=5)
     found = mtraining_jax.generate(engine, "Here we go. ", options)

@@ -108,10 +108,10 @@ def test_a_killed_command_resumes(corpus, whole, tmp_path):
         "if __name__ == '__main__':\n"
         "    import sys, time\n"
         "    from pathlib import Path\n"
-        "    from mtraining_jax.config import load_config\n"
+        "    from mtraining_jax.config import Config\n"
         "    from mtraining_jax.data.tokenizing import tokenize_corpus\n"
         "    options = {'data.source': 'jsonl', 'data.paths': f'[\"{sys.argv[1]}\"]'}\n"
-        "    data = load_config('tiny', tuple(options.items())).data\n"
+        "    data = Config.load('tiny', options).data\n"
         "    def wait(totals, read): time.sleep(0.2)\n"
         f"    tokenize_corpus(data, {VOCAB}, Path(sys.argv[2]), 1, wait, part_bytes={PART})\n"
     )

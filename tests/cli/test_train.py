@@ -17,7 +17,7 @@ import pytest
 import mtraining_jax
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides
 from mtraining_jax.cli.train import main
-from mtraining_jax.config import Config, available_configs, load_config
+from mtraining_jax.config import Config, available_configs
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import abort_stuck_collectives, check_devices, set_platform
 
@@ -45,17 +45,16 @@ def test_arguments():
         "--run.steps", "3", "--config=tiny", "--data.paths=a=b", "--optimizer.lr", "-1", "-h"
     )
     assert options.config == "tiny" and options.help == "" and not options.print_config
-    assert options.overrides == [
-        ("run.steps", "3"), ("data.paths", "a=b"), ("optimizer.lr", "-1")
-    ]  # fmt: skip
+    assert options.overrides == {"run.steps": "3", "data.paths": "a=b", "optimizer.lr": "-1"}
+    assert parse("--run.seed=3", "--run.seed=4").overrides == {"run.seed": "4"}
 
 
 def test_a_switch_may_stand_alone():
     options = parse("--metrics.wandb", "--config", "tiny", "--parallel.fsdp")
-    assert options.overrides == [("metrics.wandb", None), ("parallel.fsdp", None)]
-    config = load_config(options.config, options.overrides)
+    assert options.overrides == {"metrics.wandb": ..., "parallel.fsdp": ...}
+    config = Config.load(options.config, options.overrides)
     assert config.metrics.wandb and config.parallel.fsdp
-    assert parse("--metrics.wandb", "false").overrides == [("metrics.wandb", "false")]
+    assert parse("--metrics.wandb", "false").overrides == {"metrics.wandb": "false"}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_wrong_arguments(arguments, sentence):
 
 def test_it_runs_the_configuration(runs, capsys):
     assert main(["--config", "tiny", "--run.seed=5"]) == 0
-    assert runs == [load_config("tiny", [("run.seed", "5")])]
+    assert runs == [Config.load("tiny", {"run.seed": "5"})]
     assert capsys.readouterr().err == ""
 
 
@@ -177,7 +176,7 @@ def test_print_config(runs, capsys, tmp_path):
     assert main(["--config=tiny", "--run.steps=123", "--print-config"]) == 0
     path = tmp_path / "printed.toml"
     path.write_text(capsys.readouterr().out, encoding="utf-8")
-    assert load_config(path) == load_config("tiny", [("run.steps", "123")])
+    assert Config.load(path) == Config.load("tiny", {"run.steps": "123"})
     assert runs == []
 
 
@@ -332,9 +331,9 @@ def test_cpu_devices_are_set_before_jax_starts():
     code = """if True:
         import jax
         from mtraining_jax.utils.jax_platform import set_platform
-        from mtraining_jax.config import load_config
+        from mtraining_jax.config import Config
         from mtraining_jax.planning.memory import pinned_limit
-        config = load_config("qwen3b_512k", [("model.remat", "full_offload")])
+        config = Config.load("qwen3b_512k", {"model.remat": "full_offload"})
         assert pinned_limit(config) > 4  # counted by JAX, without devices
         set_platform(3)
         print(jax.default_backend(), jax.device_count())

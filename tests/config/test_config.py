@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,18 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtraining_jax.config import (
-    Config,
-    available_configs,
-    config_folder,
-    config_from_dict,
-    config_of_model,
-    config_to_dict,
-    config_to_toml,
-    help_text,
-    load_config,
-    validate,
-)
+from mtraining_jax.config import Config, available_configs, config_folder, help_text, validate
 from mtraining_jax.config.help import all_fields
 from mtraining_jax.config.sections import ModelConfig, OptimizerConfig, RunConfig
 from mtraining_jax.data.source import Source
@@ -58,14 +48,13 @@ def columns(write) -> Path:
 
 def messages(name: str | Path, **overrides: str) -> list[str]:
     """The error lines of loading a configuration; `__` in a keyword is a dot."""
-    pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
     with pytest.raises(UserError) as error:
-        load_config(name, pairs)
+        override(name, **overrides)
     return str(error.value).splitlines()
 
 
-def override(path: Path, **overrides: str) -> Config:
-    return load_config(path, [(key.replace("__", "."), v) for key, v in overrides.items()])
+def override(path: str | Path, **overrides: str) -> Config:
+    return Config.load(path, {key.replace("__", "."): v for key, v in overrides.items()})
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -73,11 +62,11 @@ def override(path: Path, **overrides: str) -> Config:
 
 @pytest.mark.parametrize("name", available_configs())
 def test_every_shipped_configuration_loads(name):
-    assert load_config(name).run.name == name
+    assert Config.load(name).run.name == name
 
 
 def test_tiny_and_its_dense_twin_differ_in_name_and_kind_only():
-    tiny, dense = (config_to_dict(load_config(name)) for name in ("tiny", "tiny_dense"))
+    tiny, dense = (Config.load(name).to_dict() for name in ("tiny", "tiny_dense"))
     assert tiny["sparsity"]["kind"] == "sampled_rows" and dense["sparsity"]["kind"] == "dense"
     assert dense["sparsity"].items() - {("kind", "dense")} <= tiny["sparsity"].items()
     del tiny["sparsity"], dense["sparsity"]
@@ -86,9 +75,9 @@ def test_tiny_and_its_dense_twin_differ_in_name_and_kind_only():
 
 
 def test_a_file_gives_its_name_to_the_run(minimal, write):
-    config = load_config(minimal)
+    config = Config.load(minimal)
     assert config.run.name == "mine" and config.run.folder == Path("runs/mine")
-    assert load_config(write(MODEL + "[run]\nname = 'other'")).run.name == "other"
+    assert Config.load(write(MODEL + "[run]\nname = 'other'")).run.name == "other"
 
 
 def test_a_folder_of_runs_may_have_folders(minimal):
@@ -100,12 +89,12 @@ def test_a_path_may_begin_at_home(minimal, monkeypatch, tmp_path):
     config = override(minimal, run__output_dir="~/runs", data__tokenizer="~/t.json")
     assert config.run.output_dir == f"{tmp_path}/runs"
     assert config.data.tokenizer == f"{tmp_path}/t.json"
-    assert load_config("~/mine.toml") == load_config(minimal)
+    assert Config.load("~/mine.toml") == Config.load(minimal)
 
 
 def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load_config("tiny").run.name == "tiny"
+    assert Config.load("tiny").run.name == "tiny"
 
 
 def test_a_name_is_not_the_name_of_a_file(tmp_path, monkeypatch):
@@ -126,7 +115,7 @@ def test_a_folder_is_not_a_file(tmp_path):
 def test_a_byte_order_mark_is_accepted(tmp_path):
     path = tmp_path / "windows.toml"
     path.write_text(MODEL, encoding="utf-8-sig")
-    assert load_config(path).model.hidden_size == 32
+    assert Config.load(path).model.hidden_size == 32
 
 
 def test_numbers_of_too_many_digits(minimal, write):
@@ -181,8 +170,8 @@ def test_a_file_adds_to_its_base_and_wins(tmp_path, write):
 
 
 def test_a_base_may_be_a_name(write):
-    config = load_config(write("base = 'tiny'\n[data]\nseed = 5"))
-    assert config.data.seed == 5 and config.model == load_config("tiny").model
+    config = Config.load(write("base = 'tiny'\n[data]\nseed = 5"))
+    assert config.data.seed == 5 and config.model == Config.load("tiny").model
 
 
 # ---- names -------------------------------------------------------------------------------------
@@ -192,11 +181,11 @@ def test_a_base_may_be_a_name(write):
 
 
 def test_whole_floats_are_valid_integers(write):
-    assert load_config(write(f"{MODEL}[run]\nsteps = 1e3\n")).run.steps == 1000
+    assert Config.load(write(f"{MODEL}[run]\nsteps = 1e3\n")).run.steps == 1000
 
 
 def test_integers_are_valid_floats(write):
-    lr = load_config(write(MODEL + "[optimizer]\nlr = 1\n")).optimizer.lr
+    lr = Config.load(write(MODEL + "[optimizer]\nlr = 1\n")).optimizer.lr
     assert lr == 1.0 and isinstance(lr, float)
 
 
@@ -230,16 +219,38 @@ def test_integers_are_valid_floats(write):
         ("checkpoint.resume", "true", True),
         ("checkpoint.resume", "auto", "auto"),
         ("optimizer.lr", 0.5, 0.5),
+        ("run.steps", 7, 7),
+        ("run.output_dir", Path("a/b"), "a/b"),
+        ("optimizer.trainable", ["a"], ("a",)),
+        ("optimizer.trainable", ("a", "b"), ("a", "b")),
+        ("parallel.fsdp", True, True),
+        ("parallel.fsdp", ..., True),
+        ("data.eos", None, None),
     ],
 )
 def test_overrides(minimal, name, text, value):
     section, field = name.split(".")
-    found = getattr(getattr(load_config(minimal, [(name, text)]), section), field)
+    found = getattr(getattr(Config.load(minimal, {name: text}), section), field)
     assert found == value and type(found) is type(value)
 
 
-def test_the_last_override_counts(minimal):
-    assert load_config(minimal, [("run.steps", "3"), ("run.steps", "4")]).run.steps == 4
+def test_wrong_overrides_that_are_no_text(minimal):
+    for name, value, sentence in [
+        (
+            "run.steps",
+            "7x",
+            'command line: run.steps = "7x" is not allowed: it must be an integer ',
+        ),
+        ("run.steps", -7, "overrides: run.steps = -7 is not allowed: it must be an integer (at "),
+        ("run.steps", None, "overrides: run.steps = none is not allowed: it must be an integer "),
+        ("run.name", 7, "overrides: run.name = 7 is not allowed: it must be a non-empty string"),
+        ("run.stesp", 7, "overrides: run.stesp is not a field; did you mean run.steps?"),
+        ("run", 7, "overrides: run is a section; set one of its fields: run.FIELD=VALUE"),
+    ]:
+        with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+            Config.load(minimal, {name: value})
+    with pytest.raises(UserError, match=r"^overrides=\['a'\] must be a dict of values by field, s"):
+        Config.load(minimal, ["a"])
 
 
 def test_an_override_reaches_into_a_table(minimal, write):
@@ -257,7 +268,7 @@ def test_an_override_reaches_into_a_table(minimal, write):
 @pytest.mark.parametrize("name", available_configs())
 def test_every_shipped_configuration_has_a_short_run(name):
     for steps in 1, 5:
-        assert load_config(name, [("run.steps", str(steps))]).run.steps == steps
+        assert Config.load(name, {"run.steps": str(steps)}).run.steps == steps
 
 
 def test_warm_ups_of_a_file_fit_the_steps_of_the_command_line(write, caplog):
@@ -290,7 +301,7 @@ def test_output_to_a_url(minimal):
 
 
 def test_options_are_typed(minimal):
-    sparsity = load_config(minimal).sparsity
+    sparsity = Config.load(minimal).sparsity
     assert (sparsity.kind, sparsity.pattern) == ("sampled_rows", PATTERNS.get("sampled_rows")())
     dense = dataclasses.replace(sparsity, pattern=PATTERNS.get("dense")(block_size=64))
     assert (dense.kind, dense.block_size) == ("dense", 64)
@@ -329,7 +340,7 @@ def test_the_nearest_lengths_are_in_order(seq_len, nodes, devices, layout):
     table["parallel"] = {"nodes": nodes, "devices_per_node": devices, "layout": layout}
 
     def check(length: int) -> None:
-        config_from_dict(table | {"data": {"seq_len": length}}, "test")
+        Config.from_dict(table | {"data": {"seq_len": length}}, "test")
 
     try:
         check(seq_len)
@@ -344,8 +355,8 @@ def test_the_nearest_lengths_are_in_order(seq_len, nodes, devices, layout):
 
 
 def test_it_is_frozen_hashable_and_strict():
-    config = load_config("tiny")
-    assert hash(config) == hash(load_config("tiny"))
+    config = Config.load("tiny")
+    assert hash(config) == hash(Config.load("tiny"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run.steps = 3
     with pytest.raises(ValueError):
@@ -356,13 +367,13 @@ def test_it_is_frozen_hashable_and_strict():
 
 @pytest.mark.parametrize("name", available_configs())
 def test_printed_text_loads_back(name, write):
-    config = load_config(name)
-    assert load_config(write(config_to_toml(config))) == config
-    assert config_from_dict(config_to_dict(config), "a dict") == config
+    config = Config.load(name)
+    assert Config.load(write(config.to_toml())) == config
+    assert Config.from_dict(config.to_dict(), "a dict") == config
 
 
 def test_printed_text_has_every_field():
-    text = config_to_toml(load_config("tiny", [("model.rope_scaling", "{factor = 2.0}")]))
+    text = Config.load("tiny", {"model.rope_scaling": "{factor = 2.0}"}).to_toml()
     for name in all_fields():
         leaf = name.rpartition(".")[2]
         assert f"\n{leaf} = " in text or f"\n# {leaf} = none" in text or f"[{name}]" in text
@@ -388,9 +399,9 @@ def test_any_value_survives_text(folder, trainable, lr, seed, factor):
     table["optimizer"] = {"lr": lr, "trainable": trainable}
     if factor is not None:
         table["model"]["rope_scaling"] = {"factor": factor}
-    config = config_from_dict(table, "test")
+    config = Config.from_dict(table, "test")
     assert config.run.output_dir == folder and config.optimizer.trainable == tuple(trainable)
-    assert config_from_dict(tomllib.loads(config_to_toml(config)), "text") == config
+    assert Config.from_dict(tomllib.loads(config.to_toml()), "text") == config
 
 
 def test_help_lists_every_field():
@@ -463,7 +474,7 @@ def test_own_plugins_may_use_names_of_others(write, monkeypatch):
     config = override(path, sparsity__stride="2", sparsity__sink_tokens="many")
     assert config.sparsity.pattern == Own(sink_tokens="many", stride=2.0, tau=5)
     assert config.data.source_options == OwnSource(paths=8)
-    assert load_config(write(config_to_toml(config))) == config
+    assert Config.load(write(config.to_toml())) == config
     assert messages(path, sparsity__kind=f"{__name__}:WithoutBlocks") == [
         "WithoutBlocks lacks the field block_size, tokens per block"
     ]
@@ -479,7 +490,7 @@ def test_options_of_a_plugin_that_is_selected_no_more_are_ignored(tmp_path, writ
     base = tmp_path / "first.toml"
     base.write_text(f"{MODEL}[sparsity]\nkind = 'vertical_slash'\ntop_p = 0.5\nblock_size = 64")
     path = write("base = 'first.toml'\n[sparsity]\nkind = 'sampled_rows'\ntau = 0.8")
-    pattern = load_config(path).sparsity.pattern
+    pattern = Config.load(path).sparsity.pattern
     assert (pattern.tau, pattern.block_size) == (0.8, 64)
     assert override(path, sparsity__kind="dense").sparsity.block_size == 64
     base.write_text(f"{MODEL}[sparsity]\nkind = 'vertical_slash'")
@@ -491,13 +502,13 @@ def test_files_printed_by_earlier_versions_load(write):
     # They have the options of all kinds.
     options = "tau = 0.8\ntop_p = 0.9\nmax_slashes = 4096\nkind = 'sampled_rows'"
     path = write(f"{MODEL}[sparsity]\n{options}\n[data]\npaths = []\n")
-    assert load_config(path).sparsity.pattern == PATTERNS.get("sampled_rows")(tau=0.8)
+    assert Config.load(path).sparsity.pattern == PATTERNS.get("sampled_rows")(tau=0.8)
 
 
 def test_a_stored_configuration_may_have_options_of_all_plugins():
     table = {"model": tomllib.loads(MODEL)["model"], "sparsity": {"tau": 0.8, "top_p": 0.3}}
-    assert config_of_model(table, "a run").sparsity.pattern.tau == 0.8
-    changed = config_of_model(table, "a run", [("sparsity.kind", "vertical_slash")])
+    assert Config.from_record(table, "a run").sparsity.pattern.tau == 0.8
+    changed = Config.from_record(table, "a run", {"sparsity.kind": "vertical_slash"})
     assert changed.sparsity.pattern.top_p == 0.3
     with pytest.raises(UserError, match="command line: sparsity.stride is an option of"):
-        config_of_model(table, "a run", [("sparsity.stride", "8")])
+        Config.from_record(table, "a run", {"sparsity.stride": "8"})

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mtraining_jax.config import config_from_dict, config_to_dict
+from mtraining_jax.config import Config
 from mtraining_jax.config.dense_steps import DenseSteps
 from tests.training.common import changed, tiny_config
 
@@ -53,6 +53,6 @@ def test_description(steps, text):
 def test_dense_steps_of_a_configuration(tmp_path):
     fields = {"dense_warmup_steps": 1, "dense_cooldown_steps": 2, "dense_interval": 3}
     config = changed(tiny_config(tmp_path), run={"steps": 9}, sparsity=fields)
-    assert config_from_dict(config_to_dict(config), "a test").dense_steps == DenseSteps(9, 1, 2, 3)
+    assert Config.from_dict(config.to_dict(), "a test").dense_steps == DenseSteps(9, 1, 2, 3)
     # A dense run has no dense steps in this sense.
     assert changed(config, sparsity={"kind": "dense"}).dense_steps.count() == 0

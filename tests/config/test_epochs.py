@@ -3,7 +3,7 @@
 import pytest
 
 from mtraining_jax.cli.train import main
-from mtraining_jax.config import config_to_toml, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.config.load import with_steps
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.utils.errors import UserError
@@ -20,7 +20,7 @@ def load(tmp_path):
     def load(*overrides, run="", base="base.toml"):
         text = f"base = '{base}'\n[run]\n{run}\n{data}\npaths = ['{tmp_path}/text.txt']"
         path.write_text(text)
-        return load_config(path, overrides)
+        return Config.load(path, dict(overrides))
 
     return load
 
@@ -47,12 +47,12 @@ def test_the_latter_of_steps_and_epochs_counts(load, tmp_path):
     assert str(caught.value).endswith(
         "mine.toml: run.steps = 5 and run.epochs = 2 are alternatives; remove one of them"
     )
-    (tmp_path / "printed.toml").write_text(config_to_toml(load()))
-    assert load_config(tmp_path / "printed.toml") == load()
+    (tmp_path / "printed.toml").write_text(load().to_toml())
+    assert Config.load(tmp_path / "printed.toml") == load()
 
 
 def test_epochs_that_are_not_possible(load):
-    endless = load_config("tiny", [("data.source", "synthetic"), ("run.epochs", "3")])
+    endless = Config.load("tiny", {"data.source": "synthetic", "run.epochs": "3"})
     with pytest.raises(UserError, match='epochs = 3 is not possible with data.source = "synth'):
         with_steps(endless)
     late = load(("profile.start", "12"), ("run.log_interval", "1"))
@@ -79,4 +79,4 @@ def test_a_run_prints_its_epochs(load):
     assert printed(load(("data.batch_size", "8"))).endswith(
         "; warning: data.batch_size = 8 repeats sequences in each batch"
     )
-    assert "epochs" not in printed(load_config("tiny", [("data.source", "synthetic")]))
+    assert "epochs" not in printed(Config.load("tiny", {"data.source": "synthetic"}))

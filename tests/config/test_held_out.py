@@ -2,13 +2,7 @@
 
 import pytest
 
-from mtraining_jax.config import (
-    config_folder,
-    config_from_dict,
-    config_to_dict,
-    config_to_toml,
-    load_config,
-)
+from mtraining_jax.config import Config, config_folder
 from mtraining_jax.data.sources.text import TextFiles
 
 TEXT = (("eval.interval", "20"), ("eval.data.source", "text"), ("eval.data.paths", "held/*.py"))
@@ -20,7 +14,7 @@ def load(tmp_path):
     path = tmp_path / "small.toml"
     head, _, rest = (config_folder() / "tiny.toml").read_text().partition("[eval]")
     path.write_text(head + rest[rest.index("[optimizer]") :])
-    return lambda *overrides: load_config(path, overrides)
+    return lambda *overrides: Config.load(path, dict(overrides))
 
 
 def test_unset_fields_default_to_training(load):
@@ -40,9 +34,9 @@ def test_unset_fields_default_to_training(load):
 def test_printed_configuration_loads_back(load, tmp_path):
     config = load(*TEXT)
     path = tmp_path / "tiny.toml"
-    path.write_text(config_to_toml(config))
-    assert load_config(path) == config
-    assert config_from_dict(config_to_dict(config), "a dict") == config
+    path.write_text(config.to_toml())
+    assert Config.load(path) == config
+    assert Config.from_dict(config.to_dict(), "a dict") == config
 
 
 def test_disabled_evaluations_are_not_validated(load):

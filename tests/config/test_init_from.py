@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.config.notes import notes
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.families.llama import Llama
@@ -36,8 +36,7 @@ def load(tmp_path, checkpoint):
     def load(model="", **overrides):
         path = tmp_path / "mine.toml"
         path.write_text(f"[model]\ninit_from = '{checkpoint}'\n{model}\n{REST}")
-        pairs = [(f"model.{name}", value) for name, value in overrides.items()]
-        return load_config(path, pairs)
+        return Config.load(path, {f"model.{x}": value for x, value in overrides.items()})
 
     return load
 
@@ -61,11 +60,11 @@ def test_sizes_may_be_omitted(load):
 
 def test_printed_configuration_loads_back(load, tmp_path):
     for config in (load(), load("override = ['rope_scaling', 'rope_theta']\nrope_theta = 7.0")):
-        text = config_to_toml(config)
+        text = config.to_toml()
         path = tmp_path / "printed.toml"
         path.write_text(text)
-        assert load_config(path) == config
-        assert config_from_dict(config_to_dict(config), "a dict") == config
+        assert Config.load(path) == config
+        assert Config.from_dict(config.to_dict(), "a dict") == config
     assert config.model.rope_theta == 7.0 and config.model.rope_scaling is None
 
 
@@ -119,10 +118,10 @@ def test_the_tokenizer_is_that_of_the_checkpoint(load, checkpoint, tmp_path):
     assert config.data.tokenizer == f"{checkpoint}/tokenizer.json" and notes(config, []) == []
     path = tmp_path / "mine.toml"
     for own in ("bytes", "other.json"):
-        chosen = load_config(path, [("data.tokenizer", own)])
+        chosen = Config.load(path, {"data.tokenizer": own})
         assert chosen.data.tokenizer == own and notes(chosen, []) == []
-    held_out = [("eval.data.source", "text"), ("eval.data.paths", "held.txt")]
-    assert load_config(path, held_out).eval.data.tokenizer == config.data.tokenizer
+    held_out = {"eval.data.source": "text", "eval.data.paths": "held.txt"}
+    assert Config.load(path, held_out).eval.data.tokenizer == config.data.tokenizer
 
 
 def test_sizes_cannot_be_overridden(load):
@@ -203,10 +202,10 @@ def test_lists_of_numbers_survive_text(tmp_path):
         "original_max_position_embeddings = 512\n"
         "short_factor = [1, 1.5, 2, 3]\nlong_factor = [1, 2, 3, 4]\n"
     )
-    config = load_config(path)
+    config = Config.load(path)
     assert config.model.rope_scaling.short_factor == (1.0, 1.5, 2.0, 3.0)
-    path.write_text(config_to_toml(config))
-    assert load_config(path) == config
+    path.write_text(config.to_toml())
+    assert Config.load(path) == config
     path.write_text(path.read_text().replace("[1.0, 1.5, 2.0, 3.0]", '["a"]'))
     with pytest.raises(UserError, match="short_factor = .* it must be a list of finite numbers"):
-        load_config(path)
+        Config.load(path)

@@ -1,21 +1,21 @@
 """Derived sizes of a configuration."""
 
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 
 
 def test_derived_sizes():
-    config = load_config(
+    config = Config.load(
         "tiny",
-        [
-            ("parallel.replicas", "2"),
-            ("parallel.nodes", "2"),
-            ("parallel.devices_per_node", "3"),
-            ("parallel.cpu_devices", "12"),
-            ("data.seq_len", "1536"),
-            ("data.batch_size", "24"),
-            ("optimizer.accumulation_steps", "4"),
-            ("sparsity.block_size", "32"),
-        ],
+        {
+            "parallel.replicas": "2",
+            "parallel.nodes": "2",
+            "parallel.devices_per_node": "3",
+            "parallel.cpu_devices": "12",
+            "data.seq_len": "1536",
+            "data.batch_size": "24",
+            "optimizer.accumulation_steps": "4",
+            "sparsity.block_size": "32",
+        },
     )
     assert config.mesh_shape == (2, 2, 3)
     assert (config.ranks, config.devices) == (6, 12)
@@ -27,5 +27,5 @@ def test_derived_sizes():
 
 
 def test_zigzag_has_two_chunks_per_rank():
-    config = load_config("tiny", [("parallel.layout", "zigzag")])
+    config = Config.load("tiny", {"parallel.layout": "zigzag"})
     assert config.sequence_unit == 2 * 8 * 32

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtraining_jax.config import config_from_dict
+from mtraining_jax.config import Config
 from mtraining_jax.config.sections import DataConfig
 from mtraining_jax.data.corpus import starts_of
 from mtraining_jax.data.loader import Loader
@@ -29,7 +29,7 @@ def section(vocab_size: int = VOCAB, **fields) -> DataConfig:
         "sparsity": {"kind": "dense", "block_size": 1},
         "data": {"shuffle": False, "seq_len": 4} | fields,
     }
-    return config_from_dict(table, "a test").data
+    return Config.from_dict(table, "a test").data
 
 
 def loader_of(data: DataConfig, vocab_size: int = VOCAB, permutation=None, **local) -> Loader:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.config.load import with_steps
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.sources.token_parts import TOKENIZER, close_folder, open_folder, write_part
@@ -158,19 +158,19 @@ paths = ["chats.jsonl"]
 def test_parts_in_files_and_on_the_command_line(tmp_path):
     path = tmp_path / "mix.toml"
     path.write_text('base = "tiny"\n' + FILE)
-    overrides = [("data.parts.books.weight", "2.5"), ("data.parts.more.source", "python_stdlib")]
-    config = load_config(path, [*overrides, ("data.parts.chat-1.paths", "other.jsonl")])
+    overrides = {"data.parts.books.weight": 2.5, "data.parts.more.source": "python_stdlib"}
+    config = Config.load(path, overrides | {"data.parts.chat-1.paths": "other.jsonl"})
     parts = config.data.source_options.parts
     assert set(parts) == {"more", "books", "chat-1"}
     assert parts["books"] == {"source": "text", "paths": ["books/*.txt"], "weight": 2.5}
     assert parts["chat-1"]["paths"] == "other.jsonl"
-    assert config_from_dict(config_to_dict(config), "a test") == config
+    assert Config.from_dict(config.to_dict(), "a test") == config
     again = tmp_path / "again.toml"
-    again.write_text(config_to_toml(config))
-    assert load_config(again).data == config.data
+    again.write_text(config.to_toml())
+    assert Config.load(again).data == config.data
     path.write_text('base = "tiny"\n' + FILE + "\n[data.parts.books]\n")
     with pytest.raises(UserError, match="books"):
-        load_config(path)
+        Config.load(path)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_other_problems(tmp_path):
     overrides = {"run.epochs": "2", "data.source": "mixture"}
     overrides |= {"data.parts.a.source": "python_stdlib"}
     with pytest.raises(UserError, match='2 is not possible with data.source = "mixture", which'):
-        with_steps(load_config("tiny", [*overrides.items()]))
+        with_steps(Config.load("tiny", overrides))
 
 
 def test_token_files_of_another_tokenizer(tmp_path):

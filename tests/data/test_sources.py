@@ -12,13 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from mtraining_jax.config import (
-    config_from_dict,
-    config_to_dict,
-    config_to_toml,
-    help_text,
-    load_config,
-)
+from mtraining_jax.config import Config, help_text
 from mtraining_jax.config.load import fields_with
 from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.data.sources.python_stdlib import library_files
@@ -133,12 +127,12 @@ class TestOwn(SourceContract):
     )
 
     def test_its_options_are_known_if_it_is_selected(self):
-        overrides = [("data.source", OWN), ("data.count_to", "7")]
-        config = load_config("tiny", overrides)
+        overrides = {"data.source": OWN, "data.count_to": 7}
+        config = Config.load("tiny", overrides)
         assert config.data.source_options == Counting(count_to=7)
-        text = config_to_toml(config)
+        text = config.to_toml()
         assert f'source = "{OWN}"' in text and "\ncount_to = 7\n" in text
-        assert config_from_dict(config_to_dict(config), "a dict") == config
+        assert Config.from_dict(config.to_dict(), "a dict") == config
         rows, _ = sequences(source=OWN, count_to=7, seq_len=7)
         assert rows == [list(range(1, 8))] * 8
         assert "  --data.count_to  an integer (at least 1); default 4\n" in help_text(

@@ -43,10 +43,9 @@ def engine(mesh: tuple[int, int], attention: str = "dense", name: str = LLAMA, *
     fields = {f"sparsity.{name}": value for name, value in (SPARSE | more).items()}
     fields |= {"parallel.nodes": mesh[0], "parallel.devices_per_node": mesh[1]}
     fields |= {"parallel.fsdp": mesh == EIGHT}
-    overrides = [(field, str(value)) for field, value in fields.items()]
     folder = CHECKPOINTS / name
     tokenizer = None if name == GEMMA else "bytes"  # it has only 256 ids
-    return Engine.load(folder, attention=attention, overrides=overrides, tokenizer=tokenizer)
+    return Engine.load(folder, attention=attention, overrides=fields, tokenizer=tokenizer)
 
 
 @functools.cache
@@ -219,6 +218,6 @@ def test_invalid_tokens_are_reported():
     ]:
         with pytest.raises(UserError, match=message):
             call()
-    for overrides in ({"sparsity.tau": "0.5"}, ["sparsity.tau=0.5"]):
-        with pytest.raises(UserError, match="^overrides=.* must be pairs of a field and its"):
+    for overrides in ([("sparsity.tau", "0.5")], "sparsity.tau=0.5"):
+        with pytest.raises(UserError, match="^overrides=.* must be a dict of values by field"):
             Engine.load("tests/checkpoints/qwen2_tiny", overrides=overrides)

@@ -80,13 +80,13 @@ def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
 
 def test_overrides_take_precedence_over_the_run(run):
     folder, _ = run
-    overrides = [
-        ("sparsity.top_p", "0.5"),
-        ("parallel.nodes", "2"),
-        ("parallel.devices_per_node", "1"),
-        ("parallel.layout", "zigzag"),
-        ("parallel.fsdp", "true"),
-    ]
+    overrides = {
+        "sparsity.top_p": 0.5,
+        "parallel.nodes": "2",
+        "parallel.devices_per_node": 1,
+        "parallel.layout": "zigzag",
+        "parallel.fsdp": True,
+    }
     engine = Engine.load(folder, attention="sparse", overrides=overrides)
     network = engine.loaded.network
     assert network.settings.top_p == 0.5
@@ -108,8 +108,10 @@ def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
         "little quality; use --attention=sparse for best quality"
     )
     # It does not depend on the pattern in use.
-    override = [("sparsity.kind", "dense")]
-    assert load(folder, attention="dense", overrides=override).note_on_dense_use() == note
+    assert (
+        load(folder, attention="dense", overrides={"sparsity.kind": "dense"}).note_on_dense_use()
+        == note
+    )
     for name, sparsity in {"last": {"dense_cooldown_steps": 1}, "dense": {"kind": "dense"}}.items():
         cooled_down, _ = saved_run(tmp_path / name, sparsity=sparsity)
         assert load(cooled_down, attention="dense").note_on_dense_use() is None
@@ -122,7 +124,7 @@ def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
 
 def test_dense_attention_has_any_block_size():
     # sampled_rows, the default pattern, does not allow fewer than 16 tokens.
-    found = load(QWEN2, attention="dense", overrides=[("sparsity.block_size", "8")])
+    found = load(QWEN2, attention="dense", overrides={"sparsity.block_size": 8})
     assert found.network.settings == DenseOptions(8)
 
 
@@ -181,22 +183,22 @@ def test_errors_are_reported(run, tmp_path):
     other = tmp_path / "gpt2"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    dense = ("sparsity.kind", "dense")
+    dense = {"sparsity.kind": "dense"}
     for path, how, message in [
         (tmp_path, {}, f"{tmp_path} contains no model: neither checkpoints/STEP of a run nor con"),
         (folder / "checkpoints" / "3", {}, rf"Hugging Face checkpoint; did you mean {folder}\?"),
         (other, {}, r"model_type gpt2\); supported model types are"),
         (folder, {"attention": "all"}, 'attention = "all" must be "dense" or "sparse"'),
-        (folder, {"overrides": [dense], "attention": "sparse"}, "needs a sparse pattern, but"),
-        (folder, {"overrides": [("sparsity.top_p", "2")]}, "sparsity.top_p = 2 is not allowed"),
-        (folder, {"overrides": [("sparsity.topp", "2")]}, "did you mean sparsity.top_p"),
+        (folder, {"overrides": dense, "attention": "sparse"}, "needs a sparse pattern, but"),
+        (folder, {"overrides": {"sparsity.top_p": "2"}}, "sparsity.top_p = 2 is not allowed"),
+        (folder, {"overrides": {"sparsity.topp": "2"}}, "did you mean sparsity.top_p"),
         (
             folder,
-            {"overrides": [("sparsity.num_probe_queries", "64")], "attention": "sparse"},
+            {"overrides": {"sparsity.num_probe_queries": "64"}, "attention": "sparse"},
             "sparsity.num_probe_queries = 64",
         ),
-        (folder, {"overrides": [("parallel.nodes", "9")]}, "one replica, of at most 8 devices"),
-        (folder, {"overrides": [("parallel.replicas", "2")]}, r"2 \* 1 \* 8 does not fit"),
+        (folder, {"overrides": {"parallel.nodes": "9"}}, "one replica, of at most 8 devices"),
+        (folder, {"overrides": {"parallel.replicas": "2"}}, r"2 \* 1 \* 8 does not fit"),
         (folder, {"tokenizer": "bytes"}, "data.eos = 256 of .* vocabulary: model.vocab_size = 61"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from mtraining_jax.attention.inputs import AttentionInputs
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
@@ -26,7 +26,7 @@ def first_step(backend, audited, **changes):
         "audit.interval": int(audited),
         **changes,
     }
-    config = load_config("qwen3b_512k", [(name, str(value)) for name, value in fields.items()])
+    config = Config.load("qwen3b_512k", fields)
     mesh, layout = build_mesh(config), build_layout(config)
     pattern = build_pattern(config)
     batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.attention.inputs import AttentionInputs
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -32,7 +32,7 @@ def train(name, **changes):
     others if a policy saves the value between them: losses then differ by 1e-3.
     """
     fields = SMALL | {field.replace("__", "."): value for field, value in changes.items()}
-    config = load_config(name, [(field, str(value)) for field, value in fields.items()])
+    config = Config.load(name, fields)
     mesh, layout = build_mesh(config), build_layout(config)
     pattern = build_pattern(config)
     batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS
@@ -22,7 +22,7 @@ NAMES = {
 @pytest.mark.parametrize("name", LARGEST)
 def test_a_size_without_end_is_refused(name, tmp_path):
     with pytest.raises(UserError, match=f"model.{name} = 1000000000 .* at most {LARGEST[name]}"):
-        load_config("tiny", [(f"model.{name}", "1000000000")])
+        Config.load("tiny", {f"model.{name}": "1000000000"})
     folder = "qwen3_moe_tiny" if name == "num_experts" else "llama3_tiny"
     values = json.loads((CHECKPOINTS / folder / "config.json").read_text())
     values[NAMES.get(name, name)] = 10**9
@@ -45,4 +45,4 @@ def test_layers_without_end_do_not_match_their_kinds(folder, tmp_path):
 
 def test_a_batch_without_end_is_refused():
     with pytest.raises(UserError, match="data.batch_size = 1000000000 .* at most 1048576"):
-        load_config("tiny", [("data.batch_size", "1000000000")])
+        Config.load("tiny", {"data.batch_size": "1000000000"})

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.cli.train import main
-from mtraining_jax.config import available_configs, load_config
+from mtraining_jax.config import Config, available_configs
 from mtraining_jax.cost_model.flops import (
     audit_flops,
     idle_parameters,
@@ -52,7 +52,7 @@ ON_GPUS = {"cpu_devices": None}  # the test configuration runs on virtual CPU de
 def test_every_configuration_is_estimated_and_fits(name, capsys):
     assert main(["--config", name, "--dry-run=estimate"]) == 0
     printed = capsys.readouterr().out
-    config = load_config(name)
+    config = Config.load(name)
     for text in (
         f"dry run of {name}:",
         f"{config.data.batch_size} x {config.data.seq_len:,} tokens per step",
@@ -69,7 +69,7 @@ def test_audits_cost_less_than_1_percent_of_a_step_at_131072_tokens(capsys):
     asked = ["--audit.interval=50", "--audit.gradient_interval=500", "--data.seq_len=131072"]
     main(["--config", "qwen3b_512k", "--dry-run=estimate", *asked])
     assert "  audits add 0.0" in capsys.readouterr().out
-    config = load_config("qwen3b_512k", [tuple(text[2:].split("=")) for text in asked])
+    config = Config.load("qwen3b_512k", dict(text[2:].split("=") for text in asked))
     step, (rows, _) = count_flops(config).executed, audit_flops(config)
     # 36 layers of 16 heads of 128, 64 rows: q k, p v and p' v; q k, dO v, ds k and ds' k.
     assert rows == 36 * 16 * 7 * (2 * 64 * 131072 * 128)
@@ -253,29 +253,29 @@ def test_attention_is_counted_at_the_density(config):
     ],
 )
 def test_predicted_step_times_are_near_measured_ones(name, devices, tokens, model, measured):
-    config = load_config(
+    config = Config.load(
         name,
-        [
-            ("parallel.devices_per_node", str(devices)),
-            ("data.seq_len", str(tokens)),
-            *((f"model.{field}", str(value)) for field, value in model.items()),
-            *([] if "dense" in name else [("sparsity.kind", "replay")]),
-        ],
+        {
+            "parallel.devices_per_node": devices,
+            "data.seq_len": tokens,
+            "sparsity.kind": "dense" if "dense" in name else "replay",
+            **{f"model.{field}": value for field, value in model.items()},
+        },
     )
     found = seconds(config, H200, estimate_memory(config), count_flops(config))
     assert sum(found.values()) == pytest.approx(measured, rel=0.05), found
 
 
 def test_predicted_selection_time_is_near_the_measured_one():
-    config = load_config(
+    config = Config.load(
         "qwen3b_512k",
-        [
-            ("parallel.devices_per_node", "1"),
-            ("data.seq_len", "131072"),
-            ("model.remat", "attention"),
-            ("sparsity.kind", "replay"),
-            ("sparsity.replay_of", "sampled_rows"),
-        ],
+        {
+            "parallel.devices_per_node": "1",
+            "data.seq_len": "131072",
+            "model.remat": "attention",
+            "sparsity.kind": "replay",
+            "sparsity.replay_of": "sampled_rows",
+        },
     )
     found = seconds(config, H200, estimate_memory(config), count_flops(config))
     # benchmarks/results/selection-h200-2026-11-25.md
@@ -284,7 +284,7 @@ def test_predicted_selection_time_is_near_the_measured_one():
 
 
 def test_of_experts_memory_counts_all_and_flops_those_of_a_token(capsys):
-    config = load_config("qwen3_30b_a3b_256k")
+    config = Config.load("qwen3_30b_a3b_256k")
     total, _ = planned_state(config).count_parameters()
     active, model = total - idle_parameters(config), config.model
     assert 3.3e9 < active < 3.4e9 < 30e9 < total
@@ -333,7 +333,7 @@ def test_the_host_holds_sums_of_gradients_over_micro_batches(config):
 
 def test_one_gpu_has_no_collectives():
     def products(devices):
-        config = load_config("qwen3b_512k", [("parallel.devices_per_node", str(devices))])
+        config = Config.load("qwen3b_512k", {"parallel.devices_per_node": str(devices)})
         found = seconds(config, H200, estimate_memory(config), count_flops(config))
         return found["matrix products"] * devices
 
@@ -343,13 +343,13 @@ def test_one_gpu_has_no_collectives():
 
 def test_without_selection_only_work_lists_are_built():
     def parts(estimate):
-        config = load_config(
+        config = Config.load(
             "qwen3b_512k",
-            [
-                ("sparsity.kind", "replay"),
-                ("sparsity.replay_estimate", estimate),
-                ("sparsity.replay_of", "xattention"),
-            ],
+            {
+                "sparsity.kind": "replay",
+                "sparsity.replay_estimate": estimate,
+                "sparsity.replay_of": "xattention",
+            },
         )
         return seconds(config, H200, estimate_memory(config), count_flops(config))
 
@@ -362,8 +362,8 @@ def test_without_selection_only_work_lists_are_built():
 
 def test_score_time_is_bound_by_products_or_exponentials():
     def choosing(**sparsity):
-        overrides = [(f"sparsity.{name}", str(value)) for name, value in sparsity.items()]
-        config = load_config("qwen3b_512k", overrides)
+        overrides = {f"sparsity.{name}": value for name, value in sparsity.items()}
+        config = Config.load("qwen3b_512k", overrides)
         flops = count_flops(config)
         time = seconds(config, H200, estimate_memory(config), flops)["index selection"]
         return time, kernel_seconds(128, 1.0, flops.attention_dense * 4 / 14, 0.0) / config.devices
@@ -384,8 +384,8 @@ def test_score_time_is_bound_by_products_or_exponentials():
 
 
 def test_dense_steps_of_a_sparse_run_are_predicted(capsys):
-    name, asked = "qwen3b_512k", [("run.steps", "100"), ("sparsity.dense_cooldown_steps", "25")]
-    sparse, dense = load_config(name, asked), load_config(name, [("sparsity.kind", "dense")])
+    name, asked = "qwen3b_512k", {"run.steps": 100, "sparsity.dense_cooldown_steps": 25}
+    sparse, dense = Config.load(name, asked), Config.load(name, {"sparsity.kind": "dense"})
 
     def total(config):
         return sum(seconds(config, H200, estimate_memory(config), count_flops(config)).values())
@@ -425,7 +425,7 @@ def test_memory_is_that_of_the_larger_of_sparse_and_dense_steps(config, capsys, 
 
 
 def test_heads_are_divided_in_a_step_as_in_the_forecast():
-    config = load_config("qwen3_8b_1m")
+    config = Config.load("qwen3_8b_1m")
     model, layout, mesh = config.model, build_layout(config), make_mesh(1, 1, 8)
     words = config.data.seq_len // config.sparsity.block_size // 32
     bits = jax.ShapeDtypeStruct((1, model.num_heads, 32 * words, words), jnp.uint32)
@@ -547,8 +547,8 @@ def test_a_proposal_is_compiled_if_the_run_was(config, capsys, monkeypatch):
 
     monkeypatch.setattr("mtraining_jax.planning.dry_run.compile_step", compiled)
     monkeypatch.setattr("mtraining_jax.planning.dry_run.missing_plugin", lambda: None)
-    overrides = [tuple(x[2:].split("=")) for x in ONE_H100[1:]]
-    run = load_config("qwen3b_512k", [*overrides, ("model.remat", "none")])
+    overrides = dict(x[2:].split("=") for x in ONE_H100[1:])
+    run = Config.load("qwen3b_512k", overrides | {"model.remat": "none"})
     assert dry_run(run, "compile", H200) == 1
     printed = capsys.readouterr().out
     assert printed.count("compiling with --model.remat=") == len(asked) - 1 >= 2
@@ -598,7 +598,7 @@ def test_forecast_for_the_papers_cluster(capsys):
     ):
         assert text in printed
     assert "ESTIMATE" not in printed
-    config = load_config("qwen3b_512k", [("parallel.nodes", "4"), ("sparsity.kind", "replay")])
+    config = Config.load("qwen3b_512k", {"parallel.nodes": "4", "sparsity.kind": "replay"})
     memory, flops = estimate_memory(config), count_flops(config)
     times = seconds(config, A100_40GB, memory, flops)
     # 4 of 14 FLOP of attention are forward, at 155 TFLOP/s, and 10 backward, at 105.
@@ -624,7 +624,7 @@ def test_the_page_of_what_fits_is_up_to_date(tmp_path, capsys):
 
 
 def test_xla_pins_little_more_than_a_step_offloads():
-    config = load_config("qwen3_8b_1m")
+    config = Config.load("qwen3_8b_1m")
     assert pinned_limit(config) is None
     config = changed(config, model={"remat": "full_offload"})
     whole = estimate_memory(config).host / 2**30

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.planning.compiled import lower_step, missing_plugin
 from mtraining_jax.planning.hardware import H200
@@ -46,8 +46,7 @@ def test_no_scatter_adds_floats_in_arbitrary_order(kind, options, tmp_path):
     fields |= {f"sparsity.{name}": value for name, value in options.items()}
     if kind in ("fixed", "minference"):
         fields["sparsity.budget_file"] = budgets
-    text = [(name, str(x).lower() if isinstance(x, bool) else str(x)) for name, x in fields.items()]
-    program = lower_step(load_config("qwen3b_512k", text), H200).as_text()
+    program = lower_step(Config.load("qwen3b_512k", fields), H200).as_text()
     found = SCATTER.findall(program)
     assert ("true", "f32") in found  # the embedding's gradient
     assert [x for x in found if x[0] == "false" and x[1][0] not in "iu"] == []

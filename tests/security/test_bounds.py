@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.data.files import find_files
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
@@ -26,7 +26,7 @@ def sparse_file(path, size):
 @pytest.mark.parametrize(
     ("name", "limit", "read"),
     [
-        ("run.toml", file_limits.LARGEST_CONFIG, load_config),
+        ("run.toml", file_limits.LARGEST_CONFIG, Config.load),
         ("config.json", file_limits.LARGEST_CONFIG, lambda path: read_hf_config(path.parent)),
         ("budgets.json", file_limits.LARGEST_CONFIG, load_budgets),
         ("model.safetensors.index.json", file_limits.LARGEST_INDEX, lambda p: Tensors(p.parent)),
@@ -41,7 +41,7 @@ def test_oversized_files_are_not_read(tmp_path, name, limit, read):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("run.toml", load_config),
+        ("run.toml", Config.load),
         ("config.json", lambda path: read_hf_config(path.parent)),
         ("model.safetensors", lambda path: Tensors(path.parent)),
         ("model.safetensors.index.json", lambda path: Tensors(path.parent)),
@@ -61,7 +61,7 @@ def test_depth_is_bounded(tmp_path):
         read_hf_config(tmp_path)
     (tmp_path / "run.toml").write_text("a = " + "[" * 100_000 + "]" * 100_000)
     with pytest.raises(UserError, match="is not valid TOML"):
-        load_config(tmp_path / "run.toml")
+        Config.load(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize(

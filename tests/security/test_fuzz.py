@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtraining_jax.config import config_from_dict, config_to_dict, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.data.chat.conversation import read_conversation
 from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.sources.token_files import open_token_file, read_lengths
@@ -101,16 +101,16 @@ def test_config_json(folder, name, data):
 @given(content=damaged((ROOT / "configs/tiny.toml").read_bytes()))
 def test_toml(folder, content):
     (folder / "run.toml").write_bytes(content)
-    result_of(lambda: load_config(folder / "run.toml"))
+    result_of(lambda: Config.load(folder / "run.toml"))
 
 
 @FUZZ
 @given(data=st.data())
 def test_configurations(data):
-    table = json.loads(json.dumps(config_to_dict(load_config("tiny"))))
+    table = json.loads(json.dumps(Config.load("tiny").to_dict()))
     changed = data.draw(otherwise(table))
     if isinstance(changed, dict):  # always a dict from TOML and checkpoints
-        result_of(lambda: config_from_dict(changed, "a test"))
+        result_of(lambda: Config.from_dict(changed, "a test"))
 
 
 def npy(array: np.ndarray, path: Path) -> bytes:

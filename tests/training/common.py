@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtraining_jax.config import Config, config_of_model, config_to_dict, config_to_toml, validate
+from mtraining_jax.config import Config, validate
 from mtraining_jax.models.rope import LongRopeScaling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,17 +64,17 @@ def tiny_config(folder: Path, **sections: dict) -> Config:
     }
     for section, fields in sections.items():
         table[section] = table.get(section, {}) | fields
-    config = config_of_model(table, "a test")
+    config = Config.from_record(table, "a test")
     validate(config)
     return config
 
 
 def changed(config: Config, **sections: dict) -> Config:
     """Returns the configuration with some fields changed."""
-    table = config_to_dict(config)
+    table = config.to_dict()
     for section, fields in sections.items():
         table[section] = table[section] | fields
-    return config_of_model(table, "a test")
+    return Config.from_record(table, "a test")
 
 
 def losses(records: list[dict]) -> np.ndarray:
@@ -92,7 +92,7 @@ def start_process(
 ) -> subprocess.Popen:
     """Starts `train.py` with this configuration; stdout and stderr go to one pipe."""
     path = folder / "config.toml"
-    path.write_text(config_to_toml(config))
+    path.write_text(config.to_toml())
     environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(program), "--config", str(path), *arguments],

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mtraining_jax.cli.train import main
-from mtraining_jax.config import config_to_toml, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.planning.dry_run import ways_after
 from mtraining_jax.training.memory_check import (
     allocate,
@@ -160,7 +160,7 @@ def test_a_command_names_settings_that_fit(config, tmp_path, capsys, monkeypatch
     monkeypatch.setattr("mtraining_jax.training.memory_check.host_memory", lambda: 280 * 2**20)
     path = tmp_path / "small.toml"
     model = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 8}
-    path.write_text(config_to_toml(changed(config, model=model)))
+    path.write_text(changed(config, model=model).to_toml())
     monkeypatch.setattr("sys.argv", ["train.py", "--config", "small.toml"])
     assert main(["--config", str(path)]) == 2
     error = capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_an_offload_that_the_host_cannot_hold_is_not_proposed(monkeypatch):
         "parallel.devices_per_node": "1",
         "model.remat": "attention",
     }
-    config = load_config("qwen3b_512k", list(chosen.items()))
+    config = Config.load("qwen3b_512k", chosen)
     monkeypatch.setattr("sys.argv", ["train.py", "--config=qwen3b_512k"])
     error = DoesNotFit("it needs too much", excess=int(16.1 * GIB))
     free = "mtraining_jax.planning.dry_run.free_host_memory"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax.cli.train import main
-from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml
+from mtraining_jax.config import Config
 from mtraining_jax.patterns.registry import PATTERNS
 from tests.training.common import changed, written
 
@@ -26,7 +26,7 @@ def test_a_run_learns_with_it(kind, plain_config, tmp_path):
     config = changed(plain_config, run={"steps": 6})
     path, file = tmp_path / "config.toml", tmp_path / "budgets.json"
     file.write_text(json.dumps([HEADS, HEADS[::-1]]))
-    path.write_text(config_to_toml(config))
+    path.write_text(config.to_toml())
     options = [f"--sparsity.{option.format(file=file)}" for option in OPTIONS[kind]]
     arguments = ["--config", str(path), f"--sparsity.kind={kind}", *options]
     assert main([*arguments, "--sparsity.block_size=8"]) == 0
@@ -43,7 +43,7 @@ def test_a_user_pattern_trains_over_a_ring_by_its_place_and_its_options(
         plain_config, run={"steps": 2}, parallel={"devices_per_node": 2, "ring": "flat"}
     )
     path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(config))
+    path.write_text(config.to_toml())
     options = [f"--sparsity.kind={USER_PATTERN}", "--sparsity.stride=3", "--sparsity.window=2"]
     assert main(["--config", str(path), *options]) == 0
     records = written(config)
@@ -60,13 +60,11 @@ def test_a_user_pattern_trains_over_a_ring_by_its_place_and_its_options(
 
 def test_fields_of_a_user_pattern_are_written_only_where_it_is_selected(plain_config):
     PATTERNS.get(USER_PATTERN)
-    own = config_from_dict(
-        {**config_to_dict(plain_config), "sparsity": {"kind": USER_PATTERN}}, "a test"
-    )
-    assert config_to_dict(own)["sparsity"]["window"] == 2
+    own = Config.from_dict({**plain_config.to_dict(), "sparsity": {"kind": USER_PATTERN}}, "a test")
+    assert own.to_dict()["sparsity"]["window"] == 2
     other = changed(own, sparsity={"kind": "dense"})
-    assert "window" not in config_to_dict(other)["sparsity"]
-    assert "\nwindow = " not in config_to_toml(other)
+    assert "window" not in other.to_dict()["sparsity"]
+    assert "\nwindow = " not in other.to_toml()
 
 
 @pytest.mark.parametrize(
@@ -80,14 +78,14 @@ def test_options_of_a_user_pattern_are_checked_as_others_are(
     plain_config, tmp_path, capsys, option, sentence
 ):
     path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(plain_config))
+    path.write_text(plain_config.to_toml())
     assert main(["--config", str(path), f"--sparsity.kind={USER_PATTERN}", option]) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_a_pattern_that_cannot_be_loaded_is_reported(plain_config, tmp_path, capsys):
     path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(plain_config))
+    path.write_text(plain_config.to_toml())
     assert main(["--config", str(path), "--sparsity.kind=examples.nothing:Strided"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtraining_jax.config import available_configs, load_config
+from mtraining_jax.config import Config, available_configs
 from mtraining_jax.models.transformer import abstract_state
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -65,7 +65,7 @@ def test_all_are_here():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_are_those_of_the_published_model(name):
-    config = load_config(name, [])
+    config = Config.load(name, {})
     size = next(size for size in SIZES if name.startswith(f"{size}_"))
     shapes = jax.tree.leaves(abstract_state(config.model))
     assert sum(math.prod(x.shape) for x in shapes) == SIZES[size]
@@ -87,7 +87,7 @@ def test_sizes_are_those_of_the_published_model(name):
 @pytest.mark.parametrize("name", [OVER_NODES, *FAMILIES])
 def test_two_tiny_layers_take_a_step(name):
     tiny = TINY | (SPARSE if name == OVER_NODES else ALONE)
-    config = load_config(name, [(field, str(value)) for field, value in tiny.items()])
+    config = Config.load(name, tiny)
     mesh, layout = build_mesh(config), build_layout(config)
     batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
     attention = build_attention(config, mesh, layout, build_pattern(config))

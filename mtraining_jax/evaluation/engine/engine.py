@@ -12,7 +12,7 @@ from typing import Any, Self, overload
 import jax
 import numpy as np
 
-from mtraining_jax.config.load import check_overrides
+from mtraining_jax.config.load import NO_OVERRIDES, Overrides, check_overrides
 from mtraining_jax.data.chat.conversation import Conversation
 from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.files import errors_as
@@ -20,7 +20,7 @@ from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.programs import Programs, first_token
 from mtraining_jax.evaluation.engine.sampling import NO_TOKEN, judge
 from mtraining_jax.evaluation.engine.text import GrowingText
-from mtraining_jax.evaluation.load import AttentionKind, Loaded, Overrides, load
+from mtraining_jax.evaluation.load import AttentionKind, Loaded, load
 from mtraining_jax.evaluation.model import Forced, Generated
 from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
 from mtraining_jax.utils.errors import UserError
@@ -52,7 +52,7 @@ class Engine:
         path: str | Path,
         *,
         attention: AttentionKind = "dense",
-        overrides: Overrides = (),
+        overrides: Overrides = NO_OVERRIDES,
         dtype: str | None = None,
         tokenizer: str | None = None,
         sparse_answers: bool = False,
@@ -65,8 +65,8 @@ class Engine:
             path: run folder, or folder of config.json and safetensors.
             attention: attention of prompts and scored tokens: "dense" or "sparse", which is the
                 run's pattern, or for a Hugging Face checkpoint the default of section `sparsity`.
-            overrides: dotted fields of the sections `sparsity`, `parallel`, `model` and `loss`,
-                with values as text; they override those of the run.
+            overrides: values of the sections `sparsity`, `parallel`, `model` and `loss`, by dotted
+                field, in place of those of the run; text is parsed as on the command line.
             dtype: compute dtype, "bfloat16" or "float32". None uses that of the run; for a Hugging
                 Face checkpoint bfloat16, or float32 on a CPU.
             tokenizer: "bytes" or a tokenizer.json, instead of that of the run or the folder.

@@ -3,7 +3,7 @@
 import uuid
 from pathlib import Path
 
-from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.config import Config
 from mtraining_jax.reporting.audit import PER_HEAD
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.errors import UserError
@@ -24,7 +24,7 @@ class WandbWriter:
             project="mtraining-jax",
             name=config.run.name,
             dir=str(config.run.folder),
-            config=config_to_dict(config),
+            config=config.to_dict(),
             resume="allow",
             id=_run_id(config.run.folder / "wandb_id.txt", resumed=last_step > 0),
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.config import Config
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.training.checkpoint.run_lock import only_run_in
 from mtraining_jax.training.checkpoint.store import (
@@ -109,7 +109,7 @@ def _origin(config: Config) -> tuple[dict[str, Any], int]:
         return hashlib.sha256(lines[0]).hexdigest(), len(lines)
 
     first, number = run_on_process_0(starts, config.distributed.timeout_seconds)
-    parallel = json.loads(json.dumps(config_to_dict(config)["parallel"]))
+    parallel = json.loads(json.dumps(config.to_dict()["parallel"]))
     return {"first": first, "processes": jax.process_count(), "parallel": parallel}, number
 
 

@@ -20,7 +20,7 @@ from typing import cast
 import jax
 from etils import epath
 
-from mtraining_jax.config import Config, config_to_toml
+from mtraining_jax.config import Config
 from mtraining_jax.training.checkpoint import check_intact, newest_step, saved_steps
 from mtraining_jax.training.checkpoint.bucket import check_bucket
 from mtraining_jax.training.checkpoint.errors import DamagedCheckpoint
@@ -150,7 +150,7 @@ def record_start(config: Config, resume_from: int | None) -> None:
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+        (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
         with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(start) + "\n")
     except OSError as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
-from mtraining_jax.config import Config, config_of_model, config_to_dict
+from mtraining_jax.config import Config
 from mtraining_jax.config.load import with_bos
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
@@ -23,9 +23,9 @@ _FREE = ("checkpoint", "distributed", "run.name", "run.output_dir", "run.steps")
 
 def changed_fields(path: Path, saved: dict[str, Any], config: Config) -> list[str]:
     """Describes fields with values that differ from those of the checkpoint `path`."""
-    before = with_bos(config_of_model(saved, str(path)), saved)
-    before = flatten_dict(config_to_dict(before), sep=".")
-    now = flatten_dict(config_to_dict(config), sep=".")
+    before = with_bos(Config.from_record(saved, str(path)), saved)
+    before = flatten_dict(before.to_dict(), sep=".")
+    now = flatten_dict(config.to_dict(), sep=".")
     return [
         f"{name} = {toml_value(now.get(name))}, was {toml_value(before.get(name))}"
         for name in now | before
@@ -39,7 +39,7 @@ def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
     # defaults.
     model = saved["model"] | {"init_from": None, "override": []}
     table = {"model": model} | {name: saved.get(name, {}) for name in ("optimizer", "lora")}
-    before, current = config_to_dict(config_of_model(table, str(path))), config_to_dict(config)
+    before, current = Config.from_record(table, str(path)).to_dict(), config.to_dict()
     fields = [("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS]
     fields += [("lora", field) for field in ("rank", *_ADAPTER_FIELDS) if before["lora"]["rank"]]
     fields += [("lora", "rank"), ("optimizer", "trainable")]

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath  # the paths of Orbax
 from jax import memory
 
-from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.config import Config
 from mtraining_jax.config.sections import GCS
 from mtraining_jax.models.huggingface.checksums import checksum, digest
 from mtraining_jax.models.huggingface.read import check_base
@@ -106,7 +106,7 @@ class Checkpoints:
             return
         arrays = _fields(state)
         record = {
-            "config": config_to_dict(config),
+            "config": config.to_dict(),
             "loader": loader_state,
             "shapes": {name: list(x.shape) for name, x in state.parameters.items()},
             "checksums": _checksums(arrays),

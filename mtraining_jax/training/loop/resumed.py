@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.config import Config, config_of_model
+from mtraining_jax.config import Config
 from mtraining_jax.training.checkpoint.same_model import changed_fields
 from mtraining_jax.training.optimizer import make_schedule
 
@@ -16,7 +16,7 @@ def resume_notes(path: Path, saved: dict[str, Any], config: Config, step: int) -
 
     The loader and `check_same_model` already refused other data, another batch and another model.
     """
-    before = config_of_model(saved, str(path))
+    before = Config.from_record(saved, str(path))
     if changed := changed_fields(path, saved, config):
         yield "options that differ from those of the checkpoint:"
         yield from (f"  {sentence}" for sentence in changed)

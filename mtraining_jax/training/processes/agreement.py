@@ -14,7 +14,7 @@ import jaxlib.version
 from flax.traverse_util import flatten_dict
 from jax._src import distributed as jax_distributed  # its key-value store has no public name
 
-from mtraining_jax.config import Config, config_to_dict
+from mtraining_jax.config import Config
 from mtraining_jax.utils.errors import UserError
 
 # Fields that may differ between processes.
@@ -50,7 +50,7 @@ def run_on_process_0(act: Callable[[], Any], timeout: int) -> Any:
 def check_same_configuration(config: Config) -> None:
     """Compares the configuration and versions of every process with those of the first one."""
     values = {"version of jax": jax.__version__, "version of jaxlib": jaxlib.version.__version__}
-    values |= flatten_dict(config_to_dict(config), sep=".")
+    values |= flatten_dict(config.to_dict(), sep=".")
     shared = {name: value for name, value in values.items() if name not in _OWN}
     assert_same_on_all_processes(shared, config.distributed.timeout_seconds)
 

@@ -3,12 +3,12 @@
 import numpy as np
 
 from benchmarks.quality.evaluate import Timing, bytes_of_a_token, row_of
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.models.spec import ModelSpec
 
 
 def test_a_token_reads_all_weights_and_the_devices_part_of_the_cache():
-    spec = ModelSpec.from_config(load_config("qwen3b_512k").model)
+    spec = ModelSpec.from_config(Config.load("qwen3b_512k").model)
     sizes = {name: (int(np.prod(x.shape)), 2) for name, x in spec.parameters.items()}
     weights = 2 * sum(number for number, _ in sizes.values())
     # 4 L Hk D bytes a token: 36 layers, 2 heads of 128.

@@ -163,10 +163,10 @@ def load(attention, torch, tmp_path, folder):
         )
         model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME)
         fields = {"kind": kind, **options, "devices_per_node": 1}
-        overrides = [
-            (f"{'parallel' if x == 'devices_per_node' else 'sparsity'}.{x}", str(value))
+        overrides = {
+            f"{'parallel' if x == 'devices_per_node' else 'sparsity'}.{x}": value
             for x, value in fields.items()
-        ]
+        }
         engine = Engine.load(path, attention="sparse", dtype="float32", overrides=overrides)
         return model.eval(), engine
 

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint._src import asyncio_utils
 
-from mtraining_jax.config import config_from_dict, config_to_dict
+from mtraining_jax.config import Config
 from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
 from mtraining_jax.training.checkpoint.errors import unreadable
 from mtraining_jax.training.checkpoint.orbax_errors import WaitingEventLoop, print_errors_once
@@ -241,16 +241,16 @@ def test_other_users_of_the_same_libraries_are_not_affected(caplog):
 
 
 def test_a_checkpoint_that_is_older_than_a_field_had_its_default(config):
-    saved = config_to_dict(config)
+    saved = config.to_dict()
     del saved["model"]["rms_norm_eps"], saved["model"]["rope_scaling"], saved["optimizer"]
     check_same_model(Path("runs/7"), saved, config)
     other = changed(config, model={"rms_norm_eps": 1e-5})
     with pytest.raises(UserError, match=r"has model\.rms_norm_eps = 1e-06, but this run has 1e-05"):
         check_same_model(Path("runs/7"), saved, other)
 
-    scaled = config_to_dict(config)
+    scaled = config.to_dict()
     scaled["model"]["rope_scaling"] = {"factor": 4.0}
-    stretched = config_from_dict(scaled, "a test")
+    stretched = Config.from_dict(scaled, "a test")
     check_same_model(Path("runs/7"), scaled, stretched)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax import Engine, GenerateOptions
-from mtraining_jax.config import config_of_model, config_to_dict, validate
+from mtraining_jax.config import Config, validate
 from mtraining_jax.data.chat.conversation import read_conversation
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.evaluation.load import load
@@ -84,7 +84,7 @@ def chat(tmp_path_factory):
     longer = {"max_position_embeddings": 256, "rope_theta": 5e4}
     longer["rope_scaling"] = {"type": "yarn", "factor": 2.0}
     longer["rope_scaling"]["original_max_position_embeddings"] = 128
-    table = config_to_dict(tiny_config(folder)) | {
+    table = tiny_config(folder).to_dict() | {
         "model": {"init_from": str(base), "override": list(longer), "dtype": "float32", **longer},
         "data": {
             "source": "jsonl", "paths": [str(folder / "chats.jsonl")], "mode": "pack",
@@ -98,7 +98,7 @@ def chat(tmp_path_factory):
     cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
     table["run"] |= {"steps": 1, "compile_cache_dir": cache}
     table["sparsity"] |= {"min_sparse_tokens": 256}
-    config = config_of_model(table, "a test")
+    config = Config.from_record(table, "a test")
     validate(config)
     run(config)
     use_shared_programs()
@@ -107,7 +107,7 @@ def chat(tmp_path_factory):
 
 def test_a_run_its_adapters_and_its_export_stop_alike(chat):
     question = read_conversation([{"role": "user", "content": "Hi"}], None, "a test")
-    engine, overrides = None, [("parallel.devices_per_node", "1")]
+    engine, overrides = None, {"parallel.devices_per_node": 1}
     for name in (".", "adapter", "hf"):
         loaded = load(chat.run.folder / name, "dense", overrides, dtype="float32")
         engine = Engine(loaded, like=None if name == "hf" else engine)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mtraining_jax.config import Config, config_of_model, config_to_dict, validate
+from mtraining_jax.config import Config, validate
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.parallel.mesh import make_mesh
@@ -32,7 +32,7 @@ BASE = CHECKPOINTS / "phi3_tiny_longrope"
 
 def adapted(config: Config, **sections: dict) -> Config:
     """A run of adapters on 1 x 1 x 2 devices; `sections` override single fields."""
-    table = config_to_dict(config)
+    table = config.to_dict()
     table["model"] = {"init_from": str(BASE), "remat": "mlp", "mlp_chunk_size": 16}
     base = {
         "lora": {"rank": 4, "dropout": 0.1},
@@ -44,7 +44,7 @@ def adapted(config: Config, **sections: dict) -> Config:
     for changes in (base, sections):
         for section, fields in changes.items():
             table[section] = table[section] | fields
-    config = config_of_model(table, "a test")
+    config = Config.from_record(table, "a test")
     validate(config)
     return config
 
@@ -120,8 +120,8 @@ def test_a_run_resumes_exactly_exports_and_loads(config):
     of_other = {"model": {"init_from": str(other)}, "run": {"steps": 6}}
     for attempt in (
         lambda: run(adapted(config, **of_other)),
-        lambda: load(folder, "dense", [("model.init_from", str(other))]),
-        lambda: load(folder / "adapter", "dense", [("model.init_from", str(other))]),
+        lambda: load(folder, "dense", {"model.init_from": other}),
+        lambda: load(folder / "adapter", "dense", {"model.init_from": other}),
         lambda: StateBuilder(adapted(config, **of_other, lora=start), build_mesh(config)).fresh(),
     ):
         with pytest.raises(UserError, match=message):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.config import config_from_dict
+from mtraining_jax.config import Config
 from mtraining_jax.models.huggingface.names import checkpoint_tensors
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -40,7 +40,7 @@ class Run:
             "parallel": dict(zip(("replicas", "nodes", "devices_per_node"), mesh, strict=True)),
             "optimizer": {"clip_norm": 0.0} | sections.pop("optimizer", {}),
         }
-        config = config_from_dict(table | sections, "a test")
+        config = Config.from_dict(table | sections, "a test")
         mesh, layout = build_mesh(config), build_layout(config)
         batches = DeviceBatches(config, mesh, layout)
         self.batch = next(batches)

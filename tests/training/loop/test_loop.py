@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.config import config_from_dict, config_to_dict, config_to_toml, load_config
+from mtraining_jax.config import Config
 from mtraining_jax.reporting.audit import FIGURES
 from mtraining_jax.reporting.goodput import KINDS
 from mtraining_jax.reporting.progress import Display
@@ -123,8 +123,8 @@ def test_a_complete_run_does_nothing_and_one_that_starts_anew_keeps_the_old(plai
 
 def check_starts(folder, config):
     """The folder has the configuration, and one line for each start that took steps."""
-    assert (folder / "config.toml").read_text() == config_to_toml(config)
-    assert config_to_dict(load_config(folder / "config.toml")) == config_to_dict(config)
+    assert (folder / "config.toml").read_text() == config.to_toml()
+    assert Config.load(folder / "config.toml").to_dict() == config.to_dict()
     (start,) = map(json.loads, (folder / "starts.jsonl").read_text().splitlines())
     assert start["versions"]["jax"] == jax.__version__ and "flax" in start["versions"]
     assert start["resumed_from_step"] is None and start["devices"] == {"cpu": 8}
@@ -383,7 +383,7 @@ def test_demands_that_cannot_be_met(config):
         run(changed(config, checkpoint={"resume": True}))
     many = changed(config, parallel={"nodes": 4, "devices_per_node": 4})
     with pytest.raises(UserError, match="16 devices, but JAX finds only 8 cpu devices"):
-        run(config_from_dict(config_to_dict(many), "a test"))
+        run(Config.from_dict(many.to_dict(), "a test"))
     with pytest.raises(UserError, match="pattern 'self_attm' matches no parameter"):
         run(changed(config, optimizer={"trainable": ("self_attm",)}))
     assert not checkpoint_folder(config).exists()

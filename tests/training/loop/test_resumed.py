@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from mtraining_jax.config import config_to_dict
 from mtraining_jax.training.loop.resumed import resume_notes
 from tests.training.common import changed, tiny_config
 
 
 def notes(before, now, step):
-    saved = json.loads(json.dumps(config_to_dict(before)))
+    saved = json.loads(json.dumps(before.to_dict()))
     return list(resume_notes(Path("checkpoint"), saved, now, step))
 
 

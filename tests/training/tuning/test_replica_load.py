@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mtraining_jax.config import load_config
+from mtraining_jax.config import Config
 from mtraining_jax.cost_model.density import density_of_lists
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -71,7 +71,7 @@ def packed(config, documents):
         "optimizer.warmup_steps": 0,
         "metrics.tensorboard": "false",
     }
-    return load_config("tiny", [(name, str(value)) for name, value in overrides.items()])
+    return Config.load("tiny", overrides)
 
 
 @pytest.mark.timeout(120)  # a batch may wait for densities
