@@ -9,8 +9,7 @@ or, in your own model, `sparse_attention(q, k, v, pattern=Strided(stride=4))`.
 import jax
 import jax.numpy as jnp
 
-from mtraining_jax import Pattern, Selection, SelectionContext
-from mtraining_jax.utils.fields import options
+from mtraining_jax import Pattern, Selection, SelectionContext, options
 from mtraining_jax.utils.limits import PositiveInt
 from pallas_kernels import BlockSparseIndex
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.order import sequence_layout as sequence_layout
     from mtraining_jax.attention.order import stripe as stripe
     from mtraining_jax.attention.order import unstripe as unstripe
+    from mtraining_jax.config import Config as Config
     from mtraining_jax.evaluation.engine.engine import Engine as Engine
     from mtraining_jax.evaluation.engine.engine import generate as generate
     from mtraining_jax.evaluation.engine.options import GenerateOptions as GenerateOptions
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
     from mtraining_jax.selection.context import Selection as Selection
     from mtraining_jax.selection.context import SelectionContext as SelectionContext
     from mtraining_jax.selection.documents import Documents as Documents
+    from mtraining_jax.utils.fields import options as options
 
 _MODULES = {
     "AdaSpa": "patterns.adaspa",
     "BlockTopK": "patterns.block_topk",
+    "Config": "config",
     "Dense": "patterns.dense",
     "Documents": "selection.documents",
     "Engine": "evaluation.engine.engine",
@@ -58,6 +61,7 @@ _MODULES = {
     "generate": "evaluation.engine.engine",
     "inspect": "attention.inspection",
     "load_budgets": "patterns.budgets",
+    "options": "utils.fields",
     "sequence_layout": "attention.order",
     "sparse_attention": "attention.api",
     "stripe": "attention.order",

@@ -5,14 +5,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtraining_jax.config.held_out import with_data_of_training
 from mtraining_jax.config.help import nearest
 from mtraining_jax.config.init_from import with_checkpoint
 from mtraining_jax.config.schema import Sections
-from mtraining_jax.config.sections import RunConfig
+from mtraining_jax.config.sections import DataConfig, RunConfig
 from mtraining_jax.config.tables import Table, table_of, table_type
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field, fields_of, joined, shortened, toml_value
+from mtraining_jax.utils.fields import Field, fields_of, joined, shown, toml_value
 from mtraining_jax.utils.limits import LARGEST_INT
 from mtraining_jax.utils.text import did_you_mean
 
@@ -40,6 +39,23 @@ def merged(layers: Layers) -> tuple[dict[str, Any], dict[str, int]]:
     for number, (_, below) in enumerate(layers):
         add(table, below, "", number)
     return table, origins
+
+
+def with_data_of_training(table: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Fills unset fields of `eval.data`, if present, from `data`; also returns their names."""
+    match {"data": {}, **table}:
+        case {"eval": {"data": dict() as given} as held_out, "data": dict() as data}:
+            pass
+        case _:
+            return dict(table), set()
+    inherited = {
+        name: value
+        for name, value in data.items()
+        # Evaluations do not reorder sequences, and options of a source belong to that source.
+        if name != "balance" and ("source" not in given or name in fields_of(DataConfig))
+    }
+    filled = {f"eval.data.{name}" for name in inherited.keys() - given.keys()}
+    return {**table, "eval": {**held_out, "data": inherited | given}}, filled
 
 
 class Builder:
@@ -72,7 +88,7 @@ class Builder:
                 way = f"set one of its fields: {name}.FIELD=VALUE"
                 self._report(name, f"{name} is a section; {way}")
             else:
-                self._report(name, f"{name} = {_shown(values)} must be a section: write [{name}]")
+                self._report(name, f"{name} = {shown(values)} must be a section: write [{name}]")
         if self._problems:
             raise UserError("\n".join(self._problems))
         return built
@@ -86,7 +102,7 @@ class Builder:
             return {**table, "run": {name: run[name] for name in run if name != "steps"}}
         steps, epochs = (self._origins[f"run.{name}"] for name in ("steps", "epochs"))
         if steps == epochs and run["steps"] != RunConfig.steps:  # printed files have the default
-            both = " and ".join(f"run.{name} = {_shown(run[name])}" for name in ("steps", "epochs"))
+            both = " and ".join(f"run.{name} = {shown(run[name])}" for name in ("steps", "epochs"))
             self._report("run.epochs", f"{both} are alternatives; remove one of them")
         other = "epochs" if steps < epochs else "steps"
         return {**table, "run": {name: run[name] for name in run if name != other}}
@@ -189,19 +205,8 @@ def _not_allowed(name: str, field: Field, value: Any, problem: Mapping[str, Any]
     if isinstance(value, str) and len(names) >= _MANY:
         hint = did_you_mean(value, names)
     rule = f"; {hint} It" if hint else ": it"
-    return f"{name} = {_shown(value)} is not allowed{rule} must be {field.allowed}{most}"
+    return f"{name} = {shown(value)} is not allowed{rule} must be {field.allowed}{most}"
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> str:
-    """A value nearly as the user wrote it, at most 80 characters."""
-    try:
-        text = toml_value(value)
-    except TypeError:  # a TOML date or time
-        text = str(value)
-    except ValueError:  # Python limits the digits of a number
-        return "a number of too many digits"
-    return shortened(text)

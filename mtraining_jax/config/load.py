@@ -10,14 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from mtraining_jax.config.build import Builder, Layer, Layers, merged
+from mtraining_jax.config.build import Builder, Layer, Layers, merged, with_data_of_training
 from mtraining_jax.config.files import find_config, read_chain
-from mtraining_jax.config.held_out import about_held_out, with_data_of_training
 from mtraining_jax.config.help import all_fields
 from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.sections import DataConfig
 from mtraining_jax.config.tables import values_of
-from mtraining_jax.config.validate import validate
+from mtraining_jax.config.validate import about_held_out, validate
 from mtraining_jax.data.corpus import packs_of, starts_of
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import Field, fields_of, options, toml_value

@@ -1,14 +1,14 @@
 """Checks of combinations of fields."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, cast
 
-from mtraining_jax.config.held_out import about_held_out, evaluation_of
 from mtraining_jax.config.schema import Sections
-from mtraining_jax.config.sections import GCS
+from mtraining_jax.config.sections import GCS, AuditConfig
 from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.huggingface.config import FREE
 from mtraining_jax.models.huggingface.peft import fused_parts, read_peft_config
@@ -356,3 +356,18 @@ def _distributed(config: Sections) -> Iterator[str]:
         if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
             example = '"10.0.0.1:12345", with a port from 1 to 65535'
             yield f"{named.coordinator} must be HOST:PORT, for example {example}"
+
+
+def evaluation_of[C: Sections](config: C) -> C:
+    """The configuration with validation data in place of training data."""
+    return dataclasses.replace(
+        config,
+        data=config.eval.data,
+        optimizer=dataclasses.replace(config.optimizer, accumulation_steps=1),
+        audit=AuditConfig(),
+    )
+
+
+def about_held_out(problem: str) -> str:
+    """Renames `data.*` to `eval.data.*` in a message."""
+    return re.sub(r"(?<![\w.])data\.(?=[a-z])", "eval.data.", problem)

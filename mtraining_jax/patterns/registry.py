@@ -7,7 +7,6 @@ from typing import Any
 
 from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import make
 from mtraining_jax.utils.plugins import Registry
 
 _OPTIONS = "mtraining_jax.patterns.options"
@@ -52,7 +51,7 @@ def parse_options(
                 f"choose from {', '.join(fields)}, written as name=value"
             )
     try:
-        return make(kind, {key: _value(value) for key, value in options.items()})
+        return kind(**{key: _value(value) for key, value in options.items()})
     except ValueError as error:
         raise UserError(f'"{text}": {error}') from None
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
-from mtraining_jax.config.held_out import about_held_out, evaluation_of
+from mtraining_jax.config.validate import about_held_out, evaluation_of
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
 from mtraining_jax.models.transformer import Attention

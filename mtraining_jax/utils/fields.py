@@ -5,19 +5,17 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs
+from pydantic import ConfigDict, ValidationError
 
 from mtraining_jax.utils.errors import UserError
 
 _BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 _NOUNS = {int: "an integer", float: "a finite number"}
-# Of options; a class that users derive options from has it as `__pydantic_config__`.
-STRICT = ConfigDict(
+_STRICT = ConfigDict(
     strict=True,
     extra="forbid",
     allow_inf_nan=False,
@@ -26,21 +24,45 @@ STRICT = ConfigDict(
 )
 
 
+class WrongFields(UserError):
+    """Values that options reject; the message has one line per wrong field.
+
+    Attributes:
+        problems: what pydantic found, by field; text for a combination of fields, by "".
+    """
+
+    def __init__(self, cls: type, values: Mapping[str, Any], error: ValidationError) -> None:
+        self.problems: dict[str, Any] = {}
+        for problem in error.errors(include_url=False):
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            cause = problem.get("ctx", {}).get("error")
+            self.problems.setdefault(name, problem if name else str(cause))
+        fields, lines = fields_of(cls), []
+        for name, problem in self.problems.items():
+            if not name:
+                lines.append(problem)
+            elif name not in fields:
+                lines.append(f"{cls.__name__} has no field {name}; it has {', '.join(fields)}")
+            elif name not in values:
+                lines.append(f"{name} is missing: it must be {fields[name].allowed}")
+            else:
+                lines.append(f"{name}={shown(values[name], repr)} must be {fields[name].allowed}")
+        super().__init__("\n".join(lines))
+
+
 @typing.dataclass_transform(frozen_default=True)
 def options[T](cls: type[T] | None = None, *, kw_only: bool = False) -> Any:
-    """Makes a class a frozen dataclass whose values are validated when it is constructed.
+    """Makes a class a frozen dataclass that validates its values when it is constructed.
 
     A value of another type is an error, not converted (but an integer is a valid float). Types may
     have limits (`utils.limits`). The text below a field is its help text.
 
     Raises:
-        UserError: by the constructor, with one line per wrong field; also for a ValueError of
-            `__post_init__`.
+        WrongFields: by the constructor, also for a ValueError of `__post_init__`.
     """
     if cls is None:
         return functools.partial(options, kw_only=kw_only)
-    config = None if hasattr(cls, "__pydantic_config__") else STRICT  # else a base's
-    made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=kw_only, config=config)
+    made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, kw_only=kw_only, config=_STRICT)
     validated = made.__init__
 
     @functools.wraps(validated)
@@ -52,82 +74,37 @@ def options[T](cls: type[T] | None = None, *, kw_only: bool = False) -> Any:
         try:
             validated(self, **values)
         except ValidationError as error:
-            raise UserError(_sentences(made, values, _wrong_fields(error))) from None
+            raise WrongFields(made, values, error) from None
 
     made.__init__ = __init__
     return made
 
 
-def make(cls: type, values: Mapping[str, Any]) -> Any:
-    """Constructs options, or a dataclass derived from them, from values of its fields.
-
-    Raises:
-        UserError: with one line per wrong field.
-    """
-    made, wrong = construct([cls], values)
-    if wrong:
-        raise UserError(_sentences(cls, values, dict(wrong)))
-    return made[0]
-
-
 def construct(
     classes: Sequence[Any], values: Mapping[str, Any]
 ) -> tuple[list[Any], list[tuple[str, Any]]]:
-    """Constructs options, or dataclasses derived from them, from one table of values.
+    """Constructs options of several classes from one table of values.
 
     Args:
         classes: a field that several of them have belongs to the first one.
-        values: by field; 1e6 is a valid integer, and a list a tuple. Others are ignored.
+        values: by field; 1e6 is a valid integer. Others are ignored.
 
     Returns:
-        The objects, and the names of wrong fields with what pydantic found. A problem of several
-        fields has an empty name, and is text.
+        The objects, and problems as in `WrongFields`.
     """
     made, wrong, left = [], [], dict(values)
     for cls in classes:
-        names = [name for name in fields_of(cls) if name in left]
-        own = {name: _integer(left.pop(name), fields_of(cls)[name]) for name in names}
+        own = {}
+        for name, field in fields_of(cls).items():
+            if name in left:
+                own[name] = value = left.pop(name)
+                if isinstance(value, float) and value.is_integer() and float not in field.kinds:
+                    own[name] = int(value) if int in field.kinds else value
         try:
-            new = cls.__new__(cls)
-            _validator(cls).validate_python(ArgsKwargs((), own), self_instance=new)
-            made.append(new)
-        except ValidationError as error:
-            wrong += _wrong_fields(error).items()
+            made.append(cls(**own))
+        except WrongFields as error:
+            wrong += error.problems.items()
     return made, wrong
-
-
-def _integer(value: Any, field: "Field") -> Any:
-    is_whole = isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole and int in field.kinds and float not in field.kinds else value
-
-
-@functools.cache
-def _validator(cls: type) -> Any:
-    return TypeAdapter(cls).validator
-
-
-def _wrong_fields(error: ValidationError) -> dict[str, Any]:
-    """The first problem of each field, see `construct`."""
-    found: dict[str, Any] = {}
-    for problem in error.errors(include_url=False):
-        name = str(problem["loc"][0]) if problem["loc"] else ""
-        found.setdefault(name, problem if name else str(problem.get("ctx", {}).get("error")))
-    return found
-
-
-def _sentences(cls: type, values: Mapping[str, Any], wrong: Mapping[str, Any]) -> str:
-    """One line per wrong field, with values as in Python."""
-    fields, lines = fields_of(cls), []
-    for name, problem in wrong.items():
-        if not name:
-            lines.append(problem)
-        elif name not in fields:
-            lines.append(f"{cls.__name__} has no field {name}; it has {', '.join(fields)}")
-        elif name not in values:
-            lines.append(f"{name} is missing: it must be {fields[name].allowed}")
-        else:
-            lines.append(f"{name}={values[name]!r} must be {fields[name].allowed}")
-    return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +141,10 @@ class Field:
 
 @functools.cache
 def fields_of(cls: type) -> dict[str, Field]:
-    """The fields of a dataclass that its constructor takes, by name."""
-    if "__dataclass_fields__" not in vars(cls):
-        raise UserError(f"{cls.__module__}:{cls.__qualname__} must be a dataclass; add @options")
+    """The fields of options that the constructor takes, by name."""
+    if "__pydantic_fields__" not in vars(cls):
+        way = "decorate the class with mtraining_jax.options"
+        raise UserError(f"{cls.__module__}:{cls.__qualname__} declares no options: {way}")
     hints, found = typing.get_type_hints(cls, include_extras=True), {}
     inherited = [vars(base).get("__pydantic_fields__", {}) for base in reversed(cls.__mro__)]
     docs = {
@@ -196,6 +174,17 @@ def toml_value(value: Any) -> str:
             items = (f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items())
             return "{" + ", ".join(items) + "}"
     raise TypeError(f"{type(value).__name__} is not a configuration value type: {value!r}")
+
+
+def shown(value: Any, write: Callable[[Any], str] = toml_value) -> str:
+    """A value nearly as the user wrote it, at most 80 characters."""
+    try:
+        text = write(value)
+    except TypeError:  # a TOML date or time
+        text = str(value)
+    except ValueError:  # Python limits the digits of a number
+        return "a number of too many digits"
+    return shortened(text)
 
 
 def shortened(text: str, limit: int = 80) -> str:

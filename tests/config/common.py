@@ -1,5 +1,9 @@
 """The smallest configuration: sizes of a model."""
 
+import dataclasses
+
+from mtraining_jax.patterns.options.base import PatternOptions
+
 MODEL = """
 [model]
 vocab_size = 300
@@ -10,3 +14,10 @@ num_kv_heads = 2
 head_dim = 8
 intermediate_size = 64
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Undecorated(PatternOptions):
+    """A pattern of a user who does not know the decorator."""
+
+    block_size: int = 128

@@ -21,6 +21,7 @@ from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import MAX_BLOCKS, MAX_POSITIONS
 from tests.config.common import MODEL
 
@@ -442,7 +443,7 @@ def test_options_of_a_plugin_that_the_command_line_selects(write):
     assert override(path, sparsity__kind="vertical_slash").sparsity.pattern.top_p == 0.5
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class WithoutBlocks(PatternOptions):
     """Options with names of built-in patterns, but other types and defaults."""
 
@@ -451,14 +452,14 @@ class WithoutBlocks(PatternOptions):
     tau: int = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Own(WithoutBlocks):
     """The same, of a complete pattern."""
 
     block_size: int = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class OwnSource(Source):
     """Options with names of built-in sources, but other types and defaults."""
 
@@ -478,6 +479,11 @@ def test_own_plugins_may_use_names_of_others(write, monkeypatch):
     assert messages(path, sparsity__kind=f"{__name__}:WithoutBlocks") == [
         "WithoutBlocks lacks the field block_size, tokens per block"
     ]
+    (line,) = messages(path, sparsity__kind="tests.config.common:Undecorated")
+    assert line == (
+        "tests.config.common:Undecorated declares no options: decorate the class with "
+        "mtraining_jax.options"
+    )
     assert messages(path, sparsity__block_size="0") == [
         "sparsity.block_size = 0 must be at least 1"
     ]

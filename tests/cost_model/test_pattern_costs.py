@@ -1,15 +1,14 @@
 """Costs of a pattern: the methods of its options, else the tables."""
 
-import dataclasses
-
 import pytest
 
 from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.patterns.options.probes import ProbeOptions
 from mtraining_jax.patterns.options.rows import SampledRowsOptions
+from mtraining_jax.utils.fields import options
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class _WithMethods(SampledRowsOptions):
     def expected_density(self, tokens):
         return 1 / tokens, "a method"

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +27,11 @@ from mtraining_jax.evaluation.runner import Plan, check, evaluate
 from mtraining_jax.evaluation.tasks import GROUPS, Document, Task, make_tasks
 from mtraining_jax.evaluation.tasks.sized import DepthTask
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import options
 from tests.evaluation.fake_model import FakeModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@options(kw_only=True)
 class Sevens(Task):
     """A document that repeats one byte; there are three."""
 

@@ -11,7 +11,7 @@ from mtraining_jax.evaluation.tasks.published.longbench import LongBench
 from mtraining_jax.evaluation.tasks.ruler.needles import VARIANTS
 from mtraining_jax.evaluation.tasks.task import Task
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field, fields_of, make
+from mtraining_jax.utils.fields import Field, fields_of
 from mtraining_jax.utils.plugins import Registry
 
 _HERE = "mtraining_jax.evaluation.tasks"
@@ -95,6 +95,6 @@ def _make(name: str, cls: type[Task], options: Mapping[str, Any]) -> Task:
                     f'option {option.name} = "{value}" of task "{name}": {message}'
                 ) from None
     try:
-        return make(cls, {"name": name, **values})
+        return cls(name=name, **values)
     except ValueError as error:
         raise UserError(f'task "{name}": {error}') from None

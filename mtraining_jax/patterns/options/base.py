@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import STRICT, options
+from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
 
 
@@ -77,7 +77,6 @@ class PatternOptions:
         budget_field: the field to increase in order to keep more pairs.
     """
 
-    __pydantic_config__: ClassVar = STRICT
     pattern_class: ClassVar[str]
     sparse: ClassVar[bool] = True
     selects: ClassVar[bool] = True

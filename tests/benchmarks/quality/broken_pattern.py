@@ -1,11 +1,10 @@
 """A pattern that cannot choose."""
 
-import dataclasses
-
 from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.utils.fields import options
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Broken(Pattern):
     block_size: int = 128
 

@@ -1,14 +1,13 @@
 """The benchmark that takes training steps with every pattern."""
 
-import dataclasses
-
 import pytest
 
 from benchmarks.step import patterns
 from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.utils.fields import options
 
 
-@dataclasses.dataclass(frozen=True)
+@options
 class Broken(Dense):
     """A pattern that cannot choose."""
 
