@@ -7,8 +7,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 import mtraining_jax
-from mtraining_jax import Documents, sequence_layout, sparse_attention, stripe, unstripe
-from mtraining_jax.config import config_of_model, validate
+from mtraining_jax import Config, Documents, sequence_layout, sparse_attention, stripe, unstripe
 from mtraining_jax.training.loop.run import run
 
 
@@ -89,6 +88,4 @@ def attention(
 
 def train(table: dict[str, dict[str, Any]]) -> list[dict[str, float]]:
     """Trains as configured, from the newest checkpoint if there is one; returns a record a step."""
-    config = config_of_model(table, "tests/golden")
-    validate(config)
-    return run(config)
+    return run(Config.from_dict(table, "tests/golden"))
