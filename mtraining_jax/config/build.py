@@ -20,6 +20,8 @@ Layer = tuple[str, Mapping[str, Any]]
 Layers = Sequence[Layer]
 Fields = Mapping[str, Field]  # by dotted name
 _QUOTED = re.compile(r'"([^"]+)"')  # names among allowed values
+# Fields of earlier versions and their defaults, which are in printed files and in checkpoints.
+_REMOVED = {"audit.gradient_interval": 0, "audit.gradient_tokens": None}
 _MANY = 5  # fewer names are seen at a glance, and float16 may not mean bfloat16
 
 
@@ -112,7 +114,9 @@ class Builder:
         table, known = table_of(kind, values), {}
         fields = table.fields
         for name, value in values.items():
-            if name not in fields:
+            if name not in fields and f"{prefix}.{name}" in _REMOVED:
+                self._report_removed(f"{prefix}.{name}", value)
+            elif name not in fields:
                 self._report_option(f"{prefix}.{name}", table, value)
             elif isinstance(value, dict) and (inner := table_type(fields[name])) is not None:
                 known[name] = self._build(f"{prefix}.{name}", inner, value)
@@ -171,6 +175,12 @@ class Builder:
         known, kind = joined([toml_value(kind) for kind in kinds]), toml_value(table.kind)
         belongs = f"{name} is an option of {selector} = {known}, but {selector} = {kind}"
         self._report(name, f"{belongs}; remove it or change {selector}")
+
+    def _report_removed(self, name: str, value: Any) -> None:
+        """Reports the field of an earlier version, unless it has its default."""
+        if _plain(value) != _REMOVED[name]:
+            problem = f"{name} = {shown(value)} is not possible: the field was removed; remove it"
+            self._report(name, problem)
 
     def _report_unknown(self, name: str) -> None:
         self._report(name, _unknown(name, self._fields))

@@ -68,9 +68,8 @@ def _reasons(config: Sections, name: str) -> Iterator[str]:
     audit, schedule = config.audit, config.optimizer.schedule
     if section == "eval" and field != "interval" and not config.eval.interval:
         yield "eval.interval = 0 disables evaluation"
-    audited = audit.interval or audit.gradient_interval
-    if section == "audit" and "interval" not in field and not audited:
-        yield "audit.interval = 0 and audit.gradient_interval = 0 disable audits"
+    if section == "audit" and field != "interval" and not audit.interval:
+        yield "audit.interval = 0 disables audits"
     if name == "model.override" and config.model.init_from is None:
         yield "model.init_from = none has no config.json to override"
     if name == "profile.steps" and config.profile.start is None:

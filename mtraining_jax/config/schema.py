@@ -80,14 +80,6 @@ class Sections:
         return self.local_rows * self.local_seq_len
 
     @property
-    def gradient_tokens(self) -> int:
-        """Tokens of the truncated sequences used to compare gradients with dense ones."""
-        if self.audit.gradient_tokens is not None:
-            return self.audit.gradient_tokens
-        unit = self.sequence_unit
-        return min(self.data.seq_len, max(8192 // unit, 1) * unit)
-
-    @property
     def audited_masks(self) -> list[tuple[int, int]]:
         """Layer and head of each mask that audits draw."""
         pairs = (text.split(".") for text in self.audit.masks)

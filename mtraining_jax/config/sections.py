@@ -436,10 +436,6 @@ class AuditConfig:
     """Compare attention with dense attention every N steps, from step 1; 0 disables."""
     num_queries: Annotated[int, Ge(4)] = 64
     """Queries per audit: a quarter from the last 64, the others from everywhere."""
-    gradient_interval: NonNegativeInt = 0
-    """Compare all gradients with dense attention's every N steps; 0 disables."""
-    gradient_tokens: PositiveInt | None = None
-    """Truncate sequences to N tokens for that; none: 8192, or all if fewer."""
     masks: TextList = ()
     """Heads, as LAYER.HEAD from 0.0; audits draw their masks into RUN_FOLDER/masks."""
     alarm_recall: UnitFraction = 0.3

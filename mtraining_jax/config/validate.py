@@ -117,11 +117,10 @@ def _run(config: Sections) -> Iterator[str]:
 def offload_problems(config: Sections) -> Iterator[str]:
     """Yields what makes `optimizer.offload = "all"` impossible."""
     named, offload = _Named(config), 'optimizer.offload = "all"'
-    for name, least in (("parallel.replicas", 1), ("audit.gradient_interval", 0)):
-        if attrgetter(name)(config) > least:
-            way = f"set {name} = {least}, or optimizer.offload = true"
-            why = f"needs all gradients on the device, unlike {offload}"
-            yield f"{attrgetter(name)(named)} {why}; {way}"
+    if config.parallel.replicas > 1:
+        way = "set parallel.replicas = 1, or optimizer.offload = true"
+        why = f"needs all gradients on the device, unlike {offload}"
+        yield f"{named.parallel.replicas} {why}; {way}"
     if len({*layer_windows(config.model)}) > 1:
         yield (
             f"{offload} is not possible if only some layers have a sliding window, as in this "
@@ -165,9 +164,8 @@ def _not_a_multiple(field: _Named, value: int, words: str, unit: int) -> str:
 
 def _sparsity(config: Sections) -> Iterator[str]:
     sparsity, pattern, named = config.sparsity, config.sparsity.pattern, _Named(config)
-    for name in ("audit.interval", "audit.gradient_interval"):
-        if attrgetter(name)(config) and not pattern.selects:
-            yield _needs_selection(named, name, "0")
+    if config.audit.interval and not pattern.selects:
+        yield _needs_selection(named, "audit.interval", "0")
     if sparsity.tune == "none":
         return
     if any(layer_windows(config.model)):
@@ -258,7 +256,7 @@ def _lora(config: Sections) -> Iterator[str]:
 
 
 def _audit(config: Sections) -> Iterator[str]:
-    audit, unit, named = config.audit, config.sequence_unit, _Named(config)
+    audit, named = config.audit, _Named(config)
     layers, heads = config.model.num_layers, config.model.num_heads
     for text in audit.masks:
         mask = re.fullmatch("([0-9]{1,9})[.]([0-9]{1,9})", text)
@@ -269,14 +267,8 @@ def _audit(config: Sections) -> Iterator[str]:
             yield f'audit.masks has "{text}", but layer {mask[1]} has a sliding window'
     if audit.masks and not audit.interval:
         yield "audit.masks needs audits, and audit.interval = 0 disables them"
-    tokens = audit.gradient_tokens or 0
     if audit.interval and audit.num_queries > config.data.seq_len:
         yield f"{named.audit.num_queries} is more than {named.data.seq_len}"
-    if tokens > config.data.seq_len:
-        yield f"{named.audit.gradient_tokens} is more than {named.data.seq_len}"
-    if tokens % unit:
-        words = f"{unit}, as data.seq_len must be"
-        yield _not_a_multiple(named.audit.gradient_tokens, tokens, words, unit)
 
 
 def _devices(config: Sections, device_count: int | None, platform: str) -> Iterator[str]:

@@ -75,28 +75,11 @@ def step_flops(
     )
 
 
-def audit_flops(config: Config) -> tuple[float, float]:
-    """FLOP on all devices of audited rows and of a gradient comparison, whether enabled or not.
-
-    Rows have dense attention: seven products. A comparison takes two passes over the first tokens
-    of a micro-batch, both counted with dense attention.
-    """
-    model, data, parts = config.model, config.data, config.optimizer.accumulation_steps
+def audit_flops(config: Config) -> float:
+    """FLOP on all devices of an audit, enabled or not: rows of dense attention, seven products."""
+    model, data = config.model, config.data
     heads = data.batch_size * model.num_layers * model.num_heads
-    short = config.gradient_tokens
-    attention = 14.0 * heads / parts * model.head_dim * causal_pairs(short)
-    tokens = config.tokens_per_step * short / data.seq_len / parts
-    return (
-        14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim,
-        2 * (matrix_flops(config) * tokens + attention),
-    )
-
-
-def mean_audit_flops(config: Config) -> float:
-    """FLOP of audits, averaged over all steps of a run."""
-    intervals = config.audit.interval, config.audit.gradient_interval
-    both = zip(audit_flops(config), intervals, strict=True)
-    return sum(flops / interval for flops, interval in both if interval)
+    return 14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim
 
 
 def layer_products(config: Config) -> dict[str, int]:

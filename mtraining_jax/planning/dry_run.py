@@ -8,7 +8,7 @@ import jax
 
 from mtraining_jax.config import Config, validate
 from mtraining_jax.config.load import with_steps
-from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, idle_parameters, mean_audit_flops
+from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, audit_flops, idle_parameters
 from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
@@ -201,8 +201,9 @@ def _flop_lines(config: Config, flops: Flops, pairs: Pairs) -> Iterator[str]:
     yield f"{unit} per {_step(config)}, forward and backward, all devices"
     for name, value, note in rows:
         yield f"  {name:<17} {value / scale:8.3f}  {note}"
-    if config.sparsity.pattern.sparse and (audits := mean_audit_flops(config)):
-        yield f"  audits add {audits / flops.executed:.3%} to this, averaged over steps"
+    if config.sparsity.pattern.sparse and (interval := config.audit.interval):
+        share = audit_flops(config) / interval / flops.executed
+        yield f"  audits add {share:.3%} to this, averaged over steps"
 
 
 def _time_lines(

@@ -130,7 +130,7 @@ def pinned_limit(config: Config) -> int | None:
         return None
     state = planned_state(config).abstract()
     placed = shard_bytes((state.opt_state, state.model), on_host=True)
-    kept = _PINNED_RESERVE * (whole - placed) * (2 if config.audit.gradient_interval else 1)
+    kept = _PINNED_RESERVE * (whole - placed)
     return math.ceil((3 * placed + kept) / 2**30) + 4
 
 

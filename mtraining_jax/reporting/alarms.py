@@ -67,13 +67,6 @@ class Alarms:
                 f"layer {at[0]} head {at[1]} {what.format(values[at])} than audit.{field} = "
                 f"{getattr(audit, field)}{others}; {less_local if name == 'index_gap' else more}"
             )
-        cosine = record.get("global_gradient_cosine")
-        if cosine is not None and self._is_due("global", cosine < audit.alarm_gradient):
-            sentences.append(
-                f"the parameter gradient has a cosine of {cosine:.3f} with that of dense "
-                f"attention on {self._config.gradient_tokens} tokens, less than "
-                f"audit.alarm_gradient = {audit.alarm_gradient}; {more}"
-            )
         return sentences
 
     def _is_due(self, name: str, beyond: bool) -> bool:

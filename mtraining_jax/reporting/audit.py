@@ -22,11 +22,11 @@ FIGURES = {
 PER_HEAD = "_per_head"
 
 
-def audit_record(figures: Mapping[str, np.ndarray], compared: Mapping[str, np.ndarray]) -> Record:
+def audit_record(figures: Mapping[str, np.ndarray]) -> Record:
     """JSON-serializable metrics of an audit, merged into the step's record.
 
-    `figures` are fp32 [L, Hq] by NAME; NAME_per_head has four digits. The results of
-    `make_gradient_comparison` keep their names. None replaces non-finite values.
+    `figures` are fp32 [L, Hq] by NAME; NAME_per_head has four digits. None replaces non-finite
+    values.
     """
     record: Record = {}
     for name, values in figures.items():
@@ -41,9 +41,6 @@ def audit_record(figures: Mapping[str, np.ndarray], compared: Mapping[str, np.nd
         record[f"{name}_worst"] = _number(worst[bad.max(1).argmax()])
         record[f"{name}_worst_per_layer"] = list(map(_number, worst))
         record[name + PER_HEAD] = [[_number(x, 4) for x in row] for row in values]
-    for name, value in compared.items():
-        value = np.asarray(value, np.float64)
-        record[name] = list(map(_number, value)) if value.ndim else _number(value)
     return record
 
 
@@ -70,7 +67,6 @@ def audit_text(record: Record) -> list[str]:
         ("local_gradient_cosine", "query gradient cosine", ".3f"),
         ("index_gap", "index gap", ".3f"),
         ("starved_mass", "starved mass", ".2%"),
-        ("global_gradient_cosine", "gradient cosine", ".4f"),
     ):
         if record.get(name) is not None:
             parts.append(f"{text} {record[name]:{form}}")

@@ -13,7 +13,7 @@ from mtraining_jax.utils.text import counted
 
 # Work of a run, by the name in metrics; "other" is the rest, such as metrics and traces.
 KINDS: tuple[str, ...] = (
-    "steps", "stalled", "data", "compile", "checkpoint", "eval", "gradient", "starting", "other",
+    "steps", "stalled", "data", "compile", "checkpoint", "eval", "starting", "other",
 )  # fmt: skip
 _NEWEST = 100  # steps of a statistic
 _WARM_UP = 2  # steps that statistics skip: they load kernels and connect devices

@@ -94,10 +94,7 @@ def test_it_runs_the_configuration(runs, capsys):
     ("arguments", "reason"),
     [
         (["--eval.num_batches=3"], "eval.interval = 0 disables evaluation"),
-        (
-            ["--audit.num_queries=8"],
-            "audit.interval = 0 and audit.gradient_interval = 0 disable audits",
-        ),
+        (["--audit.num_queries=8"], "audit.interval = 0 disables audits"),
         (["--profile.steps=3"], "profile.start = none disables tracing"),
         (
             ["--sparsity.dense_cooldown_steps=5", "--sparsity.kind=dense"],
@@ -167,7 +164,7 @@ def test_no_note_on_an_option_with_effect(runs, capsys):
         "--eval.num_batches=3",
         "--audit.num_queries=8",
     ]
-    audits = ["--audit.num_queries=8", "--audit.gradient_interval=2"]
+    audits = ["--audit.num_queries=8", "--audit.interval=2"]
     assert main(["--config=tiny", *read, *audits]) == 0
     assert capsys.readouterr().err == ""
 

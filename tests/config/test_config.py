@@ -511,6 +511,16 @@ def test_files_printed_by_earlier_versions_load(write):
     assert Config.load(path).sparsity.pattern == PATTERNS.get("sampled_rows")(tau=0.8)
 
 
+def test_removed_fields_are_ignored_if_a_run_stored_their_defaults():
+    table = {"model": tomllib.loads(MODEL)["model"], "audit": {"interval": 5}}
+    expected = Config.from_record(table, "a run")
+    table["audit"] |= {"gradient_interval": 0, "gradient_tokens": None}
+    assert Config.from_record(table, "a run") == expected
+    table["audit"]["gradient_interval"] = 500
+    with pytest.raises(UserError, match=r"^a run: audit.gradient_interval = 500 is not possible: "):
+        Config.from_record(table, "a run")
+
+
 def test_a_stored_configuration_may_have_options_of_all_plugins():
     table = {"model": tomllib.loads(MODEL)["model"], "sparsity": {"tau": 0.8, "top_p": 0.3}}
     assert Config.from_record(table, "a run").sparsity.pattern.tau == 0.8

@@ -12,12 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import Config, available_configs
-from mtraining_jax.cost_model.flops import (
-    audit_flops,
-    idle_parameters,
-    matrix_flops,
-    mean_audit_flops,
-)
+from mtraining_jax.cost_model.flops import audit_flops, idle_parameters, matrix_flops
 from mtraining_jax.cost_model.kernel_times import CODED_SPEEDUP, SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.models import embedding
 from mtraining_jax.models.loss import linear_cross_entropy
@@ -66,15 +61,14 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
 
 
 def test_audits_cost_less_than_1_percent_of_a_step_at_131072_tokens(capsys):
-    asked = ["--audit.interval=50", "--audit.gradient_interval=500", "--data.seq_len=131072"]
+    asked = ["--audit.interval=50", "--data.seq_len=131072"]
     main(["--config", "qwen3b_512k", "--dry-run=estimate", *asked])
     assert "  audits add 0.0" in capsys.readouterr().out
     config = Config.load("qwen3b_512k", dict(text[2:].split("=") for text in asked))
-    step, (rows, _) = count_flops(config).executed, audit_flops(config)
+    step, rows = count_flops(config).executed, audit_flops(config)
     # 36 layers of 16 heads of 128, 64 rows: q k, p v and p' v; q k, dO v, ds k and ds' k.
     assert rows == 36 * 16 * 7 * (2 * 64 * 131072 * 128)
     assert rows < 0.01 * step  # even of an audited step
-    assert mean_audit_flops(config) < 0.001 * step
 
 
 def budgets(folder):

@@ -235,7 +235,7 @@ def test_tensorboard_gets_every_number(config):
     config = changed(config, sparsity={"kind": "replay"})
     writers = open_writers(config, 0)
     for writer in writers:
-        audit = audit_record({"recall": np.array([[0.5, 0.9], [0.7, 0.8]])}, {})
+        audit = audit_record({"recall": np.array([[0.5, 0.9], [0.7, 0.8]])})
         writer.write(record(config, 1) | audit | {"alarms": ["layer 0 head 0 is low"]})
         writer.close()
     (events,) = (config.run.folder / "tensorboard").iterdir()

@@ -45,8 +45,7 @@ _DENSITY = (
 )
 _AUDITS = (
     Chart("Gradient cosine", "with dense attention", {
-        "local_gradient_cosine": "queries, mean", "local_gradient_cosine_worst": "worst head",
-        "global_gradient_cosine": "all parameters"}),
+        "local_gradient_cosine": "queries, mean", "local_gradient_cosine_worst": "worst head"}),
     Chart("Output error", "% of the norm of the exact output", {
         "output_error": "mean", "output_error_worst": "worst head"}),
     Chart("Index gap and starved mass", "fractions of attention mass", {

@@ -24,7 +24,6 @@ _WORK = {
     "compile": "compilation",
     "eval": "evaluation",
     "checkpoint": "checkpoints",
-    "gradient": "gradient comparisons",
 }
 
 

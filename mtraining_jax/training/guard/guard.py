@@ -34,7 +34,6 @@ class TakenStep:
     number: int
     program: str
     batch: Mapping[str, Array]
-    compared: Mapping[str, np.ndarray] | None  # gradients before the step
     evaluates: bool
     # Of the newest pass: what it was given and what it returned.
     state_sums: Array | None = None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from mtraining_jax.attention.picture import Panel, draw
 from mtraining_jax.config import Config
@@ -29,7 +28,6 @@ class DispatchedStep(NamedTuple):
 
     metrics: dict[str, Any]  # still on the devices
     notes: Record  # more entries of its record
-    compared: Mapping[str, np.ndarray] | None  # gradients before the step
     program: str  # its name
     begun: float  # by time.perf_counter(), before the step was dispatched
     data_seconds: float  # of waiting for its batch before that
@@ -141,9 +139,9 @@ class FinishedSteps:
         self._between = {}
         if dispatched.profiled:
             record["profiled"] = True  # tracing slows the step down
-        audited = "audit" in metrics or dispatched.compared is not None
+        audited = "audit" in metrics
         if audited:
-            record |= audit_record(metrics.get("audit", {}), dispatched.compared or {})
+            record |= audit_record(metrics["audit"])
             record["alarms"] = self._alarms.of(record)
         if dispatched.notes:
             alarms = [*dispatched.notes.get("alarms", ()), *record.get("alarms", ())]

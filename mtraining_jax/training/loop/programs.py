@@ -14,7 +14,6 @@ from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.training.build import build_attention
-from mtraining_jax.training.gradient_comparison import make_gradient_comparison
 from mtraining_jax.training.memory_check import check_memory, pinning_notice
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import audits_steps, make_train_step
@@ -23,7 +22,6 @@ _DESCRIPTIONS = {
     "train_step": "a training step",  # audited if every step is audited
     "audited_step": "a training step with an audit",  # if only some steps are audited
     "dense_step": "a training step with dense attention",  # of a sparse run
-    "compare_gradients": "the comparison of sparse and dense gradients",
 }
 Programs = dict[str, Callable[..., Any]]  # those that some step needs, by name
 
@@ -45,8 +43,6 @@ def make_programs(
     if num_dense:
         attention = build_attention(config, mesh, layout, Dense(pattern.block_size))
         programs["dense_step"] = make_train_step(config, builder, attention, mesh)
-    if has_sparse and config.audit.gradient_interval and config.sparsity.pattern.sparse:
-        programs["compare_gradients"] = make_gradient_comparison(config, builder, mesh, layout)
     return programs
 
 
@@ -55,17 +51,16 @@ def compile_programs(
 ) -> Programs:
     """Compiles the programs of a run for `arguments`; checks their memory.
 
-    They are a state, a batch and, for steps, optionally `GuardInputs`.
+    They are a state, a batch and optionally `GuardInputs`.
     """
     compiled = {}
     for name, program in programs.items():
         what = _DESCRIPTIONS[name]
         display.say(f"compiling {what.replace('a training', 'the training')} ...")
         begin = time.perf_counter()
-        given = arguments[:2] if name == "compare_gradients" else arguments
-        compiled[name] = program.lower(*given).compile()
+        compiled[name] = program.lower(*arguments).compile()
         display.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-        check_memory(compiled[name], devices, what, is_step=name != "compare_gradients")
+        check_memory(compiled[name], devices, what)
         if notice := pinning_notice(compiled[name], devices):
             display.say(notice)
     return compiled

@@ -218,20 +218,13 @@ class Trainer:
         if self._profile.begins(self._step):
             with self._finished.paused():
                 self._profile.begin()
-        audit, name, compared = self._config.audit, "train_step", None
-        programs = self._compiled
+        name, interval = "train_step", self._config.audit.interval
         if self._step in self._config.dense_steps:  # nothing to audit
             name = "dense_step"
-        else:
-            if "compare_gradients" in programs and (self._step - 1) % audit.gradient_interval == 0:
-                self._settle(0)
-                what = f"the gradient comparison before step {self._step}"
-                with self._finished.paused("gradient"), self._watchdog.watch(what):
-                    compared = jax.device_get(programs["compare_gradients"](self._state, batch))
-            if "audited_step" in programs and (self._step - 1) % audit.interval == 0:
-                name = "audited_step"
+        elif "audited_step" in self._compiled and (self._step - 1) % interval == 0:
+            name = "audited_step"
         evaluates = self._evaluator is not None and self._evaluator.is_due(self._step)
-        self._dispatch(step := TakenStep(self._step, name, batch, compared, evaluates))
+        self._dispatch(step := TakenStep(self._step, name, batch, evaluates))
         self._unsettled.append(step)
         checks = self._guard is not None and self._guard.checks(self._step)
         self._settle(0 if checks or evaluates else 1)
@@ -258,7 +251,7 @@ class Trainer:
         if self._evaluator is not None and step.evaluates:
             evaluate = functools.partial(self._evaluator.measure, self._state)
         profiled, data = self._profile.open, self._data_seconds
-        how = step.notes, step.compared, step.program, begun, data, profiled, evaluate
+        how = step.notes, step.program, begun, data, profiled, evaluate
         self._finished.add(DispatchedStep(metrics, *how))
 
     def _settle(self, keep: int) -> None:
