@@ -48,8 +48,6 @@ BASELINES = (
     "vertical_slash,max_verticals=2048,max_slashes=128",
     "vertical_slash,max_verticals=512,max_slashes=32",
     "vertical_slash,local_blocks=8,max_verticals=1024,max_slashes=256",
-    "vertical_slash,preset=joint,top_p=1.0,min_block_mass=0.004",
-    "vertical_slash,preset=joint,top_p=1.0,min_block_mass=0.002",
     "window,blocks=32",
     "window,blocks=24",
     "window,blocks=16",
@@ -78,7 +76,6 @@ FIELD = (
 # Options that vary along a curve.
 _VARYING = (
     "tau", "top_p", "blocks", "max_verticals", "max_slashes", "gamma", "top_k", "top_blocks",
-    "max_density",
 )  # fmt: skip
 
 
@@ -102,8 +99,7 @@ def parse(text: str, model: ModelSizes) -> Pattern:
 def family(text: str) -> str:
     """The name of the curve of a setting: everything but the option that varies along it."""
     name, *options = text.split(",")
-    varying = _VARYING + (("min_block_mass",) if "preset=joint" in options else ())
-    kept = [x for x in options if not x.startswith(varying)]
+    kept = [x for x in options if not x.startswith(_VARYING)]
     if any(x.startswith("max_") for x in options):
         kept.append("capped")
     return " ".join([name, *kept])

@@ -21,7 +21,12 @@ Layers = Sequence[Layer]
 Fields = Mapping[str, Field]  # by dotted name
 _QUOTED = re.compile(r'"([^"]+)"')  # names among allowed values
 # Fields of earlier versions and their defaults, which are in printed files and in checkpoints.
-_REMOVED = {"audit.gradient_interval": 0, "audit.gradient_tokens": None}
+_REMOVED = {
+    "audit.gradient_interval": 0,
+    "audit.gradient_tokens": None,
+    "sparsity.local_fraction": 0.0,
+    "sparsity.max_density": 1.0,
+}
 _MANY = 5  # fewer names are seen at a glance, and float16 may not mean bfloat16
 
 
@@ -179,7 +184,7 @@ class Builder:
     def _report_removed(self, name: str, value: Any) -> None:
         """Reports the field of an earlier version, unless it has its default."""
         if _plain(value) != _REMOVED[name]:
-            problem = f"{name} = {shown(value)} is not possible: the field was removed; remove it"
+            problem = f"{name} = {shown(value)} is not possible: the field no longer exists"
             self._report(name, problem)
 
     def _report_unknown(self, name: str) -> None:

@@ -10,12 +10,7 @@ from typing import Any
 from mtraining_jax.cost_model.density import density_of_lists, density_of_vertical_slash
 from mtraining_jax.patterns.adaspa import AdaSpa
 from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
-from mtraining_jax.patterns.options.probes import (
-    FixedBudgetOptions,
-    ProbeOptions,
-    ReplayOptions,
-    VerticalSlashOptions,
-)
+from mtraining_jax.patterns.options.probes import FixedBudgetOptions, ProbeOptions, ReplayOptions
 from mtraining_jax.patterns.options.rows import (
     BlockTopKOptions,
     FlexPrefillOptions,
@@ -67,10 +62,8 @@ def expected_density(options: PatternOptions, tokens: int) -> tuple[float, str]:
             return tiles / (rows * rows / 2), exact
         case AdaSpa():
             return 1 - options.sparsity, "1 - sparsity"
-    density = density_of_vertical_slash(tokens)
-    if isinstance(options, VerticalSlashOptions):
-        density = min(density, options.max_density)
-    return density, _NOT_KNOWN if of_user else f"{_AS_MEASURED} and, at 512K, by MTraining"
+    why = _NOT_KNOWN if of_user else f"{_AS_MEASURED} and, at 512K, by MTraining"
+    return density_of_vertical_slash(tokens), why
 
 
 def selects_an_index(options: PatternOptions) -> bool:

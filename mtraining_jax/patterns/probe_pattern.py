@@ -13,14 +13,14 @@ from mtraining_jax.selection.checks import check_selection
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.scores import last_queries
-from mtraining_jax.selection.scores.last_queries import Kept, Probed
+from mtraining_jax.selection.scores.last_queries import Probed
 from mtraining_jax.selection.spans import Spans, sparse_spans
 
 
 class ProbePattern(Pattern, ProbeOptions):
     """Per head, columns and diagonals by scores from the last queries of a sequence or document.
 
-    Subclasses define which of the scores are kept: `keys` and `nearest`, or `kept` as a whole.
+    Subclasses define which of the scores are kept, with `keys` and `nearest`.
 
     With documents, each one of at least `min_sparse_tokens` tokens gets the same selection as on
     its own, from its own last real queries and its own keys, except for one limit: all documents of
@@ -46,11 +46,6 @@ class ProbePattern(Pattern, ProbeOptions):
         del slash_count, spans
         return 1
 
-    def kept(self, probed: Probed) -> Kept:
-        """Selects by scores."""
-        keys, rule = self.keys(probed)
-        return last_queries.each_kind(keys, rule, self.nearest, probed.spans)
-
     def statistics(self, saved: Array) -> dict[str, Array]:
         """Reports on fp32 or int32 [B, Hq], the fraction of sequences with `Kept.saved`."""
         del saved
@@ -69,7 +64,8 @@ class ProbePattern(Pattern, ProbeOptions):
         context = dataclasses.replace(context, documents=documents)
         spans = sparse_spans(context, self.most_documents(num_blocks), self.block_size)
         probed = last_queries.probe(q, k, context, spans, self.num_probe_queries, self.by_logits)
-        kept = self.kept(probed)
+        keys, rule = self.keys(probed)
+        kept = last_queries.each_kind(keys, rule, self.nearest, probed.spans)
         if not documents.packed:
             capacities = self.list_capacities(num_blocks)
             index, saved = last_queries.lists(kept, capacities, sizes, context)

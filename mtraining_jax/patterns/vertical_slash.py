@@ -1,16 +1,13 @@
 """Dynamic vertical-slash: the columns and diagonals with most of the attention mass."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.patterns.options.probes import VerticalSlashOptions
 from mtraining_jax.patterns.probe_pattern import ProbePattern
 from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.rules.joint_rule import JointRule, kept_together
 from mtraining_jax.selection.scores.estimate import MASS_ONE
-from mtraining_jax.selection.scores.last_queries import Kept, Probed, per_kind
+from mtraining_jax.selection.scores.last_queries import Probed, per_kind
 from mtraining_jax.selection.spans import Spans
 from mtraining_jax.utils.fields import options
 
@@ -30,12 +27,6 @@ class VerticalSlash(ProbePattern, VerticalSlashOptions):
       rows may be empty. Second, unlike the reference, a head whose first column alone crosses p
       keeps that column. The reference leaves such a head without columns, which costs more than a
       nat of loss. `saved_heads` reports the fraction of such heads.
-
-    The third preset selects them jointly (`joint_rule`):
-
-    - ``joint``: columns and block diagonals by the mass that they gain per computed pair, until
-      their joint mass reaches p. The same entries are forced as in ``safe``, except for the minimum
-      numbers.
 
     Source: MTraining (arXiv 2510.18830), vertical-slash.
     """
@@ -69,17 +60,6 @@ class VerticalSlash(ProbePattern, VerticalSlashOptions):
             return self.local_blocks
         # The reference implementation pads short lists with -1, which selects the main diagonal.
         return (slash_count < jnp.minimum(self.max_slashes, spans.tokens)).astype(jnp.int32)
-
-    def kept(self, probed: Probed) -> Kept:
-        if self.preset != "joint":
-            return super().kept(probed)
-        names = [field.name for field in dataclasses.fields(JointRule)]
-        rule = JointRule(**{name: getattr(self, name) for name in names})
-        rule = dataclasses.replace(rule, max_verticals=self.most_columns(probed.spans))
-        of_columns, of_diagonals = probed.by_distance
-        columns, diagonals = kept_together(of_columns, of_diagonals, probed.spans, rule)
-        none = probed.spans.total(jnp.zeros(diagonals.shape, jnp.int32))
-        return Kept(columns, diagonals, none)
 
     def statistics(self, saved: Array) -> dict[str, Array]:
         return {"saved_heads": saved} if self.preset == "paper" else {}

@@ -105,14 +105,6 @@ class OneSpan:
         """Returns the previous block's entry of [..., R, NB]; 0 or False for the first block."""
         return _shifted(x)[..., :-1]
 
-    def at(self, x: Array, blocks: Array) -> Array:
-        """Returns entries of [R, NB] at block numbers, int32 [NB] or [R, NB], of the document."""
-        return x[:, blocks]
-
-    def of_first(self, x: Array, counts: Array) -> Array:
-        """Sums the first `counts`, int32 [NB, g] or [R, NB, g], entries of x, int32 [R, NB, g]."""
-        return _running(x)[:, counts.reshape(-1)].reshape(x.shape)
-
 
 @dataclasses.dataclass(frozen=True)
 class PackedSpans:
@@ -205,15 +197,6 @@ class PackedSpans:
     def from_previous(self, x: Array) -> Array:
         return jnp.where(self.blocks == 0, jnp.zeros((), x.dtype), _shifted(x)[..., :-1])
 
-    def at(self, x: Array, blocks: Array) -> Array:
-        return _take(x, jnp.clip(self.start + blocks, 0, x.shape[-1] - 1))
-
-    def of_first(self, x: Array, counts: Array) -> Array:
-        running, base = _running(x), self.start * x.shape[-1]
-        ends = jnp.broadcast_to(base[..., None] + counts, x.shape).reshape(x.shape[0], -1)
-        sums = _take(running, jnp.clip(ends, 0, running.shape[-1] - 1)).reshape(x.shape)
-        return sums - _take(running, base)[..., None]
-
 
 Spans = OneSpan | PackedSpans
 
@@ -255,13 +238,6 @@ def _sums(parts: tuple[Array, ...], axes: int) -> tuple[Array, ...]:
 
     zeros = (jnp.zeros((), jnp.int32),) * len(parts)
     return lax.reduce(parts, zeros, add, tuple(range(parts[0].ndim - axes, parts[0].ndim)))
-
-
-def _running(x: Array) -> Array:
-    """Returns the sums of the first 0, 1, ... entries of rows int32 [R, NB, g]: [R, NB * g + 1]."""
-    within = jnp.cumsum(x, axis=-1, dtype=jnp.int32)
-    blocks = jnp.cumsum(within[..., -1], axis=-1, dtype=jnp.int32) - within[..., -1]
-    return _shifted((blocks[..., None] + within).reshape(x.shape[0], -1))
 
 
 def _shifted(x: Array) -> Array:

@@ -38,8 +38,7 @@ PATTERNS = [
     FlexPrefill(gamma=0.5, min_budget=256, min_sparse_tokens=DENSE_BELOW),
 ]  # fmt: skip
 VERTICAL_SLASH = [
-    VerticalSlash(preset=preset, top_p=0.6, max_slashes=4, min_sparse_tokens=DENSE_BELOW, **options)
-    for preset, options in [("safe", {"min_slashes": 1}), ("joint", {})]
+    VerticalSlash(top_p=0.6, max_slashes=4, min_slashes=1, min_sparse_tokens=DENSE_BELOW)
 ]
 NUMBERS = [np.array(own, np.int32) for own in ((40, 0, 100, 200), (4, 8, 100, 0))]
 BUDGETS = [

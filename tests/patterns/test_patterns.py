@@ -40,12 +40,6 @@ class TestPaper(PatternContract):
     rows_may_be_empty = True
 
 
-class TestJoint(PatternContract):
-    settings = VerticalSlash(
-        top_p=0.6, preset="joint", max_density=0.4, local_fraction=0.6, **SMALL
-    )
-
-
 class TestReplay(PatternContract):
     settings = ReplayOptions(replay_density=0.3, **SMALL | dict(max_slashes=32))
 

@@ -109,7 +109,7 @@ def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(n
 
 
 def test_a_pattern_without_mass_fraction_raises():
-    joint = VerticalSlash(preset="joint")
+    paper = VerticalSlash(preset="paper")
     context = SelectionContext(jnp.arange(2), 2, mass_fraction=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="VerticalSlash has no mass fraction"):
-        select_pairs(joint, *(jnp.zeros((1, 256, 1, 16)),) * 2, context)
+        select_pairs(paper, *(jnp.zeros((1, 256, 1, 16)),) * 2, context)

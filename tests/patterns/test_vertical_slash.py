@@ -11,12 +11,10 @@ from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
-from mtraining_jax.selection.rules.joint_rule import JointRule
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.selection.spans import sparse_spans
 from pallas_kernels import names
 from tests.patterns import inputs, oracle
-from tests.selection import joint_oracle
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "scale"))
@@ -86,19 +84,6 @@ CASES = {
         VerticalSlash(0.9, 40, 12, "paper", block_size=64, num_probe_queries=48),
     ),
 }
-
-
-def test_the_joint_preset_matches_counting_every_pair():
-    pattern = VerticalSlash(
-        0.9, 40, preset="joint", **SMALL, sink_tokens=4, min_block_mass=0.01, max_density=0.3
-    )
-    rule = JointRule(0.9, 0.01, 0.3, 40, sink_tokens=4, local_blocks=2, num_probe_queries=16)
-    shape = 1, 256, 2, 1, 16
-    index, scored = jax.device_get(choose_and_score(*inputs.random(0, *shape), pattern))
-    assert index.slash_blocks.shape == (1, 2, 16)
-    for at in np.ndindex(1, 2):
-        columns, diagonals = joint_oracle.keep(*(x[at] for x in scored), 256, 16, rule)
-        assert listed(index, *at) == (sorted(diagonals), sorted(columns))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -255,22 +240,7 @@ def test_the_index_has_no_gradient_and_can_be_saved_by_a_policy():
         (dict(top_p=0.0), "top_p=0.0 must be a finite number .greater than 0 and at most 1"),
         (dict(top_p="0.9"), "top_p='0.9' must be a finite number"),
         (dict(num_probe_queries=4.0), "num_probe_queries=4.0 must be an integer"),
-        (dict(preset="fast"), 'preset=.fast. must be "safe", "paper" or "joint"'),
-        (
-            dict(min_block_mass=0.1),
-            "min_block_mass=0.1 is an option of preset='joint', .* is 'safe'",
-        ),
-        (dict(max_density=0.5, preset="paper"), "max_density=0.5 is an option of preset='joint'"),
-        (
-            dict(local_fraction=0.5),
-            "local_fraction=0.5 is an option of preset='joint', .* is 'safe'",
-        ),
-        (
-            dict(local_fraction=0.5, preset="joint"),
-            "local_fraction=0.5 is a fraction of max_density, wh",
-        ),
-        (dict(max_density=0.0, preset="joint"), "max_density=0.0 must be a finite number "),
-        (dict(max_verticals=20, preset="joint"), "sink_tokens=30 must not exceed"),
+        (dict(preset="fast"), 'preset=.fast. must be "safe" or "paper"'),
         (dict(num_probe_queries=129), "num_probe_queries=129 must not exceed block_size=128"),
         (dict(num_probe_queries=0), "num_probe_queries=0 must be an integer .at least 1"),
         (dict(max_verticals=20), "sink_tokens=30 must not exceed max_verticals=20"),

@@ -91,5 +91,3 @@ def test_expected_density_falls_with_document_length(tmp_path):
     assert more.density == pytest.approx(1.41 * found.density, rel=0.01)
     columns = VERTICAL_SLASH | {"block_size": 128, "min_sparse_tokens": 0}
     assert planned_pairs(changed(config, sparsity=columns)).density > found.density
-    few = columns | {"preset": "joint", "max_density": 0.05}
-    assert planned_pairs(changed(config, sparsity=few)).density == pytest.approx(0.05)

@@ -23,7 +23,6 @@ SIZES = {
     "model.vocab_size": 512, "parallel.devices_per_node": 1, "parallel.fsdp": False,
 }  # fmt: skip
 OPTIONS = {
-    "vertical_slash": [{}, {"preset": "joint"}],
     "sampled_rows": [{}, {"columns": 128}],
     "moba": [{"chunk_size": 4096, "top_k": 4}],
     "replay": [{"replay_density": 0.3}, {"replay_density": 0.3, "replay_of": "sampled_rows"}],

@@ -41,14 +41,6 @@ PATTERNS = {
     "paper": VerticalSlash(
         top_p=0.5, preset="paper", max_slashes=2, max_verticals=SEQ_LEN, **OPTIONS
     ),
-    "joint": VerticalSlash(
-        top_p=0.9,
-        preset="joint",
-        max_density=0.6,
-        local_fraction=0.7,
-        max_verticals=SEQ_LEN,
-        **OPTIONS,
-    ),
     "fixed": FixedBudget(
         *BUDGETS, max_verticals=SEQ_LEN, max_slashes=25, sink_tokens=2, sliding_window=3, **ANY
     ),

@@ -113,8 +113,7 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 def sparse_entry(kind: str, pattern: PatternOptions, family: str) -> dict[str, Any] | None:
     """Returns the entry of config.json for a pattern; None if `sparse_attention.py` lacks it."""
     options = vars(pattern.for_prompts())
-    unsupported = options.get("columns") or options.get("preset") == "joint"
-    unsupported = unsupported or FAMILIES.get(family).has_sinks
+    unsupported = options.get("columns") or FAMILIES.get(family).has_sinks
     if unsupported or kind not in ("sampled_rows", "xattention", "vertical_slash"):
         return None
     return {"kind": kind, **options}

@@ -34,13 +34,13 @@ except ImportError:  # installed with PyTorch for GPUs
 
 NAME = "mtraining_sparse"
 
-_COMMON = "kind block_size min_sparse_tokens local_blocks min_block_mass "
-_ROWS = _COMMON + "tau sink_blocks dense_prefix_tokens dense_suffix_tokens random_block_prob "
+_COMMON = "kind block_size min_sparse_tokens local_blocks "
+_ROWS = _COMMON + "tau min_block_mass sink_blocks dense_prefix_tokens dense_suffix_tokens "
 _OPTIONS = {
-    "sampled_rows": _ROWS + "probe_queries_per_block columns",
-    "xattention": _ROWS + "stride",
+    "sampled_rows": _ROWS + "random_block_prob probe_queries_per_block columns",
+    "xattention": _ROWS + "random_block_prob stride",
     "vertical_slash": _COMMON + "top_p preset max_verticals max_slashes min_verticals min_slashes "
-    "num_probe_queries sink_tokens max_density local_fraction",
+    "num_probe_queries sink_tokens",
 }
 _Options = SimpleNamespace
 _Selected = tuple[Tensor, Tensor | None]  # blocks and columns

@@ -73,38 +73,26 @@ class VerticalSlashOptions(ProbeOptions):
     budget_field = "top_p"
 
     top_p: PositiveFraction = 0.90
-    """Attention mass to keep, as a fraction of the estimated mass: of verticals and of slashes
-    separately (presets safe, paper) or of both together (joint)."""
+    """Attention mass to keep, as a fraction of the estimated mass, of verticals and of slashes."""
     max_verticals: NonNegativeInt = 4096
     """Maximum number of verticals (key columns) per head."""
     max_slashes: NonNegativeInt = 4096
-    """Maximum number of slashes (diagonals) per head (presets safe, paper). Each selects at most
-    two block diagonals."""
-    preset: Literal["safe", "paper", "joint"] = "safe"
+    """Maximum number of slashes (diagonals) per head. Each selects at most two block diagonals."""
+    preset: Literal["safe", "paper"] = "safe"
     """safe always keeps sinks, local blocks and minimum budgets; paper keeps only what top_p
-    selects; joint selects verticals and slashes together."""
+    selects."""
     num_probe_queries: ProbeQueries = 64
     block_size: BlockSize = 128
     sink_tokens: NonNegativeInt = 30
-    """Number of first tokens that are always kept as verticals (presets safe, joint)."""
+    """Number of first tokens that are always kept as verticals (preset safe)."""
     local_blocks: PositiveInt = 2
     """Number of nearest key blocks (block diagonals) that are always kept, including the query's
-    own (vertical_slash: presets safe, joint)."""
+    own (vertical_slash: preset safe)."""
     min_verticals: NonNegativeInt = 128
     """Minimum number of verticals per head (preset safe). One tile of columns is nearly free."""
     min_slashes: NonNegativeInt = 16
     """Minimum number of slashes per head (preset safe). Small, since each isolated slash may cost
     two block diagonals."""
-    min_block_mass: UnitFraction = 0.0
-    """Minimum block mass, as a fraction of the row's mass: blocks below it are skipped even if tau
-    or top_p is not reached (vertical_slash: preset joint). With tau or top_p 1 it is the only
-    criterion, and heads with concentrated mass keep few blocks; 0 disables."""
-    max_density: PositiveFraction = 1.0
-    """Maximum density of a head (preset joint). Forced pairs may exceed it."""
-    local_fraction: UnitFraction = 0.0
-    """Fraction of max_density reserved for a local window (preset joint): as many nearest block
-    diagonals as fit together with the sinks, if more than local_blocks. With 1 the rest has room
-    for less than one diagonal."""
     min_sparse_tokens: MinSparseTokens = 8192
 
     def __post_init__(self) -> None:
@@ -112,50 +100,24 @@ class VerticalSlashOptions(ProbeOptions):
         check_at_most(self, "num_probe_queries", "block_size")
         if self.preset != "paper":
             check_at_most(self, "sink_tokens", "max_verticals")
-        if self.preset == "safe":
             check_at_most(self, "min_verticals", "max_verticals")
             check_at_most(self, "min_slashes", "max_slashes")
-        self._check_joint()
-
-    def _check_joint(self) -> None:
-        """Rejects options of the preset joint that would have no effect."""
-        unused = {"min_block_mass": 0.0, "max_density": 1.0, "local_fraction": 0.0}
-        for name, value in unused.items():
-            if self.preset != "joint" and getattr(self, name) != value:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is an option of preset='joint', but preset is "
-                    f"{self.preset!r}; set preset='joint' or {name}={value:g}"
-                )
-        if self.local_fraction and self.max_density == 1:
-            raise ValueError(
-                f"local_fraction={self.local_fraction} is a fraction of max_density, which is 1; "
-                "set max_density below 1"
-            )
 
     def mass_fraction(self) -> MassFraction | None:
-        """`top_p` with the preset safe; with the others a larger fraction may drop pairs."""
+        """`top_p` with the preset safe; with paper a larger fraction may drop pairs."""
         return MassFraction("top_p", 30) if self.preset == "safe" else None
 
     def least_columns(self) -> int:
-        # Sinks and the minimum (safe), sinks (joint), or a single column (paper).
+        # A single column (paper), or sinks and the minimum (safe).
         if self.preset == "paper":
             return min(1, self.max_verticals)
-        return max(self.min_verticals if self.preset == "safe" else 0, self.sink_tokens)
+        return max(self.min_verticals, self.sink_tokens)
 
     def most_diagonals(self, num_blocks: int) -> int:
-        if self.preset == "joint":
-            return num_blocks
         return min(2 * self.max_slashes + self.local_blocks, num_blocks)
 
     def describe(self) -> str:
-        words = [self.preset]
-        if self.min_block_mass:
-            words.append(f"minimum block mass {100 * self.min_block_mass:g} %")
-        if self.max_density < 1:
-            words.append(f"maximum density {100 * self.max_density:g} %")
-        if self.local_fraction:
-            words.append(f"{100 * self.local_fraction:g} % of it local")
-        return f"dynamic vertical-slash, top-p {self.top_p:g} ({', '.join(words)})"
+        return f"dynamic vertical-slash, top-p {self.top_p:g} ({self.preset})"
 
 
 @options
@@ -239,6 +201,8 @@ class ReplayOptions(VerticalSlashOptions):
     """As in the replayed pattern."""
     dense_suffix_tokens: NonNegativeInt | None = None
     """As in the replayed pattern."""
+    min_block_mass: UnitFraction = 0.0
+    """As in the replayed pattern."""
     random_block_prob: Annotated[float, Ge(0), Lt(1)] = 0.0
     """As in the replayed pattern."""
     stride: PositiveInt = 8
@@ -251,9 +215,6 @@ class ReplayOptions(VerticalSlashOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.replayed()  # validates the fields of the replayed pattern
-
-    def _check_joint(self) -> None:
-        """`replayed` checks them: min_block_mass is an option of lists, too."""
 
     @property
     def of_lists(self) -> bool:

@@ -51,8 +51,6 @@ def test_settings_are_written_as_names_and_options():
     ):
         with pytest.raises(UserError, match=reason):
             parse(text, SIZES)
-    joint = "vertical_slash,preset=joint,top_p=1.0,"
-    assert family(f"{joint}min_block_mass=0.1") == family(f"{joint}min_block_mass=0.2")
     assert family("a,min_block_mass=0.1") != family("a,min_block_mass=0.2")
     assert family("a,stride=8,tau=0.9") == family("a,stride=8,tau=0.8") != family("a,tau=0.9")
 

@@ -101,7 +101,6 @@ def test_entries_are_only_of_what_the_file_supports():
     assert sparse_entry("sampled_rows", SampledRowsOptions(), "gpt_oss") is None
     assert sparse_entry("my:Pattern", SampledRowsOptions(), "llama") is None
     assert sparse_entry("sampled_rows", SampledRowsOptions(columns=128), "llama") is None
-    assert sparse_entry("vertical_slash", VerticalSlashOptions(preset="joint"), "llama") is None
     suffix = sparse_entry("xattention", XAttentionOptions(dense_suffix_tokens=0), "llama")
     assert suffix is not None and suffix["dense_suffix_tokens"] == 0
 
