@@ -17,7 +17,6 @@ COMMANDS = {
     "report": ("report", "write an HTML page about runs"),
     "inspect-data": ("cli.inspect_data", "show the sequences of training data"),
     "tokenize-corpus": ("cli.tokenize_corpus", "pre-tokenize training data"),
-    "propose-sparsity": ("cli.propose_sparsity", "propose a sparse pattern for a model"),
     "check-cluster": ("check_cluster", "check the hosts of a run"),
 }
 

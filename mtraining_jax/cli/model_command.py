@@ -1,4 +1,4 @@
-"""Parts of the commands that load a model: evaluate, generate and propose_sparsity."""
+"""Parts of the commands that load a model: evaluate and generate."""
 
 import argparse
 import sys

@@ -48,7 +48,7 @@ def test_texts_of_training_data_are_escaped(capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["cli.train", "cli.generate", "cli.evaluate", "cli.propose_sparsity", "cli.inspect_data",
+    ["cli.train", "cli.generate", "cli.evaluate", "cli.inspect_data",
      "cli.tokenize_corpus", "report", "check_cluster"],
 )  # fmt: skip
 def test_errors_of_commands_name_escaped_files(command, capsys):
