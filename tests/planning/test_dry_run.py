@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,11 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.patterns.base import select_index
-from mtraining_jax.planning import what_fits
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run, ways_to_fit
 from mtraining_jax.planning.fitting import fastest
-from mtraining_jax.planning.hardware import A100_40GB, GPUS, H100, H200
+from mtraining_jax.planning.hardware import A100_40GB, GPUS, H200
 from mtraining_jax.planning.memory import (
     attention_parts,
     estimate_memory,
@@ -603,18 +601,6 @@ def test_forecast_for_the_papers_cluster(capsys):
     )
     xla = changed(config, parallel={"backend": "xla"})
     assert "known for the backend triton" in rates_missing(xla, A100_40GB)
-
-
-def test_the_page_of_what_fits_is_up_to_date(tmp_path, capsys):
-    page = (Path(__file__).parents[2] / "docs/what-fits.md").read_text()
-    on_h100, on_h200 = page.split("## 141 GB")
-    assert what_fits.row("Qwen2.5-0.5B", H100) in on_h100
-    assert what_fits.row("Qwen3-8B", H200) in on_h200
-    for path, text in ((tmp_path / "none.md", None), (tmp_path / "other.md", "# Other")):
-        if text is not None:
-            path.write_text(text)
-        assert what_fits.main(["--out", str(path)]) == 2
-        assert capsys.readouterr().err.startswith(f"error: --out {path}")
 
 
 def test_xla_pins_little_more_than_a_step_offloads():

@@ -1,6 +1,6 @@
 """Writes the tables of docs/what-fits.md.
 
-python -m mtraining_jax.planning.what_fits --out docs/what-fits.md
+python -m benchmarks.what_fits --out docs/what-fits.md
 """
 
 import argparse
