@@ -22,6 +22,7 @@ Fields = Mapping[str, Field]  # by dotted name
 _QUOTED = re.compile(r'"([^"]+)"')  # names among allowed values
 # Fields of earlier versions and their defaults, which are in printed files and in checkpoints.
 _REMOVED = {
+    "audit.alarm_gap": 0.2,
     "audit.gradient_interval": 0,
     "audit.gradient_tokens": None,
     "sparsity.local_fraction": 0.0,

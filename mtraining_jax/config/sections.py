@@ -442,8 +442,6 @@ class AuditConfig:
     """Warn if a head's recall is below this in two audits in a row; 0 disables."""
     alarm_gradient: UnitFraction = 0.5
     """Warn if the cosine with dense gradients is below this twice; 0 disables."""
-    alarm_gap: UnitFraction = 0.2
-    """Warn if the last queries' recall exceeds others' by this twice; 1 disables."""
 
 
 @options(kw_only=True)

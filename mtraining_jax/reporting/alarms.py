@@ -10,7 +10,9 @@ from mtraining_jax.reporting.audit import PER_HEAD, worst_head
 from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.errors import UserError
 
-# By metric: its limit, when it is beyond that, and the sentence about the worst head.
+_GAP = 0.2
+# By metric: the option with its limit, if any, when it is beyond that, and the sentence about the
+# worst head.
 _LIMITS = {
     "recall": ("alarm_recall", np.less, "has a recall of {:.1%}, less"),
     "local_gradient_cosine": (
@@ -19,7 +21,7 @@ _LIMITS = {
         "has a cosine of {:.3f} between its query gradients and those of dense attention, less",
     ),
     "index_gap": (
-        "alarm_gap",
+        None,
         np.greater,
         "has a recall {:.3f} higher for the last queries than for others, more",
     ),
@@ -27,7 +29,7 @@ _LIMITS = {
 
 
 class Alarms:
-    """Checks the audits of a run against the limits `audit.alarm_...`.
+    """Checks the audits of a run against the limits `audit.alarm_...` and `_GAP`.
 
     Warns when a metric exceeds its limit in two audits in a row, since one audit samples few rows,
     and again only after it was within the limit. Deterministic across processes.
@@ -59,13 +61,15 @@ class Alarms:
             if name + PER_HEAD not in record:
                 continue
             values = np.array(record[name + PER_HEAD], np.float64)
-            number = int(is_beyond(values, getattr(audit, field)).sum())
+            limit = _GAP if field is None else getattr(audit, field)
+            number = int(is_beyond(values, limit).sum())
             if not self._is_due(name, number > 0) or (at := worst_head(record, name)) is None:
                 continue
             others = f" (as do {number - 1} of {values.size - 1} others)" if number > 1 else ""
             sentences.append(
-                f"layer {at[0]} head {at[1]} {what.format(values[at])} than audit.{field} = "
-                f"{getattr(audit, field)}{others}; {less_local if name == 'index_gap' else more}"
+                f"layer {at[0]} head {at[1]} {what.format(values[at])} than "
+                f"{f'audit.{field} = ' if field else ''}{limit}{others}; "
+                f"{less_local if name == 'index_gap' else more}"
             )
         return sentences
 

@@ -89,7 +89,8 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
     alarms.of(gap)
     of_gradient, of_gap = alarms.of(gap)
     assert "layer 0 head 0 has a cosine of -0.100 between" in of_gradient
-    assert "layer 0 head 1 has a recall 0.400 higher for the last queries than" in of_gap
+    assert "layer 0 head 1 has a recall 0.400 higher for the last queries than for others" in of_gap
+    assert "for others, more than 0.2; " in of_gap
     assert 'sparsity.kind = "sampled_rows"' in of_gap
     # A resumed run continues the count, and does not repeat an alarm.
     once, again = Alarms(config), Alarms(config)
