@@ -72,7 +72,7 @@ def learned_masks(folder: Path) -> list[tuple[str, np.ndarray]]:
     masks = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        out, index = sparse_attention(q, k, v, pattern=SampledRows(), return_index=True)
+        out, (_, index) = sparse_attention(q, k, v, pattern=SampledRows(), return_residuals=True)
         for head in (head for number, head in HEADS if number == layer):
             mask = np.asarray(index.computes(rows, blocks))[0, head, ..., -1]
             density = mask.sum() / np.tri(len(mask)).sum()

@@ -136,10 +136,10 @@ class Runner:
             indices = []
 
             def attend(_: int, q: Array, k: Array, v: Array) -> Array:
-                out, index = sparse_attention(
-                    q, k, v, pattern=pattern, causal=False, return_index=True
+                out, residuals = sparse_attention(
+                    q, k, v, pattern=pattern, causal=False, return_residuals=True
                 )
-                indices.append(index)
+                indices.append(residuals.index)
                 return out
 
             return model(x, at, phases, attend), indices

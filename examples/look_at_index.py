@@ -35,8 +35,8 @@ def queries_and_keys(tokens: int) -> tuple[jax.Array, jax.Array]:
 def main(tokens: int, png: str | None) -> Inspection:
     """Prints a table, and writes a picture to `png`, if given."""
     q, k = queries_and_keys(tokens)
-    _, index = sparse_attention(q, k, k, pattern=VerticalSlash(), return_index=True)
-    found = inspect(index, q, k, rows=64)
+    _, residuals = sparse_attention(q, k, k, pattern=VerticalSlash(), return_residuals=True)
+    found = inspect(residuals.index, q, k, rows=64)
     print(found)
     if png is not None:
         found.save_picture(png, heads=range(HEADS))

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     __version__: str
     from mtraining_jax.attention.api import sparse_attention as sparse_attention
     from mtraining_jax.attention.flax_modules import attention_fn as attention_fn
+    from mtraining_jax.attention.inputs import Residuals as Residuals
     from mtraining_jax.attention.inspection import Inspection as Inspection
     from mtraining_jax.attention.inspection import inspect as inspect
     from mtraining_jax.attention.order import sequence_layout as sequence_layout
@@ -51,6 +52,7 @@ _MODULES = {
     "Layout": "parallel.layout",
     "MoBA": "patterns.moba",
     "Pattern": "patterns.base",
+    "Residuals": "attention.inputs",
     "SampledRows": "patterns.sampled_rows",
     "Selection": "selection.context",
     "SelectionContext": "selection.context",

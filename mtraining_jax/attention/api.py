@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention import checks
-from mtraining_jax.attention.inputs import AttentionInputs, AttentionSpec
+from mtraining_jax.attention.inputs import AttentionInputs, AttentionSpec, Residuals
 from mtraining_jax.attention.order import global_order, ring_layout
 from mtraining_jax.attention.placement import find_placement, take
 from mtraining_jax.attention.sharded import attend
@@ -37,13 +37,12 @@ def sparse_attention(
     valid_len: ArrayLike | None = None,
     documents: Documents | None = None,
     sinks: ArrayLike | None = None,
-    return_lse: bool = False,
-    return_index: bool = False,
+    return_residuals: bool = False,
     batch_axis: Axes = None,
     sequence_axes: Axes = None,
     head_axis: Axes = None,
     ring: str = "gather",
-) -> Array | tuple:
+) -> Array | tuple[Array, Residuals]:
     """Computes causal attention over the query-key pairs that a pattern selects.
 
     The index (the set of selected pairs) is computed in every call from q and k, per sequence and
@@ -89,8 +88,8 @@ def sparse_attention(
         sinks: floats [Hq], logits of attention sinks (gpt-oss): each query head attends to one more
             key, with this logit and without a value. Differentiable; they do not change which pairs
             are selected.
-        return_lse: also return the log-sum-exp of the logits, without sinks, differentiable.
-        return_index: also return the index, for `inspect` or as `pattern` of another call.
+        return_residuals: also return the log-sum-exp of the logits, differentiable, and the index,
+            for `inspect` or as `pattern` of another call.
         batch_axis: mesh axes of the batch, () for none. Defaults to the axes in q's sharding type,
             else "data" if the mesh has it.
         sequence_axes: one or two mesh axes of the sequence, slowest first, () for none. Defaults
@@ -102,10 +101,8 @@ def sparse_attention(
             step of the ring over the first. "flat": one ring over both axes.
 
     Returns:
-        out [..., S, Hq, D] in the dtype of q, or a tuple of out, lse (if `return_lse`) and index
-        (if `return_index`) in this order. lse is float32 [..., Hq, S], natural logarithm; rows
-        without pairs have out 0 and lse -inf. The index holds sequence positions, whatever the
-        layout, in arrays [B, Hq, ...] where B is the product of the batch axes.
+        out [..., S, Hq, D] in the dtype of q; with `return_residuals` a pair of out and
+        `Residuals(lse, index)`. Rows without pairs have out 0 and lse -inf.
 
     Raises:
         ValueError: if an argument is invalid; the message names it and what is allowed.
@@ -137,8 +134,7 @@ def sparse_attention(
         out, lse = take(out, order[1]), take(lse, order[1], axis=2)
     if len(batch_shape) != 1:
         out, lse = (x.reshape(*batch_shape, *x.shape[1:]) for x in (out, lse))
-    result = (out, *((lse,) if return_lse else ()), *((index,) if return_index else ()))
-    return result if len(result) > 1 else out
+    return (out, Residuals(lse, index)) if return_residuals else out
 
 
 # Jitted as a whole for eager calls; under `jax.jit` it is traced once for all layers of a model.

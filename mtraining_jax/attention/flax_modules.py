@@ -30,8 +30,8 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
             mask must be known at trace time (NumPy) and be causal, or causal within documents that
             begin at multiples of the pattern's block size. In the latter case it is converted to
             `documents`; tokens that see nothing are padding.
-        **options: arguments of `sparse_attention` except `return_lse` and `return_index`:
-            pattern, mesh, layout, ...
+        **options: arguments of `sparse_attention` except `return_residuals`: pattern,
+            mesh, layout, ...
 
     Returns:
         A function `(query, key, value, *, mask=None, ...)` with the arguments of
@@ -43,10 +43,11 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
     Raises:
         ValueError: if an option is unknown.
     """
-    for name in ("return_lse", "return_index"):
-        if options.pop(name, False):
-            raise ValueError(f"{name} is not supported by attention_fn: Flax expects one output")
-    never = {"q", "k", "v", "return_lse", "return_index"}
+    if options.pop("return_residuals", False):
+        raise ValueError(
+            "return_residuals is not supported by attention_fn: Flax expects one output"
+        )
+    never = {"q", "k", "v", "return_residuals"}
     allowed = sorted(set(inspect.signature(sparse_attention).parameters) - never)
     if unknown := sorted(set(options) - set(allowed)):
         raise ValueError(
@@ -102,7 +103,7 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
         common = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(common) for x in (query, key, value))
         out = sparse_attention(query, key, value, **options | {"documents": documents})
-        return cast(Array, out)  # a tuple only with return_lse or return_index
+        return cast(Array, out)  # a pair only with return_residuals
 
     return attend
 

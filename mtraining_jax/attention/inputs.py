@@ -95,6 +95,20 @@ class AttentionSpec:
         )
 
 
+class Residuals(NamedTuple):
+    """What `sparse_attention(..., return_residuals=True)` returns in addition to the output.
+
+    Attributes:
+        lse: float32 [..., Hq, S], natural logarithm of the sum of exp(logits), without sinks; -inf
+            for rows without pairs.
+        index: the set of selected pairs, in sequence positions, whatever the order of tokens.
+            Arrays are [B, Hq, ...], where B is the product of the batch axes.
+    """
+
+    lse: Array
+    index: Index
+
+
 class AttentionOutput(NamedTuple):
     """The results of `sparse_attention`, and the statistics of `make_attention` if requested."""
 

@@ -132,7 +132,7 @@ def inspect(
     layout: Layout | None = None,
     documents: Documents | None = None,
 ) -> Inspection:
-    """Measures an index returned by `sparse_attention(..., return_index=True)`.
+    """Measures an index returned by `sparse_attention(..., return_residuals=True)`.
 
     Needs concrete arrays: call it outside `jax.jit`.
 
@@ -156,7 +156,8 @@ def inspect(
     """
     if not isinstance(index, Index):
         raise ValueError(
-            f"index is a {type(index).__name__}; pass an index, as returned with return_index=True"
+            f"index is a {type(index).__name__}; pass an index, such as residuals.index from "
+            "sparse_attention with return_residuals=True"
         )
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((index, q, k))):
         raise ValueError("index, q and k are traced; return them from jax.jit first")

@@ -28,9 +28,9 @@ class AdaSpa(Pattern):
     mean is unchanged. Ties go to the smaller block or head.
 
     A search costs half of a dense forward pass, so reuse its index: the steps of a denoiser share
-    one input, and adjacent steps attend similarly. Search at some steps with `return_index=True`
-    and pass the index as pattern in the steps between (`examples/dit_adaspa.py`). For
-    `sparse_attention(..., causal=False)` on one device.
+    one input, and adjacent steps attend similarly. Search at some steps with
+    `return_residuals=True` and pass the index as pattern in the steps between
+    (`examples/dit_adaspa.py`). For `sparse_attention(..., causal=False)` on one device.
 
     Source: AdaSpa (arXiv 2502.21079). Its search takes two passes, and saves the first by reusing
     the log-sum-exp of an earlier step. Here one pass computes the exact masses of the step itself

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtraining_jax import VerticalSlash
+from mtraining_jax import VerticalSlash, sparse_attention
 from tests.patterns import inputs as realistic
 
 TOKENS, BLOCK, HEADS, KV_HEADS, DIM = 128, 8, 4, 2, 8
@@ -23,3 +23,15 @@ def inputs():
         q, k = realistic.random(0, 2, TOKENS, HEADS, KV_HEADS, DIM)
         v = np.random.default_rng(1).normal(size=k.shape)
         return q, k, jnp.asarray(v, jnp.float32)
+
+
+def with_lse(*qkv, **options):
+    """Returns out and lse of `sparse_attention`."""
+    out, residuals = sparse_attention(*qkv, return_residuals=True, **options)
+    return out, residuals.lse
+
+
+def with_residuals(*qkv, **options):
+    """Returns out, lse and index of `sparse_attention`."""
+    out, residuals = sparse_attention(*qkv, return_residuals=True, **options)
+    return out, *residuals

@@ -32,7 +32,16 @@ from pallas_kernels.checks import unsupported_operands
 from pallas_kernels.index import BlockSparseIndex, DenseIndex
 from pallas_kernels.reference import reference_attention
 from pallas_kernels.xla.backend import Xla
-from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
+from tests.attention.inputs import (
+    BLOCK,
+    HEADS,
+    KV_HEADS,
+    PATTERN,
+    TOKENS,
+    inputs,
+    with_lse,
+    with_residuals,
+)
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
 
@@ -51,9 +60,7 @@ def loss(attend):
 def expected():
     """Oracle gradients, out and lse, and the index, of `PATTERN` on `inputs()`."""
     q, k, v = inputs()
-    attend = functools.partial(
-        sparse_attention, pattern=PATTERN, return_lse=True, return_index=True
-    )
+    attend = functools.partial(with_residuals, pattern=PATTERN)
     gradients, (out, lse, index) = jax.jit(loss(attend))(q, k, v)
     mask = index.to_mask(TOKENS)
     oracle = jax.jit(loss(lambda q, k, v: reference_attention(q, k, v, mask)))(q, k, v)
@@ -81,7 +88,7 @@ def test_eager_bfloat16_returns_bfloat16():
 
 def test_vmap_over_the_batch_matches_the_batch_in_both_orders():
     (gradients, (out, lse)), *_ = expected()
-    attend = functools.partial(sparse_attention, pattern=PATTERN, return_lse=True)
+    attend = functools.partial(with_lse, pattern=PATTERN)
     # Inputs [S, H, D] per call; gradients of each entry.
     each, (out_each, lse_each) = jax.jit(jax.vmap(loss(attend)))(*inputs())
     np.testing.assert_allclose(out_each, out, **CLOSE)
@@ -97,9 +104,7 @@ def test_vmap_over_the_batch_matches_the_batch_in_both_orders():
 
 def test_extra_batch_axes_are_kept():
     q, k, v = (x[:, None] for x in inputs())
-    out, lse = jax.eval_shape(
-        lambda *x: sparse_attention(*x, pattern=PATTERN, return_lse=True), q, k, v
-    )
+    out, lse = jax.eval_shape(functools.partial(with_lse, pattern=PATTERN), q, k, v)
     assert out.shape == q.shape and lse.shape == (2, 1, HEADS, TOKENS)
 
 
@@ -163,9 +168,7 @@ def test_programs_that_forbid_promotion_are_traced(name, option):
 
 def test_a_given_index_is_used_unchanged():
     (_, (out, _)), _, index, _ = expected()
-    given, same = jax.jit(functools.partial(sparse_attention, return_index=True))(
-        *inputs(), pattern=index
-    )
+    given, _, same = jax.jit(with_residuals)(*inputs(), pattern=index)
     np.testing.assert_allclose(given, out, **CLOSE)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, same, index))
 
@@ -191,8 +194,7 @@ def test_fixed_budgets_keep_the_given_number_of_columns():
         sink_tokens=2,
         sliding_window=4,
     )
-    attend = functools.partial(sparse_attention, return_index=True)
-    out, index = jax.jit(attend)(*inputs(), pattern=budget)
+    out, _, index = jax.jit(with_residuals)(*inputs(), pattern=budget)
     assert (index.vertical_count == budget.verticals).all()
     wanted, _ = reference_attention(*inputs(), index.to_mask(TOKENS))
     np.testing.assert_allclose(out, wanted, **CLOSE)
@@ -205,7 +207,7 @@ def test_non_causal_dense_attention_allows_another_key_length():
     out = jax.jit(functools.partial(attend, causal=False))(q[:, :BLOCK], k, v)
     wanted, _ = reference_attention(q[:, :BLOCK], k, v, jnp.ones((2, HEADS, BLOCK, TOKENS), bool))
     np.testing.assert_allclose(out, wanted, **CLOSE)
-    _, index = jax.jit(functools.partial(attend, return_index=True))(q, k, v)
+    _, _, index = jax.jit(functools.partial(with_residuals, pattern=dense))(q, k, v)
     assert (index.to_mask(TOKENS) == np.tri(TOKENS, dtype=bool)).all()
 
 
@@ -213,9 +215,7 @@ def test_permuted_tokens_attend_to_the_same_tokens():
     (_, (out, lse)), _, index, _ = expected()
     order = np.random.default_rng(3).permutation(TOKENS)
     shuffled = [x[:, order] for x in inputs()]
-    attend = functools.partial(
-        sparse_attention, pattern=PATTERN, positions=order, return_lse=True, return_index=True
-    )
+    attend = functools.partial(with_residuals, pattern=PATTERN, positions=order)
     actual_out, actual_lse, actual_index = jax.jit(attend)(*shuffled)
     np.testing.assert_allclose(actual_out, out[:, order], **CLOSE)
     np.testing.assert_allclose(actual_lse, lse[:, :, order], **CLOSE)

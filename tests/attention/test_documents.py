@@ -27,6 +27,7 @@ from mtraining_jax import (
 from mtraining_jax.parallel.mesh import make_mesh
 from pallas_kernels.index import BlockMaskIndex, DenseIndex
 from pallas_kernels.reference import reference_attention
+from tests.attention.inputs import with_residuals
 from tests.pallas_kernels.helpers.properties import repeatable
 from tests.parallel import indices
 
@@ -57,9 +58,7 @@ def run(pattern, q, k, v, dout, dlse, documents):
     """Returns out, lse, index bits and gradients."""
 
     def results(q, k, v):
-        out, lse, index = sparse_attention(
-            q, k, v, pattern=pattern, documents=documents, return_lse=True, return_index=True
-        )
+        out, lse, index = with_residuals(q, k, v, pattern=pattern, documents=documents)
         # An empty row has lse -inf; its cotangent must not matter.
         return (out, lse), index
 
@@ -164,11 +163,8 @@ def test_a_single_document_matches_a_sequence_without_documents():
     arrays = [in_batch(x[:1]) for x in (q, k, v, dout, dlse)]
     found = run(PATTERN, *arrays, table([[1, 8, 31, length]]))
     own = [x[:1, start : start + size] for x in (q, k, v)]
-    out, index = jax.jit(
-        lambda q, k, v: sparse_attention(
-            q, k, v, pattern=PATTERN, valid_len=length, return_index=True
-        )
-    )(*own)
+    attend = functools.partial(with_residuals, pattern=PATTERN, valid_len=length)
+    out, _, index = jax.jit(attend)(*own)
     np.testing.assert_allclose(found[0][:1, start : start + size], out, rtol=1e-5, atol=1e-5)
     first, count = start // BLOCK, size // BLOCK
     at = as_bool(found[2].bits)[:1, :, first : first + count, first : first + count]
@@ -219,19 +215,17 @@ def test_results_match_the_oracle_over_pairs_within_documents(pattern):
 
 def test_dense_attention_and_a_given_index_stay_within_documents():
     q, k, v = inputs()[:3]
-    call = functools.partial(
-        sparse_attention, q, k, v, documents=table(LENGTHS, 2), return_index=True
-    )
+    call = functools.partial(with_residuals, q, k, v, documents=table(LENGTHS, 2))
     own = np.broadcast_to(same_document()[:, None], (*q.shape[:3:2], SEQ_LEN, SEQ_LEN))
-    out, dense = call(pattern=Dense(block_size=BLOCK))
+    out, _, dense = call(pattern=Dense(block_size=BLOCK))
     np.testing.assert_array_equal(dense.to_mask(SEQ_LEN), own)
     wanted = reference_attention(q, k, v, own)[0]
     np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
     given_index = indices.bits_and_columns()
-    _, again = call(pattern=dense, documents=table([[40, 60], [250]], 2))
+    *_, again = call(pattern=dense, documents=table([[40, 60], [250]], 2))
     both = own & same_document([[40, 60], [250]])[:, None]
     np.testing.assert_array_equal(again.to_mask(SEQ_LEN), both)
-    out, cut = call(pattern=given_index)
+    out, _, cut = call(pattern=given_index)
     whole = np.asarray(given_index.to_mask(SEQ_LEN))
     np.testing.assert_array_equal(cut.to_mask(SEQ_LEN), whole & own)
     wanted = reference_attention(q, k, v, whole & own)[0]
@@ -302,15 +296,8 @@ def test_two_replicas_of_four_devices_give_the_same_index(pattern):
     mesh = make_mesh(2, 1, 4)
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK, kind="zigzag")
     q, k, v = (stripe(x, layout) for x in inputs()[:3])
-    out, index = sparse_attention(
-        q,
-        k,
-        v,
-        pattern=pattern,
-        mesh=mesh,
-        layout=layout,
-        documents=table(LENGTHS, 2),
-        return_index=True,
+    out, _, index = with_residuals(
+        q, k, v, pattern=pattern, mesh=mesh, layout=layout, documents=table(LENGTHS, 2)
     )
     wanted_out, _, wanted, _ = packs(pattern)
     for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
@@ -323,13 +310,10 @@ def test_two_replicas_of_four_devices_restrict_a_given_index_like_one_device():
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
     q, k, v = inputs()[:3]
     call = functools.partial(
-        sparse_attention,
-        pattern=indices.bits_and_columns(),
-        documents=table(LENGTHS, 2),
-        return_index=True,
+        with_residuals, pattern=indices.bits_and_columns(), documents=table(LENGTHS, 2)
     )
-    wanted_out, wanted = call(q, k, v)
-    out, index = call(*(stripe(x, layout) for x in (q, k, v)), mesh=mesh, layout=layout)
+    wanted_out, _, wanted = call(q, k, v)
+    out, _, index = call(*(stripe(x, layout) for x in (q, k, v)), mesh=mesh, layout=layout)
     for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
         np.testing.assert_array_equal(x, expected)
     np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
@@ -343,16 +327,8 @@ def test_eight_devices_give_the_same_index_results_and_gradients():
     @jax.jit
     def over_mesh(q, k, v, dout, dlse, documents):
         def results(q, k, v):
-            out, lse, index = sparse_attention(
-                q,
-                k,
-                v,
-                pattern=PATTERN,
-                mesh=mesh,
-                layout=layout,
-                documents=documents,
-                return_lse=True,
-                return_index=True,
+            out, lse, index = with_residuals(
+                q, k, v, pattern=PATTERN, mesh=mesh, layout=layout, documents=documents
             )
             return (out, lse), index
 

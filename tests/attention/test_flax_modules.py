@@ -196,8 +196,8 @@ def test_a_traced_mask_decoding_and_other_results_raise():
     decoding.init_cache(x.shape)
     with pytest.raises(ValueError, match="query has 1 tokens but key has 64: .*decode=True"):
         decoding(x[:, :1], decode=True)
-    with pytest.raises(ValueError, match="return_lse is not supported by attention_fn"):
-        attention_fn(return_lse=True)
+    with pytest.raises(ValueError, match="return_residuals is not supported by attention_fn"):
+        attention_fn(return_residuals=True)
     with pytest.raises(ValueError, match="unknown option 'patern'; choose from .*, pattern, "):
         attention_fn(patern=DENSE)
     with pytest.raises(ValueError, match="pattern='dense' is not a Pattern"):

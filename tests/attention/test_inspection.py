@@ -9,10 +9,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from mtraining_jax import Dense, Layout, MoBA, VerticalSlash, inspect, sparse_attention, stripe
+from mtraining_jax import Dense, Layout, MoBA, VerticalSlash, inspect, stripe
 from mtraining_jax.attention.picture import block_shares
 from pallas_kernels.index import BlockSparseIndex, DenseIndex, VerticalSlashIndex
-from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs
+from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs, with_residuals
 
 CAUSAL = np.tri(TOKENS, dtype=bool)
 
@@ -20,8 +20,8 @@ CAUSAL = np.tri(TOKENS, dtype=bool)
 @functools.cache
 def chosen():
     """An index, and its mask [B, Hq, S, S]."""
-    attend = functools.partial(sparse_attention, pattern=PATTERN, return_index=True)
-    _, index = jax.jit(attend)(*inputs())
+    attend = functools.partial(with_residuals, pattern=PATTERN)
+    *_, index = jax.jit(attend)(*inputs())
     return index, np.asarray(index.to_mask(TOKENS))
 
 
@@ -103,9 +103,7 @@ def token_chunks():
     """A selection of MoBA, where each token has its own keys."""
     q, k, v = inputs()
     pattern = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
-    return jax.jit(functools.partial(sparse_attention, pattern=pattern, return_index=True))(
-        q, k, v
-    )[1]
+    return jax.jit(functools.partial(with_residuals, pattern=pattern))(q, k, v)[2]
 
 
 @pytest.mark.parametrize("index", [lambda: chosen()[0], sparse_by_hand, listed, token_chunks])
@@ -139,7 +137,7 @@ def test_a_pixel_is_the_density_of_its_block(index):
 def test_pictures_differ_between_indices(tmp_path):
     index, _ = chosen()
     q, k, v = inputs()
-    _, dense = sparse_attention(q, k, v, pattern=Dense(block_size=BLOCK), return_index=True)
+    *_, dense = with_residuals(q, k, v, pattern=Dense(block_size=BLOCK))
     one, other = tmp_path / "sparse.png", tmp_path / "dense.png"
     inspect(index, q, k).save_picture(one, heads=(0, 3), batch=1)
     inspect(dense, q, k).save_picture(str(other), heads=(0, 3))

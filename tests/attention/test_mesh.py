@@ -18,7 +18,7 @@ from mtraining_jax import (
     stripe,
     unstripe,
 )
-from tests.attention.inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs
+from tests.attention.inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs, with_lse, with_residuals
 
 BUDGET = FixedBudget(
     verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
@@ -35,9 +35,7 @@ def make_mesh(shape, names, axis_type=AxisType.Auto):
 def alone(name="top_p"):
     """Returns out, lse and index of one device."""
     patterns = {"top_p": PATTERN, "fixed": BUDGET, "dense": Dense(block_size=BLOCK)}
-    attend = functools.partial(
-        sparse_attention, pattern=patterns[name], return_lse=True, return_index=True
-    )
+    attend = functools.partial(with_residuals, pattern=patterns[name])
     return jax.device_get(jax.jit(attend)(*inputs()))
 
 
@@ -56,7 +54,7 @@ def cotangents():
 
 @functools.cache
 def alone_with_gradients():
-    attend = functools.partial(sparse_attention, pattern=PATTERN, return_lse=True)
+    attend = functools.partial(with_lse, pattern=PATTERN)
     return jax.device_get(jax.jit(functools.partial(gradients, attend))(*inputs(), *cotangents()))
 
 
@@ -77,14 +75,13 @@ def test_batch_sequence_and_heads_over_user_axes(axis_type, ring):
     axes = ("outer", "inner")
     layout = sequence_layout(TOKENS, mesh, sequence_axes=axes, block_size=BLOCK)
     attend = functools.partial(
-        sparse_attention,
+        with_lse,
         pattern=PATTERN,
         mesh=mesh,
         layout=layout,
         batch_axis="rows",
         sequence_axes=axes,
         ring=ring,
-        return_lse=True,
     )
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", axes)))
     q, k, v, dout = (place(stripe(x, layout)) for x in (*inputs(), cotangents()[0]))
@@ -102,14 +99,7 @@ def test_batch_sequence_and_heads_over_user_axes(axis_type, ring):
 
 def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index():
     mesh = make_mesh((4,), ("context",))
-    attend = functools.partial(
-        sparse_attention,
-        pattern=PATTERN,
-        mesh=mesh,
-        sequence_axes="context",
-        return_lse=True,
-        return_index=True,
-    )
+    attend = functools.partial(with_residuals, pattern=PATTERN, mesh=mesh, sequence_axes="context")
     out, lse, index = attend(*inputs())  # eager; arrays are on one device
     wanted_out, wanted_lse, wanted_index = alone()
     assert_close((out, lse), (wanted_out, wanted_lse))
@@ -119,13 +109,7 @@ def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index()
 def test_heads_can_be_sharded_along_with_their_budgets():
     mesh = make_mesh((2, 2), ("context", "tensor"))
     attend = functools.partial(
-        sparse_attention,
-        pattern=BUDGET,
-        mesh=mesh,
-        sequence_axes="context",
-        head_axis="tensor",
-        return_lse=True,
-        return_index=True,
+        with_residuals, pattern=BUDGET, mesh=mesh, sequence_axes="context", head_axis="tensor"
     )
     out, lse, index = jax.jit(attend)(*inputs())
     wanted = alone("fixed")
@@ -136,9 +120,7 @@ def test_heads_can_be_sharded_along_with_their_budgets():
 def test_an_index_is_reused_over_a_mesh_without_sequence_axes():
     mesh = make_mesh((2,), ("rows",))
     out, lse, index = alone()
-    attend = functools.partial(
-        sparse_attention, mesh=mesh, batch_axis="rows", sequence_axes=(), return_lse=True
-    )
+    attend = functools.partial(with_lse, mesh=mesh, batch_axis="rows", sequence_axes=())
     assert_close(jax.jit(attend)(*inputs(), pattern=jax.tree.map(jnp.asarray, index)), (out, lse))
 
 

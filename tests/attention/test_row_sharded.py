@@ -28,6 +28,7 @@ from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.names import SAVED_NAMES
 from tests.attention import audit_oracle
+from tests.attention.inputs import with_residuals
 from tests.parallel import indices
 
 PATTERN = SampledRows(tau=0.6, probe_queries_per_block=2, block_size=indices.BLOCK_SIZE)
@@ -40,23 +41,24 @@ SAVE = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 def alone():
     """Returns output and index of one device."""
     q, k, v, _ = indices.inputs()
-    return sparse_attention(q, k, v, pattern=PATTERN, return_index=True)
+    out, _, index = with_residuals(q, k, v, pattern=PATTERN)
+    return out, index
 
 
 def test_indices_are_returned_and_accepted_in_sequence_order():
     mesh = make_mesh(1, 1, 4)
     layout = sequence_layout(indices.SEQ_LEN, mesh, block_size=indices.BLOCK_SIZE)
-    attend = functools.partial(sparse_attention, mesh=mesh, layout=layout, return_index=True)
+    attend = functools.partial(with_residuals, mesh=mesh, layout=layout)
     qkv = [stripe(x, layout) for x in indices.inputs()[:3]]
     expected, of_one = alone()
-    out, index = attend(*qkv, pattern=PATTERN)
+    out, _, index = attend(*qkv, pattern=PATTERN)
     assert isinstance(index, BlockMaskIndex)
     np.testing.assert_array_equal(index.bits, of_one.bits)
     np.testing.assert_allclose(unstripe(out, layout), expected, rtol=2e-5, atol=2e-5)
-    again, same = attend(*qkv, pattern=of_one)
+    again, _, same = attend(*qkv, pattern=of_one)
     np.testing.assert_array_equal(again, out)
     np.testing.assert_array_equal(same.bits, of_one.bits)
-    rotated, same = attend(*qkv, pattern=PATTERN, ring="flat")
+    rotated, _, same = attend(*qkv, pattern=PATTERN, ring="flat")
     np.testing.assert_allclose(rotated, out, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(same.bits, of_one.bits)
 
@@ -103,8 +105,7 @@ def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys(tmp_pat
     size = indices.BLOCK_SIZE
     pattern = window(blocks=2, sinks=3, block_size=size)
     mesh = make_mesh(1, 1, 4)
-    attend = functools.partial(sparse_attention, return_index=True)
-    _, index = attend(*indices.inputs()[:3], pattern=pattern, mesh=mesh)
+    *_, index = with_residuals(*indices.inputs()[:3], pattern=pattern, mesh=mesh)
     query, key = np.ogrid[: indices.SEQ_LEN, : indices.SEQ_LEN]
     expected = (key <= query) & ((query // size - key // size < 2) | (key < 3))
     assert (index.to_mask() == expected).all()
@@ -113,4 +114,4 @@ def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys(tmp_pat
         row_sharded = Pattern.row_sharded
 
     with pytest.raises(UserError, match=r"add to the class: def row_sharded\(self, documents\): r"):
-        attend(*indices.inputs()[:3], pattern=Unsaid(block_size=size))
+        sparse_attention(*indices.inputs()[:3], pattern=Unsaid(block_size=size))

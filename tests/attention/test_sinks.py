@@ -14,6 +14,7 @@ from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
+from tests.attention.inputs import with_residuals
 from tests.models.common import some_tokens, tiny_spec
 
 TOKENS, SIZE = 256, 16
@@ -60,7 +61,7 @@ def test_sinks_agree_with_softmax_over_one_more_column(pattern, documents, nodes
         return sparse_attention(q, k, v, **how)
 
     q, k, v, *_ = inputs()
-    _, index = sparse_attention(q, k, v, pattern=pattern, documents=documents, return_index=True)
+    *_, index = with_residuals(q, k, v, pattern=pattern, documents=documents)
     mask = index.to_mask(TOKENS)
     wanted = jax.jit(lambda *x: with_gradients(lambda *y: eager(*y, mask), *x))(*inputs())
     found = jax.jit(functools.partial(with_gradients, attend))(*inputs())
@@ -94,8 +95,8 @@ def test_very_low_sinks_change_nothing_and_very_high_ones_take_everything():
     plain = functools.partial(sparse_attention, q, k, v, pattern=Dense(SIZE))
     np.testing.assert_array_equal(plain(sinks=jnp.full(4, -1e4)), plain())
     assert not np.any(plain(sinks=jnp.full(4, 1e4)))
-    lse = plain(sinks=jnp.zeros(4), return_lse=True)[1]
-    np.testing.assert_array_equal(lse, plain(return_lse=True)[1])
+    _, with_sinks = plain(sinks=jnp.zeros(4), return_residuals=True)
+    np.testing.assert_array_equal(with_sinks.lse, plain(return_residuals=True)[1].lse)
 
 
 def test_infinitely_low_sinks_change_nothing():

@@ -11,6 +11,7 @@ from mtraining_jax import Documents, Layout, SlidingWindow, sparse_attention, st
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.utils.limits import MAX_POSITIONS
 from pallas_kernels.reference import reference_attention
+from tests.attention.inputs import with_lse
 
 TOKENS, SIZE = 512, 32
 # The last document is followed by a block of padding.
@@ -66,7 +67,7 @@ def test_windows_agree_with_a_dense_mask(window, lengths, kind, nodes):
     def attend(q, k, v, **how):
         pattern = SlidingWindow(window, SIZE)
         how |= {} if whole else {"documents": documents}
-        return sparse_attention(q, k, v, pattern=pattern, return_lse=True, **how)
+        return with_lse(q, k, v, pattern=pattern, **how)
 
     found = jax.jit(functools.partial(with_gradients, attend))(*inputs())
     layout = Layout(kind, TOKENS, 8, SIZE, nodes)

@@ -68,10 +68,8 @@ def attention(
         dlse = stripe(dlse, order, axis=2)
 
     def attend(q, k, v, sinks):
-        out, lse, index = sparse_attention(
-            q, k, v, sinks=sinks, return_lse=True, return_index=True, **options
-        )
-        return (out, lse), index
+        out, residuals = sparse_attention(q, k, v, sinks=sinks, return_residuals=True, **options)
+        return (out, residuals.lse), residuals.index
 
     @jax.jit
     def with_gradients(q, k, v, sinks, dout, dlse):

@@ -77,17 +77,9 @@ def run(number, q, k, v, dout, documents):
     pattern = EVERY[number]
 
     def results(q, k, v):
-        out, lse, index = sparse_attention(
-            q,
-            k,
-            v,
-            pattern=pattern,
-            documents=documents,
-            backend=BACKEND,
-            return_lse=True,
-            return_index=True,
+        return sparse_attention(
+            q, k, v, pattern=pattern, documents=documents, backend=BACKEND, return_residuals=True
         )
-        return out, (lse, index)
 
     out, pullback, (lse, index) = jax.vjp(results, q, k, v, has_aux=True)
     return {"out": out, **dict(zip(("dq", "dk", "dv"), pullback(dout), strict=True))}, lse, index

@@ -48,12 +48,11 @@ def test_output_and_gradients_match_the_selected_pairs(pattern):
     @jax.jit
     def ours(q, k, v, dout):
         def attend(q, k, v):
-            return sparse_attention(
-                q, k, v, pattern=pattern, causal=causal, return_index=True, backend="mosaic_gpu"
-            )
+            how = {"pattern": pattern, "causal": causal, "backend": "mosaic_gpu"}
+            return sparse_attention(q, k, v, return_residuals=True, **how)
 
-        out, vjp, index = jax.vjp(attend, q, k, v, has_aux=True)
-        return index, (out, *vjp(dout))
+        out, vjp, residuals = jax.vjp(attend, q, k, v, has_aux=True)
+        return residuals.index, (out, *vjp(dout))
 
     @jax.jit
     def oracle(q, k, v, dout, index):

@@ -69,7 +69,9 @@ def attended_by(settings):
     q, k = queries_and_keys()
 
     def attend(q, k, v):
-        out, index = sparse_attention(q, k, v, pattern=first_layer(settings), return_index=True)
+        out, (_, index) = sparse_attention(
+            q, k, v, pattern=first_layer(settings), return_residuals=True
+        )
         return out, (index, index.computed_pairs(SEQ_LEN))
 
     (value, chosen), gradients = jax.jit(total(attend))(q, k, jnp.roll(k, 1, axis=1))

@@ -67,7 +67,9 @@ def test_masses_and_lists_match_the_definition():
 def test_attention_with_a_reused_index_covers_its_pairs():
     q, k = inputs.random(1, 2, SEQ_LEN, HEADS, 2, DIM)
     v = jnp.roll(k, 1, axis=1)
-    out, index = sparse_attention(q, k, v, pattern=PATTERN, causal=False, return_index=True)
+    out, (_, index) = sparse_attention(
+        q, k, v, pattern=PATTERN, causal=False, return_residuals=True
+    )
     again = sparse_attention(q, k, v, pattern=index, causal=False)
     wanted, _ = reference_attention(q, k, v, index.to_mask(SEQ_LEN))
     np.testing.assert_allclose(out, wanted, atol=1e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import sparse_attention, stripe
+from mtraining_jax import stripe
 from mtraining_jax.cost_model.pattern_costs import expected_density
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -18,6 +18,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import density
 from pallas_kernels.reference import reference_attention
+from tests.attention.inputs import with_lse
 from tests.patterns import inputs
 
 SEQ_LEN, BLOCK, CHUNK, TOP_K, DIM = 176, 8, 32, 3, 16  # the last chunk is half full
@@ -163,9 +164,7 @@ def test_a_ring_matches_one_device(nodes, lengths):
     layout = Layout("striped", seq_len, 4, BLOCK, nodes)
 
     def total(q, k, v, **where):
-        out, lse = sparse_attention(
-            q, k, v, pattern=PATTERN, documents=documents, return_lse=True, **where
-        )
+        out, lse = with_lse(q, k, v, pattern=PATTERN, documents=documents, **where)
         # Padding rows see nothing: their lse is -inf.
         return jnp.sin(out).sum() + jnp.cos(jnp.maximum(lse, -9)).sum(), (out, lse)
 

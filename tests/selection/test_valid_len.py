@@ -122,9 +122,11 @@ def test_attention_accepts_the_number_of_valid_tokens(heads):
     q, k = heads[2](300, 50.0)
     expected = choose_all(q, k, jnp.int32(300))["safe"]
     run = jax.jit(
-        lambda q, k, valid_len: sparse_attention(
-            q, k, k, pattern=PATTERNS["safe"], valid_len=valid_len, return_index=True
-        )[1]
+        lambda q, k, valid_len: (
+            sparse_attention(
+                q, k, k, pattern=PATTERNS["safe"], valid_len=valid_len, return_residuals=True
+            )[1].index
+        )
     )
     jax.tree.map(np.testing.assert_array_equal, run(q, k, 300), expected)
     for wrong, message in [

@@ -42,7 +42,8 @@ def ring_attention(
             `row_sharded`, the rows of this rank's blocks in layout order. Not differentiated.
         layout: distribution of the S tokens over the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
-        ring, scale, backend, return_lse: as in `sparse_attention`.
+        ring, scale, backend: as in `sparse_attention`.
+        return_lse: whether to also return the log-sum-exp of the logits.
 
     Returns:
         out [B, n, Hq, D] in the dtype of q; outputs and gradients are accumulated in fp32. With
