@@ -51,7 +51,8 @@ def count_call() -> dict[str, int]:
     q, k = (jax.ShapeDtypeStruct((1, 1024, heads, 64), jnp.bfloat16) for heads in (2, 1))
 
     def attend(*arrays: jax.Array) -> jax.Array:
-        return mtraining_jax.sparse_attention(*arrays, mesh=mesh, backend="xla").sum()
+        sharding = mtraining_jax.Sharding(mesh)
+        return mtraining_jax.sparse_attention(*arrays, sharding=sharding, backend="xla").sum()
 
     started = _started(lambda: jax.eval_shape(jax.grad(attend, (0, 1, 2)), q, k, k))
     folders = tuple(f"{ROOT / folder}/" for folder in PRODUCT)

@@ -16,6 +16,7 @@ Written for `dot_product_attention` and `AttentionMask` of levanter 1.2 (stanfor
 9263f81) and of marin (marin-community/marin 0009e74, lib/levanter), with haliax 1.4.dev453.
 """
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from examples.trainer_attention import refuse, segment_attention
-from mtraining_jax import SampledRows, SlidingWindow, sparse_attention
+from mtraining_jax import SampledRows, Sharding, SlidingWindow, sparse_attention
 
 _NAME = "attention by mtraining_jax"
 _ARRAYS = "QPos", "KPos", "Key", "query", "key", "value", "mask"
@@ -40,8 +41,8 @@ def install(*, max_documents: int = 64, **options: Any) -> None:
 
     Args:
         max_documents: documents that a packed sequence may have; with more, its output is NaN.
-        **options: arguments of `sparse_attention`: pattern, backend, layout, ring. The mesh and its
-            axes are those of haliax.
+        **options: arguments of `sparse_attention`: pattern, backend, and sharding with order and
+            ring. The mesh and its axes are those of haliax.
     """
     from levanter.layers import attention  # pyright: ignore[reportMissingImports]
 
@@ -55,6 +56,7 @@ def install(*, max_documents: int = 64, **options: Any) -> None:
 def make_attention(theirs: Callable[..., Any], max_documents: int = 64, **options: Any) -> Callable:
     """Returns a `dot_product_attention` that leaves calls with a named backend to `theirs`."""
     signature = inspect.signature(theirs)
+    sharding = options.pop("sharding", Sharding())
 
     def dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
@@ -82,7 +84,8 @@ def make_attention(theirs: Callable[..., Any], max_documents: int = 64, **option
         q = _array(query, sizes, batch, [q_pos], heads + groups, [depth]).astype(dtype)
         k = _array(key, sizes, batch, [k_pos], heads, [depth]).astype(dtype)
         v = _array(value, sizes, batch, [k_pos], heads, [depth]).astype(dtype)
-        call = dict(scale=scale, **_placement(query, batch, q_pos, heads, groups)) | options
+        placed = dataclasses.replace(sharding, **_placement(query, batch, q_pos, heads, groups))
+        call = dict(scale=scale, sharding=placed) | options
         if sink is not None:
             call["sinks"] = _array(sink, sizes, heads + groups)
         if window is not None:
@@ -123,7 +126,7 @@ def _array(x: Any, sizes: dict[str, int], *groups: list[str]) -> Array:
 def _placement(
     query: Any, batch: list[str], q_pos: str, heads: list[str], groups: list[str]
 ) -> dict[str, Any]:
-    """Mesh and mesh axes of `sparse_attention`, from haliax's mapping of the axes."""
+    """Mesh and mesh axes of `Sharding`, from haliax's mapping of the axes."""
     from haliax import partitioning  # pyright: ignore[reportMissingImports]
 
     if not partitioning.current_thread_local_mapping():
@@ -135,6 +138,6 @@ def _placement(
         return tuple(itertools.chain(*entries))
 
     refuse(_NAME, {f"sharding over {name}": bool(mesh_axes([name])) for name in groups})
-    axes = dict(batch_axis=batch, sequence_axes=[q_pos], head_axis=heads)
+    axes = dict(batch=batch, sequence=[q_pos], heads=heads)
     mesh = partitioning.sharding_for_axis(query.axes).mesh
     return dict(mesh=mesh, **{role: mesh_axes(names) for role, names in axes.items()})

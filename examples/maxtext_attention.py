@@ -16,13 +16,14 @@ or two mesh axes works without packing, with and without `context_parallel_load_
 Written for `AttentionOp.apply_attention` of MaxText 0.2.5.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
 from jax import Array
 
 from examples.trainer_attention import refuse, segment_attention
-from mtraining_jax import SampledRows, SlidingWindow, sparse_attention
+from mtraining_jax import SampledRows, Sharding, SlidingWindow, sparse_attention
 
 
 def install(name: str = "mtraining", **options: Any) -> None:
@@ -30,8 +31,8 @@ def install(name: str = "mtraining", **options: Any) -> None:
 
     Args:
         name: value of MaxText's `attention=` that selects it.
-        **options: arguments of `sparse_attention`: pattern, backend, ring. The mesh and its axes
-            are MaxText's.
+        **options: arguments of `sparse_attention`: pattern, backend, and sharding with ring. The
+            mesh, its axes and the order of tokens are MaxText's.
     """
     from maxtext.layers.attention_op import AttentionOp  # pyright: ignore[reportMissingImports]
 
@@ -40,6 +41,7 @@ def install(name: str = "mtraining", **options: Any) -> None:
 
 def extended(theirs: Callable[..., Any], name: str, **options: Any) -> Callable[..., Any]:
     """Returns an `AttentionOp.apply_attention` that leaves other kernels to `theirs`."""
+    sharding = options.pop("sharding", Sharding())
 
     def apply_attention(
         self: Any,
@@ -81,7 +83,8 @@ def extended(theirs: Callable[..., Any], name: str, **options: Any) -> Callable[
                 **others,
             },
         )
-        call = dict(scale=1.0, **_placement(self)) | options  # MaxText scales queries
+        placed = dataclasses.replace(sharding, **_placement(self))
+        call = dict(scale=1.0, sharding=placed) | options  # MaxText scales queries
         if sinks is not None:
             call["sinks"] = sinks
         if kind == "local_sliding":
@@ -95,7 +98,6 @@ def extended(theirs: Callable[..., Any], name: str, **options: Any) -> Callable[
                 f"attention={name} with packing needs max_segments_per_seq, the documents that a "
                 "sequence may have, such as max_segments_per_seq=32"
             )
-        call.pop("layout", None)
         out = segment_attention(
             query, key, value, decoder_segment_ids, padding=0,
             max_documents=self.config.max_segments_per_seq, **call,
@@ -115,7 +117,5 @@ def _placement(op: Any) -> dict[str, Any]:
 
     batch, heads, tokens = (mesh_axes(entry) for entry in tuple(entries)[:3])
     # MaxText's load balance: rank r of R has chunks r and 2R - 1 - r of 2R, which is a zigzag.
-    layout = "zigzag" if tokens and op.config.context_parallel_load_balance else None
-    return dict(
-        mesh=op.mesh, batch_axis=batch, sequence_axes=tokens, head_axis=heads, layout=layout
-    )
+    order = "zigzag" if tokens and op.config.context_parallel_load_balance else None
+    return dict(mesh=op.mesh, sequence=tokens, batch=batch, heads=heads, order=order)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax import SampledRows, sequence_layout, sparse_attention, stripe, unstripe
+from mtraining_jax import SampledRows, Sharding, sequence_layout, sparse_attention, stripe, unstripe
 
 BATCH, TOKENS, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 1, 512, 32, 4, 2, 16
 SEQUENCE_AXES = ("hosts", "chips")  # slowest first: "chips" is the inner ring
@@ -44,18 +44,20 @@ def inputs() -> np.ndarray:
     return np.random.default_rng(1).normal(size=(BATCH, TOKENS, FEATURES)).astype(np.float32)
 
 
-def layer(params: dict[str, jax.Array], x: jax.Array, **options) -> jax.Array:
+def layer(params: dict[str, jax.Array], x: jax.Array, sharding: Sharding | None) -> jax.Array:
     """Your own layer: [B, S, E] to [B, S, E]."""
     q, k, v = (jnp.einsum("bse,ehd->bshd", x, params[name]) for name in "qkv")
-    attended = sparse_attention(q, k, v, pattern=PATTERN, **options)
+    attended = sparse_attention(q, k, v, PATTERN, sharding=sharding)
     return x + jnp.einsum("bshd,hde->bse", attended, params["out"])
 
 
-def output_and_gradients(params: dict[str, jax.Array], x: jax.Array, **options):
+def output_and_gradients(
+    params: dict[str, jax.Array], x: jax.Array, sharding: Sharding | None = None
+):
     """Output of the layer, and gradients of a loss over all tokens."""
 
     def loss(params, x):
-        out = layer(params, x, **options)
+        out = layer(params, x, sharding)
         return jnp.square(out).sum() / out.size, out
 
     (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
@@ -69,17 +71,14 @@ def on_one_device():
 
 def on_a_ring(mesh: Mesh):
     """The same on 8 devices; the input is sharded once, and the output gathered."""
-    layout = sequence_layout(
-        TOKENS, mesh, sequence_axes=SEQUENCE_AXES, block_size=PATTERN.block_size
-    )
+    layout = sequence_layout(TOKENS, mesh, sequence=SEQUENCE_AXES, block_size=PATTERN.block_size)
+    sharding = Sharding(mesh, sequence=SEQUENCE_AXES, order=layout)
     x = jax.device_put(stripe(inputs(), layout), NamedSharding(mesh, P(None, SEQUENCE_AXES)))
     params = jax.device_put(parameters(), NamedSharding(mesh, P()))
 
     @jax.jit
     def step(params, x):
-        return output_and_gradients(
-            params, x, mesh=mesh, layout=layout, sequence_axes=SEQUENCE_AXES
-        )
+        return output_and_gradients(params, x, sharding)
 
     out, (params_gradient, x_gradient) = step(params, x)
     assert out.sharding.spec[1] == SEQUENCE_AXES  # nothing was gathered

@@ -44,14 +44,15 @@ def segment_attention(
         padding: id of tokens of no document, which get output 0; None: there are none.
         max_documents: documents that a sequence may have. The output of a sequence with more is
             NaN, so that no document is silently dropped.
-        **options: arguments of `sparse_attention`, without `sequence_axes` that shard tokens.
+        **options: arguments of `sparse_attention`, without `sharding` of tokens.
 
     Returns:
         [B, S, Hq, D] in the dtype of q.
     """
-    if options.get("sequence_axes"):
+    sharding = options.get("sharding")
+    if sharding is not None and sharding.sequence:
         raise ValueError(
-            f"packed documents cannot be sharded over tokens, here by {options['sequence_axes']}; "
+            f"packed documents cannot be sharded over tokens, here by {sharding.sequence}; "
             "shard the batch and heads only, or do not pack"
         )
     block_size = options.get("pattern", SampledRows()).block_size

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.order import sequence_layout as sequence_layout
     from mtraining_jax.attention.order import stripe as stripe
     from mtraining_jax.attention.order import unstripe as unstripe
+    from mtraining_jax.attention.placement import Sharding as Sharding
     from mtraining_jax.config import Config as Config
     from mtraining_jax.evaluation.engine.engine import Engine as Engine
     from mtraining_jax.evaluation.engine.engine import generate as generate
@@ -56,6 +57,7 @@ _MODULES = {
     "SampledRows": "patterns.sampled_rows",
     "Selection": "selection.context",
     "SelectionContext": "selection.context",
+    "Sharding": "attention.placement",
     "SlidingWindow": "patterns.dense",
     "VerticalSlash": "patterns.vertical_slash",
     "XAttention": "patterns.xattention",

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples import levanter_attention, maxtext_attention
 from examples.trainer_attention import segment_attention
-from mtraining_jax import Dense, SampledRows, sparse_attention
+from mtraining_jax import Dense, SampledRows, Sharding, sparse_attention
 
 BATCH, TOKENS, KV_HEADS, GROUP, DIM = 2, 64, 2, 2, 8
 HEADS = KV_HEADS * GROUP
@@ -102,7 +102,9 @@ class TestSegments:
     def test_refuses_sharded_tokens(self):
         arguments = (*inputs()[:3], jnp.asarray(IDS))
         with pytest.raises(ValueError, match="cannot be sharded over tokens, here by .'x',."):
-            segment_attention(*arguments, padding=0, max_documents=4, sequence_axes=("x",))
+            segment_attention(
+                *arguments, padding=0, max_documents=4, sharding=Sharding(sequence=("x",))
+            )
 
 
 class Axis(NamedTuple):

@@ -2,22 +2,17 @@
 
 import jax
 from jax import Array
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention import checks
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionSpec, Residuals
 from mtraining_jax.attention.order import global_order, ring_layout
-from mtraining_jax.attention.placement import find_placement, take
+from mtraining_jax.attention.placement import Sharding, find_placement, take
 from mtraining_jax.attention.sharded import attend
-from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.parallel.ring import check_ring
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import Index
-
-Axes = str | tuple[str, ...] | None
 
 
 @jax.numpy_rank_promotion("allow")
@@ -26,22 +21,16 @@ def sparse_attention(
     q: Array,
     k: Array,
     v: Array,
-    *,
     pattern: Pattern | Index = SampledRows(),  # noqa: B008 (frozen)
-    mesh: Mesh | None = None,
-    layout: Layout | str | None = None,
-    positions: ArrayLike | None = None,
+    *,
+    documents: Documents | None = None,
+    valid_len: ArrayLike | None = None,
+    sharding: Sharding | None = None,
     scale: float | None = None,
     causal: bool = True,
-    backend: str | None = None,
-    valid_len: ArrayLike | None = None,
-    documents: Documents | None = None,
     sinks: ArrayLike | None = None,
+    backend: str | None = None,
     return_residuals: bool = False,
-    batch_axis: Axes = None,
-    sequence_axes: Axes = None,
-    head_axis: Axes = None,
-    ring: str = "gather",
 ) -> Array | tuple[Array, Residuals]:
     """Computes causal attention over the query-key pairs that a pattern selects.
 
@@ -63,13 +52,8 @@ def sparse_attention(
         pattern: a `Pattern` (`SampledRows(...)`, `Dense()`, a custom one, ...) or an index to use
             unchanged. S must be a multiple of `block_size` times the number of devices that shard
             the sequence.
-        mesh: devices to run on, with axes of type Auto or Explicit. By default the mesh of q's
-            sharding if q is sharded over Explicit axes, or the mesh of `jax.set_mesh` if one of
-            the axis arguments is given; otherwise the arrays belong to a single device or shard.
-        layout: token order of q, k, v and the result. None or "contiguous" is sequence order;
-            "striped" and "zigzag" (see `stripe`), or a `Layout`, give devices equal work.
-        positions: int [S], sequence position of each token of q, as an alternative to `layout`.
-            Must be known at trace time (NumPy). On one device any permutation is allowed.
+        sharding: mesh, its axes, and token order of the arrays. None reads mesh and axes from
+            their types (Explicit axes), else they belong to a single device or shard.
         scale: positive scale of the logits; defaults to 1/sqrt(D).
         causal: False requires `Dense()` and an unsharded sequence; k may then have another length
             than q.
@@ -90,15 +74,6 @@ def sparse_attention(
             are selected.
         return_residuals: also return the log-sum-exp of the logits, differentiable, and the index,
             for `inspect` or as `pattern` of another call.
-        batch_axis: mesh axes of the batch, () for none. Defaults to the axes in q's sharding type,
-            else "data" if the mesh has it.
-        sequence_axes: one or two mesh axes of the sequence, slowest first, () for none. Defaults
-            to the axes in q's sharding type, else ("node", "device").
-        head_axis: mesh axes of query and key/value heads. Defaults to the axes in q's sharding
-            type, else none.
-        ring: communication of keys and values. "gather": all-gather over the last sequence axis,
-            ring over the first of two. "hierarchical": a ring over the second axis inside each
-            step of the ring over the first. "flat": one ring over both axes.
 
     Returns:
         out [..., S, Hq, D] in the dtype of q; with `return_residuals` a pair of out and
@@ -109,23 +84,23 @@ def sparse_attention(
     """
     checks.check_arrays(q, k, v, causal)
     scale = checks.check_scale(scale, q)
-    check_ring(ring)
+    sharding = checks.check_sharding(sharding)
     checks.check_pattern(pattern, q, causal)
     valid_len = checks.check_valid_len(valid_len, q.shape[-3], causal)
     block_size = pattern.block_size
     blocks = checks.check_documents(documents, q, block_size, causal, valid_len)
-    placement = find_placement(q, mesh, batch_axis, sequence_axes, head_axis)
+    placement = find_placement(q, sharding)
     checks.check_division(q, k, block_size, placement, causal)
     batch_shape, seq_len = q.shape[:-3], q.shape[-3]
     shard_layout, order = None, None
     if placement.ranks > 1:
-        shard_layout = ring_layout(layout, positions, seq_len, block_size, placement, ring)
+        shard_layout = ring_layout(sharding.order, seq_len, block_size, placement, sharding.ring)
     else:
-        order = global_order(layout, positions, seq_len)
+        order = global_order(sharding.order, seq_len)
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
     if order is not None:
         q, k, v = (take(x, order[0]) for x in (q, k, v))
-    spec = AttentionSpec(placement, shard_layout, ring, scale, causal, backend)
+    spec = AttentionSpec(placement, shard_layout, sharding.ring, scale, causal, backend)
     inputs = AttentionInputs(
         pattern=pattern, documents=blocks, valid_len=valid_len, sinks=checks.check_sinks(sinks, q)
     )

@@ -9,7 +9,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from mtraining_jax.attention.placement import Placement
+from mtraining_jax.attention.placement import Placement, Sharding
+from mtraining_jax.parallel.ring import check_ring
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.selection.document_blocks import DocumentBlocks
@@ -74,6 +75,18 @@ def check_scale(scale: float | None, q: Array) -> float:
     if not 0 < number < math.inf:
         raise ValueError(f"scale={shortened(repr(scale))} must be a positive number")
     return number
+
+
+def check_sharding(sharding: object) -> Sharding:
+    """Returns where the arrays are; None leaves it to their types."""
+    if not isinstance(sharding, Sharding | None):
+        raise ValueError(
+            f"sharding is a {type(sharding).__name__}; it must be a mtraining_jax.Sharding, such "
+            "as Sharding(mesh, sequence=('node', 'device'), batch='data'), or None"
+        )
+    sharding = sharding or Sharding()
+    check_ring(sharding.ring, "sharding.ring")
+    return sharding
 
 
 def check_sinks(sinks: ArrayLike | None, q: Array) -> Array | None:
@@ -203,7 +216,7 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement, ca
     ranks = placement.ranks
     unit, reason = block_size * ranks, f"block_size={block_size}"
     if ranks > 1:
-        reason += f" x {ranks} devices on sequence_axes={placement.sequence}"
+        reason += f" x {ranks} devices on sharding.sequence={placement.sequence}"
     for name, x in (("q", q), ("k", k)):
         if x.shape[-3] % unit:
             raise ValueError(
@@ -212,8 +225,8 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement, ca
             )
     if not causal and ranks > 1:
         raise ValueError(
-            f"causal=False needs an unsharded sequence, but sequence_axes={placement.sequence} "
-            f"have {ranks} devices; use sequence_axes=()"
+            f"causal=False needs an unsharded sequence, but sharding.sequence={placement.sequence} "
+            f"has {ranks} devices; set sharding.sequence to ()"
         )
     if placement.mesh is None:
         return
@@ -221,12 +234,12 @@ def check_division(q: Array, k: Array, block_size: int, placement: Placement, ca
         raise ValueError(f"q has shape {q.shape}; with a mesh, at most one batch axis is allowed")
     batch, kv_heads = (q.shape[0] if q.ndim == 4 else 1), k.shape[-2]
     for has, size, name, axes in (
-        (f"q has batch {batch}", batch, "batch_axis", placement.batch),
-        (f"k has {kv_heads} heads", kv_heads, "head_axis", placement.heads),
+        (f"q has batch {batch}", batch, "sharding.batch", placement.batch),
+        (f"k has {kv_heads} heads", kv_heads, "sharding.heads", placement.heads),
     ):
         devices = placement.size(axes)
         if size % devices:
             raise ValueError(
                 f"{has}; expected a multiple of the {devices} devices on {name}={axes}, such as "
-                f"{nearest_multiples(size, devices)}. Or pass {name}=()"
+                f"{nearest_multiples(size, devices)}. Or set {name} to ()"
             )

@@ -31,7 +31,7 @@ def attention_fn(*, assume_causal_mask: bool = False, **options: Any) -> Callabl
             begin at multiples of the pattern's block size. In the latter case it is converted to
             `documents`; tokens that see nothing are padding.
         **options: arguments of `sparse_attention` except `return_residuals`: pattern,
-            mesh, layout, ...
+            sharding, ...
 
     Returns:
         A function `(query, key, value, *, mask=None, ...)` with the arguments of

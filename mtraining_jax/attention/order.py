@@ -22,7 +22,7 @@ def sequence_layout(
     mesh: Mesh | AbstractMesh,
     *,
     kind: str = "striped",
-    sequence_axes: str | Axes = SEQUENCE_AXES,
+    sequence: str | Axes = SEQUENCE_AXES,
     block_size: int = 128,
     ring: str = "gather",
 ) -> Layout:
@@ -30,20 +30,20 @@ def sequence_layout(
 
     Args:
         seq_len: S.
-        mesh: a mesh with `sequence_axes`.
+        mesh: a mesh with the axes `sequence`.
         kind: "striped" (equal work for every pattern), "zigzag" (for dense attention) or
             "contiguous".
         block_size: block size of the pattern.
-        sequence_axes, ring: as in `sparse_attention`.
+        sequence, ring: as in `Sharding`.
 
     Returns:
-        A `Layout`, for `stripe`, `unstripe` and `sparse_attention`.
+        A `Layout`, for `stripe`, `unstripe` and `Sharding.order`.
 
     Raises:
         ValueError: if an argument is invalid; the message suggests valid lengths.
     """
-    axes = as_axes(sequence_axes)
-    check_axes({"sequence_axes": axes}, mesh)
+    axes = as_axes(sequence)
+    check_axes({"sequence": axes}, mesh)
     check_ring(ring)
     sizes = tuple(mesh.shape[axis] for axis in axes)
     return layout_for_ring(kind, seq_len, sizes, block_size, ring)
@@ -59,18 +59,17 @@ def layout_for_ring(
 
 
 def ring_layout(
-    layout: Layout | str | None,
-    positions: ArrayLike | None,
+    order: Layout | str | ArrayLike | None,
     seq_len: int,
     block_size: int,
     placement: Placement,
     ring: str,
 ) -> Layout:
-    """Returns the layout of a sharded sequence, from `layout` or `positions`."""
-    order = _known_positions(positions, seq_len)
+    """Returns the layout of a sharded sequence, from `Sharding.order`."""
+    order = _checked(order, seq_len)
     sizes = tuple(placement.size((axis,)) for axis in placement.sequence)
 
-    if layout is None and order is not None:
+    if isinstance(order, np.ndarray):
         units = placement.ranks * block_size
         kinds = [kind for kind in KINDS if kind != "zigzag" or seq_len % (2 * units) == 0]
         for kind, each in itertools.product(kinds, (ring, "flat")):
@@ -78,63 +77,66 @@ def ring_layout(
             if np.array_equal(candidate.permutation(), order):
                 return candidate
         raise ValueError(
-            f"positions match no {', '.join(kinds)} layout over {placement.ranks} devices with "
-            f"block_size={block_size}; reorder q, k and v with stripe()"
+            f"sharding.order matches no {', '.join(kinds)} layout over {placement.ranks} devices "
+            f"with block_size={block_size}; reorder q, k and v with stripe()"
         )
-    if not isinstance(layout, Layout):
-        layout = layout_for_ring(
-            "contiguous" if layout is None else layout, seq_len, sizes, block_size, ring
-        )
+    if isinstance(order, str):
+        return layout_for_ring(order, seq_len, sizes, block_size, ring)
     wanted = {"seq_len": seq_len, "num_ranks": placement.ranks, "block_size": block_size}
     for name, value in wanted.items():
-        if getattr(layout, name) != value:
+        if getattr(order, name) != value:
             raise ValueError(
-                f"layout has {name}={getattr(layout, name)}, but q, the pattern and sequence_axes "
-                f"need {value}"
+                f"sharding.order has {name}={getattr(order, name)}, but q, the pattern and "
+                f"sharding.sequence need {value}"
             )
-    _check_agreement(layout, order)
-    return layout
+    return order
 
 
 def global_order(
-    layout: Layout | str | None, positions: ArrayLike | None, seq_len: int
+    order: Layout | str | ArrayLike | None, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns the permutation to sequence order and its inverse, or None if in order."""
-    order = _known_positions(positions, seq_len)
-    if isinstance(layout, Layout):
-        if layout.seq_len != seq_len:
-            raise ValueError(f"layout has seq_len={layout.seq_len}, but q has {seq_len} tokens")
-        _check_agreement(layout, order)
-        order = layout.permutation()
-    elif layout is not None and layout not in KINDS:
-        raise ValueError(f"layout={layout!r} must be one of {', '.join(KINDS)}, or a Layout")
-    if order is None or np.array_equal(order, np.arange(seq_len)):
+    order = _checked(order, seq_len)
+    if isinstance(order, str):  # one device has all blocks in sequence order
+        return None
+    if isinstance(order, Layout):
+        if order.seq_len != seq_len:
+            raise ValueError(
+                f"sharding.order has seq_len={order.seq_len}, but q has {seq_len} tokens"
+            )
+        order = order.permutation()
+    if np.array_equal(order, np.arange(seq_len)):
         return None
     return np.argsort(order), order
 
 
-def _known_positions(positions: ArrayLike | None, seq_len: int) -> np.ndarray | None:
-    if positions is None:
-        return None
-    if isinstance(positions, Tracer):
+def _checked(order: Layout | str | ArrayLike | None, seq_len: int) -> Layout | str | np.ndarray:
+    """Returns a layout, the kind of one, or the position of each token."""
+    if order is None:
+        return "contiguous"
+    if isinstance(order, str):
+        if order not in KINDS:
+            raise ValueError(
+                f"sharding.order={order!r} must be one of {', '.join(KINDS)}, a Layout or the "
+                "positions of the tokens"
+            )
+        return order
+    if isinstance(order, Layout):
+        return order
+    if isinstance(order, Tracer):
         raise ValueError(
-            "positions are a traced array; pass values known at trace time, such as the NumPy "
-            "array layout.permutation(), or pass layout= instead"
+            "sharding.order is a traced array; pass values known at trace time, such as a Layout "
+            "or the NumPy array layout.permutation()"
         )
-    positions = np.asarray(positions)
+    positions = np.asarray(order)
     if positions.shape != (seq_len,) or not np.issubdtype(positions.dtype, np.integer):
         raise ValueError(
-            f"positions are {positions.dtype} {list(positions.shape)}; expected integers "
-            f"[{seq_len}], one for each token of q"
+            f"sharding.order is {positions.dtype} {list(positions.shape)}; expected a Layout, or "
+            f"integers [{seq_len}], one for each token of q"
         )
     if not np.array_equal(np.sort(positions), np.arange(seq_len)):
-        raise ValueError(f"positions must contain each of 0 .. {seq_len - 1} exactly once")
+        raise ValueError(f"sharding.order must contain each of 0 .. {seq_len - 1} exactly once")
     return positions
-
-
-def _check_agreement(layout: Layout, positions: np.ndarray | None) -> None:
-    if positions is not None and not np.array_equal(layout.permutation(), positions):
-        raise ValueError(f"positions do not match layout={layout}; pass only one of them")
 
 
 def stripe(x: Any, layout: Layout, axis: int = 1) -> Any:

@@ -1,4 +1,4 @@
-"""Placement of the inputs of `sparse_attention`: the mesh and the role of its axes."""
+"""Where the inputs of `sparse_attention` are: the mesh, the role of its axes, and token order."""
 
 import dataclasses
 import math
@@ -11,11 +11,44 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
+from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.replicas import remaining_axes, shard_map_remaining
 
 Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """Where the inputs of `sparse_attention` are.
+
+    Attributes:
+        mesh: devices to run on, with axes of type Auto or Explicit. By default the mesh of q's
+            sharding if q is sharded over Explicit axes, or the mesh of `jax.set_mesh` if one of
+            the next three fields is given; otherwise the arrays belong to a single device or shard.
+        sequence: one or two mesh axes of the sequence, slowest first, () for none. Defaults to the
+            axes in q's sharding type, else ("node", "device").
+        batch: mesh axes of the batch, () for none. Defaults to the axes in q's sharding type, else
+            "data" if the mesh has it.
+        heads: mesh axes of query and key/value heads. Defaults to the axes in q's sharding type,
+            else none.
+        order: token order of q, k, v and the result. None or "contiguous" is sequence order;
+            "striped" and "zigzag" (see `stripe`), or a `Layout`, give devices equal work. Or int
+            [S], the sequence position of each token of q, known at trace time (NumPy); on one
+            device any permutation is allowed.
+        ring: communication of keys and values. "gather": all-gather over the last sequence axis,
+            ring over the first of two. "hierarchical": a ring over the second axis inside each
+            step of the ring over the first. "flat": one ring over both axes.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    sequence: str | Axes | None = None
+    batch: str | Axes | None = None
+    heads: str | Axes | None = None
+    order: Layout | str | ArrayLike | None = None
+    ring: str = "gather"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,51 +129,46 @@ def take(x: Array, order: np.ndarray, axis: int = 1) -> Array:
     return cast(Array, jax.sharding.auto_axes(permuted, out_sharding=sharding)(x))
 
 
-def find_placement(
-    q: Array,
-    mesh: Mesh | AbstractMesh | None,
-    batch_axis: str | Axes | None,
-    sequence_axes: str | Axes | None,
-    head_axis: str | Axes | None,
-) -> Placement:
-    """Resolves the placement from the arguments of `sparse_attention` and the type of q."""
-    arguments = {"batch_axis": batch_axis, "sequence_axes": sequence_axes, "head_axis": head_axis}
-    given = {name: as_axes(value) for name, value in arguments.items() if value is not None}
+def find_placement(q: Array, sharding: Sharding) -> Placement:
+    """Resolves mesh and axes from the argument of `sparse_attention` and the type of q."""
+    mesh = sharding.mesh
+    fields = {name: getattr(sharding, name) for name in ("batch", "sequence", "heads")}
+    given = {name: as_axes(value) for name, value in fields.items() if value is not None}
     if not isinstance(mesh, Mesh | AbstractMesh | None):
-        raise ValueError(f"mesh={mesh!r} must be a jax.sharding.Mesh, or None")
+        raise ValueError(f"sharding.mesh={mesh!r} must be a jax.sharding.Mesh, or None")
     if jax.typeof(q).manual_axis_type.varying:
         raise ValueError(
             "q is in a jax.shard_map with check_vma=True, which sparse_attention does not support; "
             "pass check_vma=False to that shard_map"
         )
     own_mesh, own_axes = _explicit_axes(q)
-    named = [f"{name}={axes}" for name, axes in given.items() if axes]
+    named = [f"sharding.{name}={axes}" for name, axes in given.items() if axes]
     mesh = own_mesh if mesh is None else mesh
     if mesh is None and named:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise ValueError(
-                f"{' and '.join(named)} but no mesh: pass mesh=, or call inside jax.set_mesh"
+                f"{' and '.join(named)} but no mesh: set sharding.mesh, or call inside jax.set_mesh"
             )
     if mesh is None:
         types = jax.typeof(q).sharding.mesh
         return Placement(types=None if types.empty else types)
     if own_axes is None:
-        if "sequence_axes" not in given and not set(SEQUENCE_AXES) <= set(mesh.axis_names):
+        if "sequence" not in given and not set(SEQUENCE_AXES) <= set(mesh.axis_names):
             raise ValueError(
-                f"the mesh has axes {mesh.axis_names}, without the default sequence_axes="
-                f"{SEQUENCE_AXES}; pass sequence_axes= with the axes that shard the sequence, or "
-                "() for none"
+                f"the mesh has axes {mesh.axis_names}, without the default sharding.sequence="
+                f"{SEQUENCE_AXES}; set sharding.sequence to the axes that shard the sequence, or "
+                "to () for none"
             )
         data = (DATA_AXIS,) if DATA_AXIS in mesh.axis_names else ()
-        own_axes = {"batch_axis": data, "sequence_axes": SEQUENCE_AXES, "head_axis": ()}
+        own_axes = {"batch": data, "sequence": SEQUENCE_AXES, "heads": ()}
     axes = own_axes | given
-    check_axes(axes, mesh)
+    check_axes(axes, mesh, "sharding.")
     batch, sequence, heads = axes.values()
     if set(sequence) & set(jax.sharding.get_abstract_mesh().manual_axes):
         raise ValueError(
-            f"sequence_axes={sequence} are sharded by a jax.shard_map around this call; call "
-            "sparse_attention outside of it, or without mesh and axes to attend within each shard"
+            f"sharding.sequence={sequence} are sharded by a jax.shard_map around this call; call "
+            "sparse_attention outside of it, or without sharding to attend within each shard"
         )
     return Placement(mesh, batch, sequence, heads)
 
@@ -150,8 +178,11 @@ def as_axes(value: str | Axes) -> Axes:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
-    """Checks that the axes exist and are used once, and that the sequence has at most two."""
+def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh, prefix: str = "") -> None:
+    """Checks that the axes exist and are used once, and that the sequence has at most two.
+
+    Messages name them with the prefix.
+    """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh={mesh!r} must be a jax.sharding.Mesh")
     used: dict[str, str] = {}
@@ -159,19 +190,19 @@ def check_axes(axes: dict[str, Axes], mesh: Mesh | AbstractMesh) -> None:
         for axis in value:
             if axis not in mesh.axis_names:
                 raise ValueError(
-                    f"{name}={value} names {axis!r}, which is not an axis of the mesh; its axes "
-                    f"are {mesh.axis_names}"
+                    f"{prefix}{name}={value} names {axis!r}, which is not an axis of the mesh; "
+                    f"its axes are {mesh.axis_names}"
                 )
             if axis in used:
                 raise ValueError(
-                    f"{name}={value} and {used[axis]} both name {axis!r}; a mesh axis can shard "
-                    "only one axis of q"
+                    f"{prefix}{name}={value} and {prefix}{used[axis]} both name {axis!r}; a mesh "
+                    "axis can shard only one axis of q"
                 )
             used[axis] = name
-    if len(axes["sequence_axes"]) > 2:
+    sequence = axes["sequence"]
+    if len(sequence) > 2:
         raise ValueError(
-            f"sequence_axes={axes['sequence_axes']} has {len(axes['sequence_axes'])} axes; one or "
-            "two are supported"
+            f"{prefix}sequence={sequence} has {len(sequence)} axes; one or two are supported"
         )
 
 
@@ -187,4 +218,4 @@ def _explicit_axes(q: Array) -> tuple[Mesh | AbstractMesh | None, dict[str, Axes
         )
     mesh = sharding.mesh if isinstance(q, Tracer) else cast(NamedSharding, q.sharding).mesh
     batch = entries[0] if q.ndim > 3 else ()
-    return mesh, {"batch_axis": batch, "sequence_axes": entries[-3], "head_axis": entries[-2]}
+    return mesh, {"batch": batch, "sequence": entries[-3], "heads": entries[-2]}

@@ -190,7 +190,8 @@ def make_attention(
         mesh: mesh of `make_mesh`.
         layout: token order over the ranks of `SEQUENCE_AXES`.
         pattern: the default sparse pattern.
-        ring, backend, scale: see `sparse_attention`.
+        ring: as in `Sharding`.
+        backend, scale: as in `sparse_attention`.
         mask_heads: query heads with their masks included in an audit.
         by_length: also count computed pairs by document length.
 

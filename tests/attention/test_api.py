@@ -20,6 +20,7 @@ from mtraining_jax import (
     Layout,
     MoBA,
     SampledRows,
+    Sharding,
     sparse_attention,
     stripe,
     unstripe,
@@ -215,7 +216,7 @@ def test_permuted_tokens_attend_to_the_same_tokens():
     (_, (out, lse)), _, index, _ = expected()
     order = np.random.default_rng(3).permutation(TOKENS)
     shuffled = [x[:, order] for x in inputs()]
-    attend = functools.partial(with_residuals, pattern=PATTERN, positions=order)
+    attend = functools.partial(with_residuals, pattern=PATTERN, sharding=Sharding(order=order))
     actual_out, actual_lse, actual_index = jax.jit(attend)(*shuffled)
     np.testing.assert_allclose(actual_out, out[:, order], **CLOSE)
     np.testing.assert_allclose(actual_lse, lse[:, :, order], **CLOSE)
@@ -226,7 +227,7 @@ def test_a_layout_for_many_devices_is_accepted_on_one():
     (_, (out, _)), *_ = expected()
     layout = Layout("striped", TOKENS, 4, BLOCK)
     striped = [stripe(x, layout) for x in inputs()]
-    attend = functools.partial(sparse_attention, pattern=PATTERN, layout=layout)
+    attend = functools.partial(sparse_attention, pattern=PATTERN, sharding=Sharding(order=layout))
     actual = jax.jit(attend)(*striped)
     np.testing.assert_allclose(unstripe(actual, layout), out, **CLOSE)
 
@@ -296,7 +297,7 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped(k=(2, 2 * TOKENS, KV_HEADS, 8)), {}, "k has .* tokens but q has .*; causal"),
         (shaped(), {"scale": -1.0}, "scale=-1.0 must be a positive number"),
         (shaped(), {"scale": "a"}, "scale='a' must be a positive number"),
-        (shaped(), {"batch_axis": 3}, ".3,. but no mesh: pass mesh="),
+        (shaped(), {"sharding": Sharding(batch=3)}, ".3,. but no mesh: set sharding.mesh"),
         (shaped((0, TOKENS, 4, 8), k=(0, TOKENS, 2, 8)), {}, "q has shape .* empty axes are not"),
         (shaped(), {"pattern": None}, "pattern=None is not a Pattern, such as SampledRows"),
         (shaped(), {"pattern": DenseOptions()}, r"make one with pattern.pattern\(ModelSizes"),
@@ -306,14 +307,18 @@ class Mistaken(mtraining_jax.Pattern):
          "OwnTau.* cannot be hashed .*numbers instead of JAX arrays"),
         (shaped(), {"causal": "no"}, "causal='no' must be True or False"),
         (shaped(), {"causal": False}, "causal=False is not supported by Vert.*; use pattern=Dense"),
-        (shaped(), {"layout": "stripes"}, "layout='stripes' must be one of striped, zigzag"),
-        (shaped(), {"layout": Layout("striped", 2 * TOKENS, 2, 8)}, "layout has seq_len=256"),
-        (shaped(), {"positions": np.zeros(TOKENS, int)}, "positions must contain each of 0 .. 127"),
-        (shaped(), {"positions": np.arange(4)}, r"positions are int64 \[4\]; .*integers \[128\]"),
-        (shaped(), {"positions": np.arange(TOKENS), "layout": Layout("striped", TOKENS, 2, 8)},
-         "positions do not match layout=Layout"),
+        (shaped(), {"sharding": Sharding(order="stripes")},
+         "sharding.order='stripes' must be one of striped, zigzag"),
+        (shaped(), {"sharding": Sharding(order=Layout("striped", 2 * TOKENS, 2, 8))},
+         "sharding.order has seq_len=256"),
+        (shaped(), {"sharding": Sharding(order=np.zeros(TOKENS, int))},
+         "sharding.order must contain each of 0 .. 127"),
+        (shaped(), {"sharding": Sharding(order=np.arange(4))},
+         r"sharding.order is int64 \[4\]; expected a Layout, or integers \[128\]"),
+        (shaped(), {"sharding": "node"}, "sharding is a str; it must be a mtraining_jax.Sharding"),
         (shaped(), {"backend": "mosaic_gpu"}, "backend='mosaic_gpu' cannot run here: no GPU"),
-        (shaped(), {"sequence_axes": "x"}, "sequence_axes=..x',. but no mesh: pass mesh="),
+        (shaped(), {"sharding": Sharding(sequence="x")},
+         "sharding.sequence=..x',. but no mesh: set sharding.mesh"),
         (shaped(), {"pattern": FixedBudget(np.zeros(3, int), np.zeros(3, int), 8, 8)},
           r"pattern.verticals has shape \(3,\); expected one entry for each of the 4 query"),
         (shaped(), {"pattern": FixedBudget(np.zeros(4), np.zeros(4, int), 8, 8)},
@@ -363,8 +368,8 @@ def test_an_incomplete_pattern_class_raises():
 def test_arguments_that_are_not_arrays_raise():
     with pytest.raises(ValueError, match=r"q is a list; .*array \[\.\.\., tokens, heads, dim\]"):
         sparse_attention([1], [2], [3])
-    with pytest.raises(ValueError, match="mesh='x' must be a jax.sharding.Mesh, or None"):
-        sparse_attention(*shaped(), pattern=PATTERN, mesh="x")
+    with pytest.raises(ValueError, match="sharding.mesh='x' must be a jax.sharding.Mesh"):
+        sparse_attention(*shaped(), pattern=PATTERN, sharding=Sharding("x"))
 
 
 def test_traced_settings_and_an_index_of_another_batch_raise():
@@ -373,8 +378,8 @@ def test_traced_settings_and_an_index_of_another_batch_raise():
 
     with pytest.raises(ValueError, match="scale is a traced array; .* multiply q"):
         jax.eval_shape(functools.partial(attend, name="scale"), jnp.float32(1))
-    with pytest.raises(ValueError, match="positions are a traced array; .* layout="):
-        jax.eval_shape(functools.partial(attend, name="positions"), jnp.arange(TOKENS))
+    with pytest.raises(ValueError, match="sharding.order is a traced array; .* such as a Layout"):
+        jax.eval_shape(lambda x: attend(Sharding(order=x), "sharding"), jnp.arange(TOKENS))
     _, _, index, _ = expected()
     with pytest.raises(ValueError, match=r"pattern.slash_blocks has .*\(2, 4, .* = \[1, 4\]"):
         sparse_attention(*(x[:1] for x in inputs()), pattern=index)
@@ -452,12 +457,12 @@ def test_heads_without_kernels_are_padded_with_zeros(devices):
     shapes = [(1, 512, heads, 24) for heads in (2, 1, 1, 2)]
     q, k, v, dout = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes)
     layout = Layout("contiguous", 512, devices, 128)
-    how = {} if devices == 1 else {"mesh": make_mesh(1, 1, devices), "layout": layout}
+    sharding = None if devices == 1 else Sharding(make_mesh(1, 1, devices), order=layout)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(backend, q, k, v, dout):
         attend = functools.partial(
-            sparse_attention, pattern=DenseIndex(128), backend=backend, **how
+            sparse_attention, pattern=DenseIndex(128), backend=backend, sharding=sharding
         )
         out, vjp = jax.vjp(attend, q, k, v)
         return out, *vjp(dout)

@@ -17,6 +17,7 @@ from mtraining_jax import (
     Documents,
     MoBA,
     SampledRows,
+    Sharding,
     VerticalSlash,
     inspect,
     sequence_layout,
@@ -297,7 +298,7 @@ def test_two_replicas_of_four_devices_give_the_same_index(pattern):
     layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK, kind="zigzag")
     q, k, v = (stripe(x, layout) for x in inputs()[:3])
     out, _, index = with_residuals(
-        q, k, v, pattern=pattern, mesh=mesh, layout=layout, documents=table(LENGTHS, 2)
+        q, k, v, pattern=pattern, sharding=Sharding(mesh, order=layout), documents=table(LENGTHS, 2)
     )
     wanted_out, _, wanted, _ = packs(pattern)
     for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
@@ -313,7 +314,9 @@ def test_two_replicas_of_four_devices_restrict_a_given_index_like_one_device():
         with_residuals, pattern=indices.bits_and_columns(), documents=table(LENGTHS, 2)
     )
     wanted_out, _, wanted = call(q, k, v)
-    out, _, index = call(*(stripe(x, layout) for x in (q, k, v)), mesh=mesh, layout=layout)
+    out, _, index = call(
+        *(stripe(x, layout) for x in (q, k, v)), sharding=Sharding(mesh, order=layout)
+    )
     for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
         np.testing.assert_array_equal(x, expected)
     np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
@@ -328,7 +331,7 @@ def test_eight_devices_give_the_same_index_results_and_gradients():
     def over_mesh(q, k, v, dout, dlse, documents):
         def results(q, k, v):
             out, lse, index = with_residuals(
-                q, k, v, pattern=PATTERN, mesh=mesh, layout=layout, documents=documents
+                q, k, v, pattern=PATTERN, sharding=Sharding(mesh, order=layout), documents=documents
             )
             return (out, lse), index
 

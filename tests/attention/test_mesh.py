@@ -13,6 +13,7 @@ from mtraining_jax import (
     Dense,
     FixedBudget,
     Layout,
+    Sharding,
     sequence_layout,
     sparse_attention,
     stripe,
@@ -73,15 +74,9 @@ def test_batch_sequence_and_heads_over_user_axes(axis_type, ring):
     # The mesh also has an unused axis, "spare".
     mesh = make_mesh((2, 2, 2, 1), ("rows", "outer", "inner", "spare"), axis_type)
     axes = ("outer", "inner")
-    layout = sequence_layout(TOKENS, mesh, sequence_axes=axes, block_size=BLOCK)
+    layout = sequence_layout(TOKENS, mesh, sequence=axes, block_size=BLOCK)
     attend = functools.partial(
-        with_lse,
-        pattern=PATTERN,
-        mesh=mesh,
-        layout=layout,
-        batch_axis="rows",
-        sequence_axes=axes,
-        ring=ring,
+        with_lse, pattern=PATTERN, sharding=Sharding(mesh, axes, "rows", order=layout, ring=ring)
     )
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", axes)))
     q, k, v, dout = (place(stripe(x, layout)) for x in (*inputs(), cotangents()[0]))
@@ -99,7 +94,7 @@ def test_batch_sequence_and_heads_over_user_axes(axis_type, ring):
 
 def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index():
     mesh = make_mesh((4,), ("context",))
-    attend = functools.partial(with_residuals, pattern=PATTERN, mesh=mesh, sequence_axes="context")
+    attend = functools.partial(with_residuals, pattern=PATTERN, sharding=Sharding(mesh, "context"))
     out, lse, index = attend(*inputs())  # eager; arrays are on one device
     wanted_out, wanted_lse, wanted_index = alone()
     assert_close((out, lse), (wanted_out, wanted_lse))
@@ -109,7 +104,7 @@ def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index()
 def test_heads_can_be_sharded_along_with_their_budgets():
     mesh = make_mesh((2, 2), ("context", "tensor"))
     attend = functools.partial(
-        with_residuals, pattern=BUDGET, mesh=mesh, sequence_axes="context", head_axis="tensor"
+        with_residuals, pattern=BUDGET, sharding=Sharding(mesh, "context", heads="tensor")
     )
     out, lse, index = jax.jit(attend)(*inputs())
     wanted = alone("fixed")
@@ -117,23 +112,23 @@ def test_heads_can_be_sharded_along_with_their_budgets():
     assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(index), wanted[2]))
 
 
-def test_an_index_is_reused_over_a_mesh_without_sequence_axes():
+def test_an_index_is_reused_over_a_mesh_with_an_unsharded_sequence():
     mesh = make_mesh((2,), ("rows",))
     out, lse, index = alone()
-    attend = functools.partial(with_lse, mesh=mesh, batch_axis="rows", sequence_axes=())
+    attend = functools.partial(with_lse, sharding=Sharding(mesh, batch="rows", sequence=()))
     assert_close(jax.jit(attend)(*inputs(), pattern=jax.tree.map(jnp.asarray, index)), (out, lse))
 
 
 def test_mesh_and_axes_are_taken_from_explicit_shardings_of_q():
     mesh = make_mesh((2, 4), ("rows", "context"), AxisType.Explicit)
-    layout = sequence_layout(TOKENS, mesh, sequence_axes="context", block_size=BLOCK)
+    layout = sequence_layout(TOKENS, mesh, sequence="context", block_size=BLOCK)
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", "context")))
     arrays = [place(stripe(x, layout)) for x in inputs()]
     dense = Dense(block_size=BLOCK)
 
     def attend(q, k, v):
-        # The order is given by positions here.
-        out = sparse_attention(q, k, v, pattern=dense, positions=layout.permutation())
+        sharding = Sharding(order=layout.permutation())
+        out = sparse_attention(q, k, v, pattern=dense, sharding=sharding)
         assert jax.typeof(out).sharding.spec == P("rows", "context", None, None)
         return unstripe(out, layout)  # under jit, the type keeps the sharding
 
@@ -147,7 +142,7 @@ def test_vmap_over_a_batch_sharded_over_an_explicit_axis():
     mesh = make_mesh((2, 2), ("rows", "context"), AxisType.Explicit)
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", "context")))
     attend = functools.partial(
-        sparse_attention, pattern=Dense(block_size=BLOCK), sequence_axes="context"
+        sparse_attention, pattern=Dense(block_size=BLOCK), sharding=Sharding(sequence="context")
     )
     with jax.set_mesh(mesh):
         out = jax.jit(jax.vmap(attend))(*map(place, inputs()))
@@ -167,14 +162,14 @@ def test_inside_a_user_shard_map_each_shard_is_independent(axis_type):
 
 
 @pytest.mark.parametrize(
-    ("options", "checked", "sentence"),
+    ("sharding", "checked", "sentence"),
     [
-        ({}, True, "q is in a jax.shard_map with check_vma=True.* pass check_vma=False"),
-        ({"sequence_axes": "rows"}, False, "sequence_axes=.* are sharded by a jax.shard_map"),
+        (None, True, "q is in a jax.shard_map with check_vma=True.* pass check_vma=False"),
+        (Sharding(sequence="rows"), False, "sharding.sequence=.* are sharded by a jax.shard_map"),
     ],
 )
-def test_unsupported_calls_inside_a_user_shard_map_raise(options, checked, sentence):
-    attend = functools.partial(sparse_attention, pattern=PATTERN, **options)
+def test_unsupported_calls_inside_a_user_shard_map_raise(sharding, checked, sentence):
+    attend = functools.partial(sparse_attention, pattern=PATTERN, sharding=sharding)
     mapped = jax.shard_map(
         attend, mesh=MESH, in_specs=P("rows"), out_specs=P("rows"), check_vma=checked
     )
@@ -187,8 +182,7 @@ def test_named_axes_use_the_mesh_in_context():
     attend = functools.partial(
         sparse_attention,
         pattern=Dense(block_size=BLOCK),
-        layout="striped",
-        sequence_axes=("node", "device"),
+        sharding=Sharding(sequence=("node", "device"), order="striped"),
     )
     layout = Layout("striped", TOKENS, 4, BLOCK, nodes=2)
     with jax.set_mesh(mesh):
@@ -202,60 +196,62 @@ def abstract(shape, names):
 
 
 MESH = abstract((2, 4), ("rows", "context"))
-OWN = {"mesh": MESH, "batch_axis": "rows", "sequence_axes": "context"}
+OWN = {"mesh": MESH, "batch": "rows", "sequence": "context"}
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"mesh": MESH}, r"the mesh has axes \('rows', 'context'\), without the default "
-                         r"sequence_axes=.* or \(\) for none"),
-        ({**OWN, "batch_axis": "row"}, "batch_axis=..row',. names 'row', which is not an axis of "
+                         r"sharding.sequence=.* or to \(\) for none"),
+        ({**OWN, "batch": "row"}, "sharding.batch=..row',. names 'row', which is not an axis of "
                                        "the mesh; its axes are"),
-        ({**OWN, "head_axis": "context"}, "head_axis=..context',. and sequence_axes both name "
+        ({**OWN, "heads": "context"}, "sharding.heads=..context',. and sharding.sequence both name "
                                           "'context'"),
-        ({"mesh": abstract((1, 1, 2), ("a", "b", "c")), "sequence_axes": ("a", "b", "c")},
+        ({"mesh": abstract((1, 1, 2), ("a", "b", "c")), "sequence": ("a", "b", "c")},
          "has 3 axes; one or two"),
-        ({**OWN, "batch_axis": "context", "sequence_axes": "rows"},
-         "q has batch 2; .* multiple of the 4 devices on batch_axis=..context',., such as 4"),
-        ({**OWN, "batch_axis": (), "head_axis": "context", "sequence_axes": "rows"},
-         "k has 2 heads; .* multiple of the 4 devices on head_axis=..context',., such as 4"),
+        ({**OWN, "batch": "context", "sequence": "rows"},
+         "q has batch 2; .* multiple of the 4 devices on sharding.batch=..context',., such as 4"),
+        ({**OWN, "batch": (), "heads": "context", "sequence": "rows"},
+         "k has 2 heads; .* multiple of the 4 devices on sharding.heads=..context',., such as 4"),
         ({**OWN, "pattern": Dense(block_size=64)},
          "q has 128 tokens; expected a multiple of 256 .block_size=64 x 4 devices on "
-         "sequence_axes=..context',.., such as 256"),
-        ({**OWN, "pattern": Dense(block_size=32), "layout": "zigzag"},
+         "sharding.sequence=..context',.., such as 256"),
+        ({**OWN, "pattern": Dense(block_size=32), "order": "zigzag"},
          "seq_len=128 must be a multiple of 256 for the zigzag layout"),
-        ({**OWN, "layout": Layout("striped", TOKENS, 2, BLOCK)},
-         "layout has num_ranks=2, but q, the pattern and sequence_axes need 4"),
-        ({**OWN, "layout": Layout("striped", TOKENS, 4, 16)}, "layout has block_size=16, but .* 8"),
-        ({**OWN, "positions": np.arange(TOKENS)[::-1]},
-         "positions match no striped, zigzag, contiguous layout over 4 devices"),
-        ({**OWN, "positions": np.arange(TOKENS), "layout": "striped"},
-         "positions do not match layout="),
+        ({**OWN, "order": Layout("striped", TOKENS, 2, BLOCK)},
+         "sharding.order has num_ranks=2, but q, the pattern and sharding.sequence need 4"),
+        ({**OWN, "order": Layout("striped", TOKENS, 4, 16)},
+         "sharding.order has block_size=16, but .* 8"),
+        ({**OWN, "order": np.arange(TOKENS)[::-1]},
+         "sharding.order matches no striped, zigzag, contiguous layout over 4 devices"),
         ({**OWN, "pattern": Dense(block_size=8), "causal": False},
          "causal=False needs an unsharded sequence"),
-        ({**OWN, "ring": "round"}, "ring='round' is unknown; it must be one of hierarchical, flat"),
+        ({**OWN, "ring": "round"},
+         "sharding.ring='round' is unknown; it must be one of hierarchical, flat"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_match_the_mesh_raise(options, sentence):
-    attend = functools.partial(sparse_attention, **{"pattern": PATTERN, **options})
+    fields = {"pattern": PATTERN, "causal": True} | options
+    call = {name: fields.pop(name) for name in ("pattern", "causal")}
+    attend = functools.partial(sparse_attention, sharding=Sharding(**fields), **call)
     with pytest.raises(ValueError, match=sentence):
         jax.eval_shape(attend, *inputs())
 
 
 def test_a_sequence_over_three_axes_raises():
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
-    axes = {"mesh": mesh, "sequence_axes": ("a", "b", "c"), "pattern": PATTERN}
-    attend = functools.partial(sparse_attention, **axes)
+    sharding = Sharding(mesh, sequence=("a", "b", "c"))
+    attend = functools.partial(sparse_attention, pattern=PATTERN, sharding=sharding)
     with pytest.raises(ValueError, match="'c'. has 3 axes; one or two are supported"):
         jax.eval_shape(attend, *inputs())
 
 
 def test_a_layout_over_missing_axes_raises():
-    with pytest.raises(ValueError, match="sequence_axes=..node', 'device'. names 'node', which"):
+    with pytest.raises(ValueError, match="sequence=..node', 'device'. names 'node', which"):
         sequence_layout(TOKENS, MESH)
     with pytest.raises(ValueError, match="seq_len=100 must be a multiple of 512 .* nearest: 512"):
-        sequence_layout(100, MESH, sequence_axes="context")
+        sequence_layout(100, MESH, sequence="context")
     with pytest.raises(ValueError, match="mesh=8 must be a jax.sharding.Mesh"):
         sequence_layout(TOKENS, 8)
     with pytest.raises(ValueError, match="layout='striped' must be a Layout; .*sequence_layout"):

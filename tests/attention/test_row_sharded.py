@@ -13,6 +13,7 @@ import pytest
 from mtraining_jax import (
     Pattern,
     SampledRows,
+    Sharding,
     inspect,
     sequence_layout,
     sparse_attention,
@@ -48,7 +49,7 @@ def alone():
 def test_indices_are_returned_and_accepted_in_sequence_order():
     mesh = make_mesh(1, 1, 4)
     layout = sequence_layout(indices.SEQ_LEN, mesh, block_size=indices.BLOCK_SIZE)
-    attend = functools.partial(with_residuals, mesh=mesh, layout=layout)
+    attend = functools.partial(with_residuals, sharding=Sharding(mesh, order=layout))
     qkv = [stripe(x, layout) for x in indices.inputs()[:3]]
     expected, of_one = alone()
     out, _, index = attend(*qkv, pattern=PATTERN)
@@ -58,7 +59,9 @@ def test_indices_are_returned_and_accepted_in_sequence_order():
     again, _, same = attend(*qkv, pattern=of_one)
     np.testing.assert_array_equal(again, out)
     np.testing.assert_array_equal(same.bits, of_one.bits)
-    rotated, _, same = attend(*qkv, pattern=PATTERN, ring="flat")
+    rotated, _, same = attend(
+        *qkv, pattern=PATTERN, sharding=Sharding(mesh, order=layout, ring="flat")
+    )
     np.testing.assert_allclose(rotated, out, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(same.bits, of_one.bits)
 
@@ -105,7 +108,7 @@ def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys(tmp_pat
     size = indices.BLOCK_SIZE
     pattern = window(blocks=2, sinks=3, block_size=size)
     mesh = make_mesh(1, 1, 4)
-    *_, index = with_residuals(*indices.inputs()[:3], pattern=pattern, mesh=mesh)
+    *_, index = with_residuals(*indices.inputs()[:3], pattern=pattern, sharding=Sharding(mesh))
     query, key = np.ogrid[: indices.SEQ_LEN, : indices.SEQ_LEN]
     expected = (key <= query) & ((query // size - key // size < 2) | (key < 3))
     assert (index.to_mask() == expected).all()

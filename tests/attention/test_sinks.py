@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mtraining_jax import Documents, Layout, SlidingWindow, sparse_attention, stripe, unstripe
+from mtraining_jax import (
+    Documents,
+    Layout,
+    Sharding,
+    SlidingWindow,
+    sparse_attention,
+    stripe,
+    unstripe,
+)
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.parallel.mesh import make_mesh
@@ -66,7 +74,9 @@ def test_sinks_agree_with_softmax_over_one_more_column(pattern, documents, nodes
     wanted = jax.jit(lambda *x: with_gradients(lambda *y: eager(*y, mask), *x))(*inputs())
     found = jax.jit(functools.partial(with_gradients, attend))(*inputs())
     layout = Layout("striped", TOKENS, 8, SIZE, nodes)
-    ring = functools.partial(attend, mesh=make_mesh(1, nodes, 8 // nodes), layout=layout)
+    ring = functools.partial(
+        attend, sharding=Sharding(make_mesh(1, nodes, 8 // nodes), order=layout)
+    )
 
     @jax.jit
     def over_devices(q, k, v, sinks, dout):
@@ -83,7 +93,7 @@ def test_heads_may_be_sharded():
     arrays = inputs()
     plain = functools.partial(sparse_attention, pattern=Dense(SIZE))
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    how = {"mesh": mesh, "head_axis": "heads", "sequence_axes": ()}
+    how = {"sharding": Sharding(mesh, heads="heads", sequence=())}
     attends = [lambda *x, how=how: plain(*x[:3], sinks=x[3], **how) for how in ({}, how)]
     both = [jax.jit(functools.partial(with_gradients, attend))(*arrays) for attend in attends]
     for ours, theirs in zip(*both, strict=True):

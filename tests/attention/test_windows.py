@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import Documents, Layout, SlidingWindow, sparse_attention, stripe, unstripe
+from mtraining_jax import (
+    Documents,
+    Layout,
+    Sharding,
+    SlidingWindow,
+    sparse_attention,
+    stripe,
+    unstripe,
+)
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.utils.limits import MAX_POSITIONS
 from pallas_kernels.reference import reference_attention
@@ -74,7 +82,7 @@ def test_windows_agree_with_a_dense_mask(window, lengths, kind, nodes):
     mesh = make_mesh(1, nodes, 8 // nodes)
 
     def over_devices(*arrays):
-        ring = functools.partial(attend, mesh=mesh, layout=layout)
+        ring = functools.partial(attend, sharding=Sharding(mesh, order=layout))
         order = layout.permutation()
         *arrays, dlse = arrays
         arrays = [*(stripe(x, layout) for x in arrays), dlse[..., order]]

@@ -7,7 +7,15 @@ import numpy as np
 from jax.sharding import AxisType
 
 import mtraining_jax
-from mtraining_jax import Config, Documents, sequence_layout, sparse_attention, stripe, unstripe
+from mtraining_jax import (
+    Config,
+    Documents,
+    Sharding,
+    sequence_layout,
+    sparse_attention,
+    stripe,
+    unstripe,
+)
 from mtraining_jax.training.loop.run import run
 
 
@@ -63,7 +71,7 @@ def attention(
         axes = "data", "node", "device"
         mesh = jax.make_mesh(mesh_shape, axes, axis_types=(AxisType.Auto,) * 3)
         order = sequence_layout(seq_len, mesh, kind=layout, block_size=block_size, ring=ring)
-        options |= {"mesh": mesh, "layout": order, "ring": ring}
+        options["sharding"] = Sharding(mesh, order=order, ring=ring)
         q, k, v, dout = (stripe(x, order) for x in (q, k, v, dout))
         dlse = stripe(dlse, order, axis=2)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import stripe
+from mtraining_jax import Sharding, stripe
 from mtraining_jax.cost_model.pattern_costs import expected_density
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -175,7 +175,7 @@ def test_a_ring_matches_one_device(nodes, lengths):
 
     run = functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
     sharded = [stripe(x, layout) for x in (q, k, v)]
-    found = jax.jit(run(functools.partial(total, mesh=mesh, layout=layout)))(*sharded)
+    found = jax.jit(run(functools.partial(total, sharding=Sharding(mesh, order=layout))))(*sharded)
     (_, (out, lse)), grads = jax.jit(run(oracle))(q, k, v)
     (_, (found_out, found_lse)), found_grads = found
     np.testing.assert_allclose(found_lse, stripe(lse, layout, axis=2), atol=1e-5)

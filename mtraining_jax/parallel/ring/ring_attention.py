@@ -42,7 +42,8 @@ def ring_attention(
             `row_sharded`, the rows of this rank's blocks in layout order. Not differentiated.
         layout: distribution of the S tokens over the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
-        ring, scale, backend: as in `sparse_attention`.
+        ring: one of `RINGS`.
+        scale, backend: as in `sparse_attention`.
         return_lse: whether to also return the log-sum-exp of the logits.
 
     Returns:

@@ -113,7 +113,7 @@ class RingTopology:
         return x[:, :, np.argsort(self.layout.block_order())]
 
 
-def check_ring(ring: str) -> None:
+def check_ring(ring: str, name: str = "ring") -> None:
     """Raises UserError unless `ring` is one of `RINGS`."""
     if ring not in RINGS:
-        raise UserError(f"ring={ring!r} is unknown; it must be one of {', '.join(RINGS)}")
+        raise UserError(f"{name}={ring!r} is unknown; it must be one of {', '.join(RINGS)}")
