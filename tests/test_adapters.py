@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples import levanter_attention, maxtext_attention
 from examples.trainer_attention import segment_attention
-from mtraining_jax import Dense, SampledRows, Sharding, sparse_attention
+from mtraining_jax import Dense, Documents, SampledRows, Sharding, sparse_attention
 
 BATCH, TOKENS, KV_HEADS, GROUP, DIM = 2, 64, 2, 2, 8
 HEADS = KV_HEADS * GROUP
@@ -92,7 +92,8 @@ class TestSegments:
                 jnp.zeros((1, TOKENS, *x.shape[2:])).at[0, :length].set(x[row, start:][:length])
                 for x in (q, k, v)
             ]
-            alone = sparse_attention(*padded, pattern=ROWS, valid_len=length)[0, :length]
+            document = Documents.padded(length, TOKENS, ROWS.block_size)
+            alone = sparse_attention(*padded, ROWS, documents=document)[0, :length]
             np.testing.assert_allclose(out[row, start:][:length], alone, rtol=1e-4, atol=1e-5)
 
     def test_too_many_documents_are_nan(self):

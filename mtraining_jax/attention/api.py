@@ -24,7 +24,6 @@ def sparse_attention(
     pattern: Pattern | Index = SampledRows(),  # noqa: B008 (frozen)
     *,
     documents: Documents | None = None,
-    valid_len: ArrayLike | None = None,
     sharding: Sharding | None = None,
     scale: float | None = None,
     causal: bool = True,
@@ -52,26 +51,25 @@ def sparse_attention(
         pattern: a `Pattern` (`SampledRows(...)`, `Dense()`, a custom one, ...) or an index to use
             unchanged. S must be a multiple of `block_size` times the number of devices that shard
             the sequence.
-        sharding: mesh, its axes, and token order of the arrays. None reads mesh and axes from
-            their types (Explicit axes), else they belong to a single device or shard.
-        scale: positive scale of the logits; defaults to 1/sqrt(D).
-        causal: False requires `Dense()` and an unsharded sequence; k may then have another length
-            than q.
-        backend: "mosaic_gpu" (Hopper GPU; head dim 64, 128, 192 or 256, 16-bit floats,
-            block_size 128), "triton" (the same on Ampere or newer, head dim 64 or 128; needs the
-            `triton` extra), "xla" (any device), or None for the fastest available one. A fallback
-            to "xla" on a GPU logs one warning.
-        valid_len: integer, possibly traced: number of tokens before the padding, the same for
-            every sequence. Selection ignores padding; results there are undefined. Defaults to S.
         documents: `Documents` packed into the sequences: one table per sequence, or one for all.
             Must have the pattern's block size. Queries attend only to their own document, and
             pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens`
             use dense attention. Blocks without a document get output 0, lse -inf and zero
             gradients. Requires a pattern with `supports_documents` (every causal pattern of this
-            package), or a `BlockMaskIndex` or `DenseIndex` with documents.
+            package), or a `BlockMaskIndex` or `DenseIndex` with documents. `Documents.padded` says
+            where the padding of every sequence begins, for any causal pattern or index.
+        sharding: mesh, its axes, and token order of the arrays. None reads mesh and axes from
+            their types (Explicit axes), else they belong to a single device or shard.
+        scale: positive scale of the logits; defaults to 1/sqrt(D).
+        causal: False requires `Dense()` and an unsharded sequence; k may then have another length
+            than q.
         sinks: floats [Hq], logits of attention sinks (gpt-oss): each query head attends to one more
             key, with this logit and without a value. Differentiable; they do not change which pairs
             are selected.
+        backend: "mosaic_gpu" (Hopper GPU; head dim 64, 128, 192 or 256, 16-bit floats,
+            block_size 128), "triton" (the same on Ampere or newer, head dim 64 or 128; needs the
+            `triton` extra), "xla" (any device), or None for the fastest available one. A fallback
+            to "xla" on a GPU logs one warning.
         return_residuals: also return the log-sum-exp of the logits, differentiable, and the index,
             for `inspect` or as `pattern` of another call.
 
@@ -86,9 +84,8 @@ def sparse_attention(
     scale = checks.check_scale(scale, q)
     sharding = checks.check_sharding(sharding)
     checks.check_pattern(pattern, q, causal)
-    valid_len = checks.check_valid_len(valid_len, q.shape[-3], causal)
     block_size = pattern.block_size
-    blocks = checks.check_documents(documents, q, block_size, causal, valid_len)
+    blocks, valid_len = checks.check_documents(documents, q, block_size, causal)
     placement = find_placement(q, sharding)
     checks.check_division(q, k, block_size, placement, causal)
     batch_shape, seq_len = q.shape[:-3], q.shape[-3]

@@ -1,7 +1,6 @@
 """Argument checks of `sparse_attention`."""
 
 import math
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -148,39 +147,20 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
             )
 
 
-def check_valid_len(valid_len: ArrayLike | None, seq_len: int, causal: bool) -> Array | None:
-    """Returns the number of tokens before the padding as int32, or None; checks a known one."""
-    if valid_len is None:
-        return None
-    if not causal:
-        raise ValueError("valid_len needs causal=True; otherwise tokens attend to the padding")
-    kind = getattr(valid_len, "dtype", type(valid_len))
-    if not jnp.isscalar(valid_len) or not jnp.issubdtype(kind, jnp.integer):
-        raise ValueError(f"valid_len={shortened(repr(valid_len))} must be a single integer")
-    if not isinstance(valid_len, Tracer) and not 1 <= int(cast(int, valid_len)) <= seq_len:
-        raise ValueError(
-            f"valid_len={valid_len} is not in 1 .. {seq_len}, the number of tokens of q"
-        )
-    return jnp.asarray(valid_len, jnp.int32)
-
-
 def check_documents(
-    documents: Documents | None, q: Array, block_size: int, causal: bool, valid_len: object
-) -> DocumentBlocks | None:
-    """Returns the document of each block of q's sequences, or None without documents."""
+    documents: Documents | None, q: Array, block_size: int, causal: bool
+) -> tuple[DocumentBlocks | None, Array | None]:
+    """Returns the document of each block of q's sequences, or the tokens of their only document."""
     if documents is None:
-        return None
+        return None, None
     if not isinstance(documents, Documents):
         raise ValueError(
             f"documents is a {type(documents).__name__}; build it with "
-            "Documents.from_segment_ids, from_cu_seqlens or from_lengths"
+            "Documents.from_segment_ids, from_cu_seqlens, from_lengths or padded"
         )
     if not causal:
-        raise ValueError("documents need causal=True; non-causal pairs would cross documents")
-    if valid_len is not None:
-        raise ValueError(
-            "valid_len cannot be combined with documents; padding is part of Documents"
-        )
+        crossed = "would cross documents" if documents.packed else "would include the padding"
+        raise ValueError(f"documents need causal=True; non-causal pairs {crossed}")
     if documents.block_size != block_size:
         raise ValueError(
             f"documents have block_size={documents.block_size}, but the pattern has {block_size}; "
@@ -196,7 +176,9 @@ def check_documents(
             f"documents have a table of shape {list(shape)}; expected [{batch}, {num_blocks}, 3], "
             f"for {batch} sequences of {q.shape[-3]} tokens, as in q"
         )
-    return DocumentBlocks.from_table(jnp.broadcast_to(table, (batch, num_blocks, 3)))
+    if not documents.packed:
+        return None, jnp.asarray(table[0, 0, 2], jnp.int32)
+    return DocumentBlocks.from_table(jnp.broadcast_to(table, (batch, num_blocks, 3))), None
 
 
 def _check_hashable(pattern: Pattern) -> None:

@@ -3,26 +3,28 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.selection.document_blocks import DocumentBlocks, OneDocument
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import shortened
 
 Integers = Sequence[int] | np.ndarray | Array
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["block_size"]
+    jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["block_size", "packed"]
 )
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Document boundaries of packed sequences; queries attend only to their own document.
+    """Document boundaries of sequences; queries attend only to their own document.
 
     A document begins at a multiple of the block size. Its last block may end with padding, which
     its tokens never see because it comes after them. Blocks without a document are padding and
@@ -34,10 +36,43 @@ class Documents:
             block of its document, one past the last block, and the document's number of real
             tokens; (NB, 0, 0) for a block without a document.
         block_size: g, tokens per block (static).
+        packed: False if made by `padded` (static). The document of each block is then a constant of
+            the program.
     """
 
     table: Array | np.ndarray
     block_size: int = 128
+    packed: bool = True
+
+    @classmethod
+    def padded(cls, valid_len: ArrayLike, seq_len: int, block_size: int = 128) -> "Documents":
+        """Describes one document from the start of the sequence, with padding after it.
+
+        Selection ignores the padding; results there are undefined. The document is never dense
+        because of its length, and costs nothing at run time. Supported by every causal pattern.
+
+        Args:
+            valid_len: integer, possibly traced: number of tokens before the padding, the same for
+                every sequence.
+            seq_len: S, a multiple of the block size.
+            block_size: tokens per block (g).
+
+        Raises:
+            UserError: if `valid_len` is not an integer or, if known at trace time, not in 1 .. S.
+        """
+        _check_sizes(seq_len, block_size)
+        kind = getattr(valid_len, "dtype", type(valid_len))
+        if not jnp.isscalar(valid_len) or not jnp.issubdtype(kind, jnp.integer):
+            raise UserError(f"valid_len={shortened(repr(valid_len))} must be a single integer")
+        known = not isinstance(valid_len, Tracer)
+        if known and not 1 <= int(cast(int, valid_len)) <= seq_len:
+            raise UserError(
+                f"valid_len={valid_len} is not in 1 .. {seq_len}, the tokens of the sequence"
+            )
+        num_blocks = seq_len // block_size
+        numbers: Any = np if known else jnp
+        row = numbers.stack([numbers.asarray(x, np.int32) for x in (0, num_blocks, valid_len)])
+        return cls(numbers.broadcast_to(row, (1, num_blocks, 3)), block_size, packed=False)
 
     @classmethod
     def from_lengths(
@@ -174,7 +209,10 @@ class Documents:
 
     def blocks(self) -> DocumentBlocks:
         """Returns the table by fields, for use on the device."""
-        return DocumentBlocks.from_table(jax.numpy.asarray(self.table))
+        table = jnp.asarray(self.table)
+        if not self.packed:
+            return OneDocument.of_sequence(table.shape[1], table[0, 0, 2])
+        return DocumentBlocks.from_table(table)
 
 
 def _integers(name: str, x: Any, axes: tuple[int, ...] = (1,)) -> np.ndarray:

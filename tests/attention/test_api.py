@@ -143,8 +143,8 @@ def test_layers_under_scan_and_remat_with_a_policy_match_a_plain_loop():
 
 
 @pytest.mark.parametrize("name", ["vertical_slash", "sampled_rows", "moba", "flex_prefill"])
-@pytest.mark.parametrize("option", ["valid_len", "documents"])
-def test_programs_that_forbid_promotion_are_traced(name, option):
+@pytest.mark.parametrize("padded", [True, False])
+def test_programs_that_forbid_promotion_are_traced(name, padded):
     pattern = {
         "vertical_slash": PATTERN,
         "sampled_rows": SampledRows(block_size=BLOCK, probe_queries_per_block=4),
@@ -152,10 +152,10 @@ def test_programs_that_forbid_promotion_are_traced(name, option):
         "flex_prefill": FlexPrefill(block_size=BLOCK),
     }[name]
     documents = Documents.from_lengths([[50, 40], [TOKENS]], TOKENS, BLOCK)
-    options = {"valid_len": {"valid_len": 100}, "documents": {"documents": documents}}[option]
+    documents = Documents.padded(100, TOKENS, BLOCK) if padded else documents
 
     def value(q, k, v):
-        return sparse_attention(q, k, v, pattern=pattern, **options).sum()
+        return sparse_attention(q, k, v, pattern=pattern, documents=documents).sum()
 
     def gradients():
         return jax.eval_shape(jax.grad(value, argnums=(0, 1, 2)), *inputs())

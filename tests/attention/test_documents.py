@@ -164,7 +164,8 @@ def test_a_single_document_matches_a_sequence_without_documents():
     arrays = [in_batch(x[:1]) for x in (q, k, v, dout, dlse)]
     found = run(PATTERN, *arrays, table([[1, 8, 31, length]]))
     own = [x[:1, start : start + size] for x in (q, k, v)]
-    attend = functools.partial(with_residuals, pattern=PATTERN, valid_len=length)
+    padded = Documents.padded(length, size, BLOCK)
+    attend = functools.partial(with_residuals, pattern=PATTERN, documents=padded)
     out, _, index = jax.jit(attend)(*own)
     np.testing.assert_allclose(found[0][:1, start : start + size], out, rtol=1e-5, atol=1e-5)
     first, count = start // BLOCK, size // BLOCK
@@ -348,6 +349,15 @@ def test_eight_devices_give_the_same_index_results_and_gradients():
     np.testing.assert_allclose(unstripe(lse, layout, axis=2), wanted_lse, rtol=2e-5, atol=2e-5)
 
 
+def test_padding_needs_no_support_of_documents_and_does_not_change_what_is_inspected():
+    q, k, v = inputs()[:3]
+    padded = Documents.padded(201, SEQ_LEN, BLOCK)
+    *_, index = with_residuals(q, k, v, Strided(block_size=BLOCK), documents=padded)
+    found, whole = (inspect(index, q, k, documents=x, rows=[3, 100]) for x in (padded, None))
+    np.testing.assert_array_equal(found.density, whole.density)
+    np.testing.assert_allclose(found.recall, whole.recall, rtol=1e-6)
+
+
 def test_invalid_combinations_with_documents_raise():
     q, k, v = inputs()[:3]
     call = functools.partial(sparse_attention, q, k, v)
@@ -362,7 +372,6 @@ def test_invalid_combinations_with_documents_raise():
             dict(pattern=DenseIndex(BLOCK)),
             "pattern: a DenseIndex cannot be restricted to pairs within documents; use a Block",
         ),
-        (dict(valid_len=9), "valid_len cannot be combined with documents"),
         (dict(documents=of_128), "documents have block_size=128, but the pattern has 8"),
         (dict(documents=[[0, 8]]), "documents is a list; build it with"),
         (dict(documents=Documents(np.zeros((3, 1, 3), int), BLOCK)), r"a table of shape \[3"),
@@ -370,7 +379,11 @@ def test_invalid_combinations_with_documents_raise():
             dict(documents=Documents.from_lengths([[9]], 264, BLOCK)),
             r"documents have a table of shape \[1, 33, 3\]; expected \[2, 32, 3\]",
         ),
-        (dict(pattern=Dense(BLOCK), causal=False), "documents need causal=True"),
+        (dict(pattern=Dense(BLOCK), causal=False), "causal=True; .* would cross documents"),
+        (
+            dict(pattern=Dense(BLOCK), causal=False, documents=Documents.padded(9, SEQ_LEN, BLOCK)),
+            "documents need causal=True; non-causal pairs would include the padding",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             call(**dict(pattern=PATTERN, documents=documents) | options)

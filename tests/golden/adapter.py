@@ -63,7 +63,9 @@ def attention(
     """
     selects = getattr(mtraining_jax, pattern)(**fields)
     seq_len, block_size = q.shape[1], selects.block_size
-    options: dict[str, Any] = {"pattern": selects, "causal": causal, "valid_len": valid_len}
+    options: dict[str, Any] = {"pattern": selects, "causal": causal}
+    if valid_len is not None:
+        options["documents"] = Documents.padded(valid_len, seq_len, block_size)
     if lengths is not None:
         options["documents"] = Documents.from_lengths(lengths, seq_len, block_size)
     order = None

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import sparse_attention
+from mtraining_jax import Documents, sparse_attention
 from mtraining_jax.patterns.base import select_pairs
 from mtraining_jax.patterns.budgets import FixedBudget
-from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import bits as sets
 from tests.patterns import inputs, oracle
 
@@ -121,25 +121,36 @@ def test_rows_at_the_end_of_a_prompt_keep_all_of_their_blocks(heads):
 def test_attention_accepts_the_number_of_valid_tokens(heads):
     q, k = heads[2](300, 50.0)
     expected = choose_all(q, k, jnp.int32(300))["safe"]
-    run = jax.jit(
-        lambda q, k, valid_len: (
-            sparse_attention(
-                q, k, k, pattern=PATTERNS["safe"], valid_len=valid_len, return_residuals=True
-            )[1].index
-        )
-    )
-    jax.tree.map(np.testing.assert_array_equal, run(q, k, 300), expected)
-    for wrong, message in [
-        (0, "valid_len=0 is not in 1 .. 512"),
+
+    @jax.jit
+    def run(q, k, documents):
+        how = {"documents": documents, "return_residuals": True}
+        return sparse_attention(q, k, k, PATTERNS["safe"], **how)[1].index
+
+    def of_traced_length(q, k, valid_len):
+        return run(q, k, Documents.padded(valid_len, SEQ_LEN, BLOCK))
+
+    for index in (
+        run(q, k, Documents.padded(300, SEQ_LEN, BLOCK)),
+        jax.jit(of_traced_length)(q, k, 300),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, index, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (0, "valid_len=0 is not in 1 .. 512, the tokens of the sequence"),
+        (2**32 + 5, "valid_len=4294967301 is not in 1 .. 512"),
         (513, "valid_len=513 is not in 1 .. 512"),
         (3.0, "valid_len=array.3.. must be a single integer"),
         ([3], "valid_len=array.*3.* must be a single integer"),
         ("a", "valid_len=array.'a'.* must be a single integer"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            sparse_attention(q, k, k, pattern=PATTERNS["safe"], valid_len=np.asarray(wrong))
-    with pytest.raises(ValueError, match="valid_len needs causal=True"):
-        sparse_attention(q, k, k, pattern=Dense(), causal=False, valid_len=3)
+    ],
+)
+def test_invalid_lengths_raise(wrong, message):
+    with pytest.raises(UserError, match=message):
+        Documents.padded(np.asarray(wrong), SEQ_LEN, BLOCK)
 
 
 def test_a_prompt_may_have_fewer_tokens_than_probe_queries(heads):

@@ -108,7 +108,8 @@ class KnownFaults:
 
         def attend(q, k, v):
             how = {"pattern": Dense(self.block_size), "backend": self.backend}
-            out = sparse_attention(q, k, v, valid_len=length, **how)
+            padded = Documents.padded(length, q.shape[1], self.block_size)
+            out = sparse_attention(q, k, v, documents=padded, **how)
             return out.at[:, length:].set(0)
 
         found = _value_and_gradients(attend, *spoiled, dout)
