@@ -16,6 +16,7 @@ from mtraining_jax import (
     stripe,
     unstripe,
 )
+from mtraining_jax.config import validate
 from mtraining_jax.training.loop.run import run
 
 
@@ -96,4 +97,6 @@ def attention(
 
 def train(table: dict[str, dict[str, Any]]) -> list[dict[str, float]]:
     """Trains as configured, from the newest checkpoint if there is one; returns a record a step."""
-    return run(Config.from_dict(table, "tests/golden"))
+    config = Config.from_record(table, "tests/golden")
+    validate(config)
+    return run(config)
