@@ -44,7 +44,12 @@ def ring_forward(topology: RingTopology, plans: RingPlans, q: Array, kv: Pair) -
         def visit(carry: tuple[Held, State], step: Any) -> tuple[tuple[Held, State], None]:
             held, state = carry
             arriving = transfers.advance(axis, held)
-            return (arriving, turn(inner, step, held, state, False)), None
+            state = turn(inner, step, held, state, False)
+            if inner:
+                # Else XLA would combine hops of the next turn, which wait for what arrives, with
+                # those of this one.
+                arriving, state = lax.optimization_barrier((arriving, state))
+            return (arriving, state), None
 
         carry, _ = visit((held, state), steps.first)
         if axis.size > 2:
