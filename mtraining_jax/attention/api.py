@@ -71,7 +71,7 @@ def sparse_attention(
             `triton` extra), "xla" (any device), or None for the fastest available one. A fallback
             to "xla" on a GPU logs one warning.
         return_residuals: also return the log-sum-exp of the logits, differentiable, and the index,
-            for `inspect` or as `pattern` of another call.
+            for `inspect`, or for another call that takes it in place of a pattern.
 
     Returns:
         out [..., S, Hq, D] in the dtype of q; with `return_residuals` a pair of out and
