@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import Sharding, stripe
+from mtraining_jax import Sharding, sparse_attention, stripe
 from mtraining_jax.cost_model.pattern_costs import expected_density
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -181,6 +181,23 @@ def test_a_ring_matches_one_device(nodes, lengths):
     np.testing.assert_allclose(found_lse, stripe(lse, layout, axis=2), atol=1e-5)
     for got, want in zip((found_out, *found_grads), (out, *grads), strict=True):
         np.testing.assert_allclose(got, stripe(want, layout), atol=1e-4)
+
+
+def test_own_and_past_chunks_have_the_scale_of_the_call():
+    (q, k), (_, v) = (inputs.random(seed, 1, SEQ_LEN, 4, 2, DIM) for seed in (0, 1))
+    dout = jnp.ones_like(q)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def run(q, k, v, scale):
+        attend = functools.partial(sparse_attention, pattern=PATTERN, scale=scale)
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    # Twice the queries and half the scale: the same logits, exactly.
+    out, dq, dk, dv = run(q, k, v, 0.5)
+    other, half_dq, same_dk, same_dv = run(2 * q, k, v, 0.25)
+    for x, y in ((out, other), (dq, 2 * half_dq), (dk, same_dk), (dv, same_dv)):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_are_selected_by_means_of_queries_and_keys():
