@@ -22,6 +22,7 @@ from pallas_kernels.reference import reference_attention
 from tests.attention.inputs import with_lse
 
 TOKENS, SIZE = 512, 32
+SCALE = 0.5  # not the default of heads of 8
 # The last document is followed by a block of padding.
 LENGTHS = (150, 96, 200)
 
@@ -47,7 +48,11 @@ def expected(window, of_document, *arrays):
     distance = places[:, None] - places
     mask = (distance >= 0) & (distance < window)
     mask &= (of_document[:, None] == of_document) & (of_document >= 0)
-    return with_gradients(lambda q, k, v: reference_attention(q, k, v, mask[None, None]), *arrays)
+
+    def attend(q, k, v):
+        return reference_attention(q, k, v, mask[None, None], scale=SCALE)
+
+    return with_gradients(attend, *arrays)
 
 
 def documents_of(lengths):
@@ -75,7 +80,7 @@ def test_windows_agree_with_a_dense_mask(window, lengths, kind, nodes):
     def attend(q, k, v, **how):
         pattern = SlidingWindow(window, SIZE)
         how |= {} if whole else {"documents": documents}
-        return with_lse(q, k, v, pattern=pattern, **how)
+        return with_lse(q, k, v, pattern=pattern, scale=SCALE, **how)
 
     found = jax.jit(functools.partial(with_gradients, attend))(*inputs())
     layout = Layout(kind, TOKENS, 8, SIZE, nodes)
