@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.order import stripe as stripe
     from mtraining_jax.attention.order import unstripe as unstripe
     from mtraining_jax.attention.placement import Sharding as Sharding
+    from mtraining_jax.callbacks import Callback as Callback
+    from mtraining_jax.callbacks import Result as Result
+    from mtraining_jax.callbacks import Run as Run
     from mtraining_jax.config import Config as Config
     from mtraining_jax.evaluation.engine.engine import Engine as Engine
     from mtraining_jax.evaluation.engine.engine import generate as generate
@@ -37,11 +40,13 @@ if TYPE_CHECKING:
     from mtraining_jax.selection.context import Selection as Selection
     from mtraining_jax.selection.context import SelectionContext as SelectionContext
     from mtraining_jax.selection.documents import Documents as Documents
+    from mtraining_jax.training.fit import fit as fit
     from mtraining_jax.utils.fields import options as options
 
 _MODULES = {
     "AdaSpa": "patterns.adaspa",
     "BlockTopK": "patterns.block_topk",
+    "Callback": "callbacks",
     "Config": "config",
     "Dense": "patterns.dense",
     "Documents": "selection.documents",
@@ -54,6 +59,8 @@ _MODULES = {
     "MoBA": "patterns.moba",
     "Pattern": "patterns.base",
     "Residuals": "attention.inputs",
+    "Result": "callbacks",
+    "Run": "callbacks",
     "SampledRows": "patterns.sampled_rows",
     "Selection": "selection.context",
     "SelectionContext": "selection.context",
@@ -62,6 +69,7 @@ _MODULES = {
     "VerticalSlash": "patterns.vertical_slash",
     "XAttention": "patterns.xattention",
     "attention_fn": "attention.flax_modules",
+    "fit": "training.fit",
     "generate": "evaluation.engine.engine",
     "inspect": "attention.inspection",
     "load_budgets": "patterns.budgets",

@@ -23,6 +23,7 @@ LAYERS = (
     "mtraining_jax.data",
     "mtraining_jax.config",
     "mtraining_jax.cost_model",
+    "mtraining_jax.callbacks",
     "mtraining_jax.reporting",
     "mtraining_jax.training",
     "mtraining_jax.planning",

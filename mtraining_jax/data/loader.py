@@ -240,10 +240,10 @@ class Loader:
 
     def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """One device's shard of an array of a batch, by its global rows and columns."""
-        local = array[_local_slice("rows", self.rows, index[0], self._data.batch_size)]
+        local = array[local_slice("rows", self.rows, index[0], self._data.batch_size)]
         if array.ndim > 2:
             return local
-        return local[:, _local_slice("columns", self.columns, index[1], self._data.seq_len)]
+        return local[:, local_slice("columns", self.columns, index[1], self._data.seq_len)]
 
     def close(self) -> None:
         """Stops prefetching."""
@@ -323,7 +323,8 @@ def _checksum_of_sample(stream: TokenStream, take: Callable[[np.ndarray], np.nda
     return zlib.crc32(take(positions[positions < size]).astype("<i4").tobytes())
 
 
-def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
+def local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
+    """The part of the held rows or columns that a global slice means."""
     start, stop, _ = index.indices(size)
     first, last = np.searchsorted(held, (start, stop)).tolist()
     if last - first != stop - start:

@@ -32,12 +32,8 @@ from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
-from mtraining_jax.training.checkpoint import (
-    LOWEST_DENSITY,
-    newest_step,
-    read_parameters,
-    read_record,
-)
+from mtraining_jax.reporting.history import LOWEST_DENSITY
+from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError

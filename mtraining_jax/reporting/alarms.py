@@ -1,13 +1,13 @@
 """Warnings about heads with poor sparse attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
+from mtraining_jax.callbacks import Callback, Record
 from mtraining_jax.config import Config
-from mtraining_jax.reporting.audit import PER_HEAD, worst_head
-from mtraining_jax.reporting.record import Record
+from mtraining_jax.reporting.audit import PER_HEAD, audit_record, worst_head
 from mtraining_jax.utils.errors import UserError
 
 _GAP = 0.2
@@ -28,29 +28,38 @@ _LIMITS = {
 }
 
 
-class Alarms:
-    """Checks the audits of a run against the limits `audit.alarm_...` and `_GAP`.
+class Alarms(Callback):
+    """Reports audits, and checks them against the limits `audit.alarm_...` and `_GAP`.
 
     Warns when a metric exceeds its limit in two audits in a row, since one audit samples few rows,
     and again only after it was within the limit. Deterministic across processes.
     """
 
+    key = "audit.alarms"
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._in_a_row: dict[str, int] = {}
 
-    def state(self) -> dict[str, int]:
-        """JSON-serializable state: consecutive audits beyond the limit, by metric."""
+    def save(self) -> dict[str, int]:
+        """Consecutive audits beyond the limit, by metric, so that resuming repeats no warning."""
         return dict(self._in_a_row)
 
-    def go_to(self, state: Mapping[str, Any] | None) -> None:
-        """Restores `state`, so that resuming neither loses nor repeats a warning; None resets."""
+    def restore(self, step: int, saved: Mapping[str, Any] | None) -> None:
+        del step
         try:
-            self._in_a_row = {name: int(times) for name, times in (state or {}).items()}
+            self._in_a_row = {name: int(times) for name, times in (saved or {}).items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise UserError("the saved state of audit alarms is not readable") from error
 
-    def of(self, record: Record) -> list[str]:
+    def measured(self, metrics: MutableMapping[str, Any]) -> Record:
+        return audit_record(metrics["audit"]) if "audit" in metrics else {}
+
+    def step(self, record: Record) -> Record:
+        audited = any(name + PER_HEAD in record for name in _LIMITS)
+        return {"alarms": self._sentences(record)} if audited else {}
+
+    def _sentences(self, record: Record) -> list[str]:
         """Warnings raised by this audit, each with the worst head and the option to change."""
         audit, sparsity = self._config.audit, self._config.sparsity
         more = less_local = sparsity.pattern.more_pairs()

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.reporting.record import Record
+from mtraining_jax.callbacks import Record
 
 # Metrics per layer and head, with a function that ranks values from good to bad.
 FIGURES = {

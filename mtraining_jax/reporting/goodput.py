@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mtraining_jax.reporting.record import Record
+from mtraining_jax.callbacks import Record
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 

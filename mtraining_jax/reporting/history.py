@@ -4,8 +4,10 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from mtraining_jax.reporting.record import Record, density_of, validation_text
+from mtraining_jax.callbacks import Callback, Record
+from mtraining_jax.reporting.record import density_of, validation_text
 
+LOWEST_DENSITY = "lowest_density"  # of all steps; in checkpoints
 KEPT = 1000  # all records, with values per layer and head, would take gigabytes
 _MEANS = (
     "recall", "infeasible", "attention_imbalance", "step_imbalance",
@@ -13,8 +15,10 @@ _MEANS = (
 )  # fmt: skip
 
 
-class History:
+class History(Callback):
     """The newest records, and running statistics of all steps."""
+
+    key = LOWEST_DENSITY
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.count, self.seconds = 0, 0.0  # of all steps
@@ -30,9 +34,16 @@ class History:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
         for record in records:
-            self.add(record)
+            self.step(record)
 
-    def add(self, record: Record) -> None:
+    def restore(self, step: int, saved: float | None) -> None:
+        del step
+        self.lowest_density = 0.0 if saved is None else saved  # unknown in older checkpoints
+
+    def save(self) -> float:
+        return self.lowest_density
+
+    def step(self, record: Record) -> None:
         self.count += 1
         self.seconds += record["step_seconds"]
         self.last.append(record)
@@ -42,7 +53,7 @@ class History:
             if self.first_loss is None:
                 self.first_loss = record["loss"]
             self.finite |= record["grad_norm"] is not None
-        self.add_validation(record)
+        self.initial(record)
         values = {name: record.get(name) for name in _MEANS}
         if (density := density_of(record)) is not None:
             self.lowest_density = min(self.lowest_density, density)
@@ -60,7 +71,7 @@ class History:
                 self._sums[name] += value
                 self._counts[name] += 1
 
-    def add_validation(self, record: Record) -> None:
+    def initial(self, record: Record) -> None:
         """Keeps the validation loss of a record, if it has one."""
         if (text := validation_text(record)) is not None:
             self.validation = [*self.validation[:1], text]

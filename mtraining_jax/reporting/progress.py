@@ -9,10 +9,10 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mtraining_jax.callbacks import Callback, Record, Run, State
 from mtraining_jax.reporting.audit import audit_text
 from mtraining_jax.reporting.record import (
     SPEEDS,
-    Record,
     density_of,
     note_on_density,
     number,
@@ -25,7 +25,7 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import redirect_to_devnull
 
 
-class Display:
+class Display(Callback):
     """Prints lines, and on a terminal a progress bar with loss, speed and ETA."""
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
@@ -33,7 +33,7 @@ class Display:
         self._bar: Progress | None = None
         # For the ETA, which excludes the slow first step.
         self._first: tuple[int, float] | None = None
-        self._total = 0
+        self._total, self._interval = 0, 1  # steps, and those between lines
         self._validation: str | None = None  # of the last evaluation
 
     def say(self, *lines: str) -> None:
@@ -54,8 +54,9 @@ class Display:
                 "from the newest checkpoint"
             ) from error
 
-    def start(self, step: int, total: int) -> None:
-        self._first, self._total = None, total
+    def start(self, run: Run, state: State) -> None:
+        self._first, self._total = None, run.config.run.steps
+        self._interval = run.config.run.log_interval
         if not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -66,12 +67,14 @@ class Display:
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._bar.add_task("train", total=total, completed=step, status="")
+        done = int(state.step)
+        self._task = self._bar.add_task("train", total=self._total, completed=done, status="")
         self._bar.start()
 
-    def step(self, record: Record, line: bool) -> None:
+    def step(self, record: Record) -> None:
+        step = record["step"]
         if self._first is None:
-            self._first = record["step"], time.monotonic()
+            self._first = step, time.monotonic()
         self._validation = validation_text(record) or self._validation
         if self._bar is not None:
             status = f"loss {number(record['loss'], '.3f')}  {_speed(record)}"
@@ -79,23 +82,25 @@ class Display:
                 status += f"  {note}"
             if self._validation is not None:
                 status += f"  validation loss {self._validation}"
-            self._bar.update(self._task, completed=record["step"], status=status)
-        if line:
+            self._bar.update(self._task, completed=step, status=status)
+        extra = "recall_per_head" in record or "eval_seconds" in record
+        if step % self._interval == 0 or step in (1, self._total) or extra:
             text, (first, begin) = step_line(record, self._total), self._first
-            done = record["step"] - first
-            if self._bar is None and done and record["step"] != self._total:
-                left = (time.monotonic() - begin) / done * (self._total - record["step"])
+            done = step - first
+            if self._bar is None and done and step != self._total:
+                left = (time.monotonic() - begin) / done * (self._total - step)
                 text += f"  ETA {datetime.timedelta(seconds=round(left))}"
             self.say(text)
         for alarm in record.get("alarms", ()):
             self.say(f"warning: {alarm}")
 
-    def validation(self, record: Record, total: int) -> None:
+    def initial(self, record: Record) -> None:
         """Prints the validation loss before the first step."""
-        self._validation = validation_text(record)
-        self.say(f"step {0:>{len(str(total))}}/{total}  validation loss {self._validation}")
+        if (text := validation_text(record)) is not None:
+            self._validation, total = text, self._total
+            self.say(f"step {0:>{len(str(total))}}/{total}  validation loss {text}")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -107,7 +112,7 @@ def step_line(record: Record, total: int) -> str:
         f"step {record['step']:>{len(str(total))}}/{total}",
         f"loss {number(record['loss'], '.4f')}",
         f"grad norm {number(record['grad_norm'], '.3f')}",
-        f"lr {record['lr']:.2e}",
+        *([] if record["lr"] is None else [f"lr {record['lr']:.2e}"]),
         _density(record),
         *audit_text(record),
     ]

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, step_flops
 from mtraining_jax.utils.errors import UserError
-
-Record = dict[str, Any]
 
 # Tokens per second: of all positions, of real tokens without padding, and of trained ones.
 SPEEDS = "tokens_per_second", "real_tokens_per_second", "labels_per_second"
@@ -75,6 +74,7 @@ def step_record(
     }
     if "auxiliary_loss" in metrics:
         record["auxiliary_loss"] = float(metrics["auxiliary_loss"])
+    record |= {name: float(x) for name, x in metrics.get("loss_terms", {}).items()}
     if step in config.dense_steps:
         record["dense_step"] = True
     for name, values in layers.items():

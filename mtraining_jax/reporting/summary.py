@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES
 from mtraining_jax.reporting.goodput import processes_text, time_text
 from mtraining_jax.reporting.history import History
 from mtraining_jax.reporting.page.page import NAME
-from mtraining_jax.reporting.record import SPEEDS, Record, note_on_density, rate, speed_text
+from mtraining_jax.reporting.record import SPEEDS, note_on_density, rate, speed_text
 from mtraining_jax.utils.invocation import command_of, command_with
 from mtraining_jax.utils.text import counted
 

@@ -1,6 +1,7 @@
 """Iterates over the batches of a run as global arrays on its mesh."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
+from mtraining_jax.data.given import GivenBatches
 from mtraining_jax.data.loader import Loader, local_rows_and_columns
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.layout import Layout
@@ -19,23 +21,34 @@ from mtraining_jax.training.tuning.replica_load import balance_of
 
 
 class DeviceBatches:
-    """Iterates over global batches on the devices; each process reads its own part."""
+    """Iterates over global batches on the devices; each process reads its own part.
 
-    def __init__(self, config: Config, mesh: Mesh, layout: Layout) -> None:
+    `given` are batches of `fit`, in place of the data of the configuration.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        layout: Layout,
+        given: Iterator[Mapping[str, Any]] | None = None,
+    ) -> None:
         self._sharding = NamedSharding(mesh, TOKENS)
         self._shape = (config.data.batch_size, config.data.seq_len)
         rows, columns = local_rows_and_columns(self._sharding, *self._shape)
         permutation = layout.permutation()
-        self.loader = Loader(
-            config.data,
-            permutation=permutation,
-            vocab_size=config.model.vocab_size,
-            rows=rows,
-            columns=columns,
-            block_size=config.sparsity.block_size,
-            weighted=config.loss.weighting == "document",
-            balance=balance_of(config),
-        )
+        how = {
+            "permutation": permutation,
+            "vocab_size": config.model.vocab_size,
+            "rows": rows,
+            "columns": columns,
+            "block_size": config.sparsity.block_size,
+            "weighted": config.loss.weighting == "document",
+        }
+        if given is None:
+            self.loader = Loader(config.data, balance=balance_of(config), **how)
+        else:
+            self.loader = GivenBatches(given, config.data, **how)
         # Positions are the same in every batch, so they stay on the devices.
         positions = np.broadcast_to(permutation.astype(np.int32), self._shape)
         self._positions = jax.make_array_from_callback(

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.callbacks import State
 from mtraining_jax.config import Config
 from mtraining_jax.models.huggingface.read import load_parameters, load_peft
 from mtraining_jax.models.lora.adapters import is_adapter
@@ -28,6 +29,7 @@ from mtraining_jax.models.transformer import (
     param_shardings,
 )
 from mtraining_jax.training.optimizer import Parameters, make_optimizer, trainable_names
+from mtraining_jax.utils.errors import UserError
 
 # Fixed, because key data of another `jax_default_prng_impl` has another shape in checkpoints.
 PRNG_IMPL = "threefry2x32"
@@ -54,14 +56,23 @@ class TrainState:
 
 
 class StateBuilder:
-    """Builds training states of one run on its mesh, as arrays or as shapes."""
+    """Builds training states of one run on its mesh, as arrays or as shapes.
 
-    def __init__(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
+    `optimizer` replaces that of the configuration.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh | AbstractMesh,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> None:
         spec = ModelSpec.from_config(config.model)
         trainable = () if config.lora.spec else config.optimizer.trainable
         self.spec = dataclasses.replace(spec, lora=config.lora.spec, trainable=trainable)
         self.graphdef = graph_definition(self.spec)
-        self.optimizer = make_optimizer(config.optimizer)
+        self.optimizer = optimizer or make_optimizer(config.optimizer)
+        self.own_rate = optimizer is not None  # its updates have their sign and learning rate
         self._config, self.fsdp = config, config.parallel.fsdp
         self._offloads = config.optimizer.offload
         self.mesh: Any = mesh  # abstract for planning
@@ -97,7 +108,9 @@ class StateBuilder:
         def of_leaf(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
             # Parameters and their moments are dicts by name; all else is replicated.
             name = getattr(path[-1], "key", "")
-            sharding = self._shardings.get(name, everywhere)
+            sharding = everywhere
+            if name in self._shapes and x.shape == self._shapes[name].shape:
+                sharding = self._shardings[name]
             on_host = self._offloads == "all" and name.startswith(LAYERS)
             if name and path[0].name == "opt_state":
                 sharding = over_replicas(sharding, x.shape)
@@ -121,6 +134,41 @@ class StateBuilder:
             parameters = self._drawn()
         else:
             parameters = self.base() | self._drawn(self._adapters)
+        return self._of_model(parameters)
+
+    def continued(self, state: State) -> TrainState:
+        """Builds the state before the first step from the arrays of another run.
+
+        Raises:
+            UserError: they are of another model or optimizer.
+        """
+        abstract = self.abstract()
+        for name in sorted(abstract.model.keys() | state.model.keys()):
+            both = state.model, abstract.model
+            has, needs = (getattr(x.get(name), "shape", None) for x in both)
+            if has != needs:
+                raise UserError(
+                    f"fit(state=...) is of another model: its parameter {name} has shape {has}, "
+                    f"but {needs} is needed"
+                )
+        if not jax.tree.leaves(state.opt_state):
+            return self._of_model(state.model)
+        shapes = [jax.tree.map(lambda x: x.shape, x.opt_state) for x in (state, abstract)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                "fit(state=...) has the state of another optimizer: replace its opt_state by () to "
+                "begin with a new one"
+            )
+        new = dataclasses.replace(
+            abstract, parameters=state.parameters, base=state.base, opt_state=state.opt_state
+        )
+        zero = np.zeros((), np.int32)
+        rng = jax.random.key_data(jax.random.key(self._config.run.seed, impl=PRNG_IMPL))
+        new = dataclasses.replace(new, step=zero, skipped=zero, skipped_in_row=zero, rng=rng)
+        return jax.tree.map(lambda x, place: jax.device_put(x, place.sharding), new, abstract)
+
+    def _of_model(self, parameters: Parameters) -> TrainState:
+        """The state before the first step, with these parameters, which are donated."""
         abstract, opt_state = self.abstract(), ()
         places = {name: x.sharding for name, x in abstract.model.items()}
         parameters = jax.device_put(parameters, places)

@@ -1,7 +1,7 @@
 """One compiled optimizer step: gradients over micro-batches, clipping, finite check, AdamW."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,10 @@ from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
 Batch = dict[str, Array]
 Metrics = dict[str, Any]
 
-AUXILIARY_LOSS = "auxiliary_loss"
+AUXILIARY_LOSS, LOSS_TERMS = "auxiliary_loss", "loss_terms"
+_NOT_OF_LAYERS = "audit", "masks", AUXILIARY_LOSS, LOSS_TERMS
+# Functions (hidden states, output weight, batch) -> terms of the loss by name: `Callback.loss`.
+LossTerms = Sequence[Callable[[Array, Array, Batch], Mapping[str, Array]]]
 
 
 def make_train_step(
@@ -51,6 +54,7 @@ def make_train_step(
     mesh: Mesh,
     attention_inputs: AttentionInputs | None = None,
     audited: bool = False,
+    loss_terms: LossTerms = (),
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Builds one jitted training step: (state, batch[, guard]) -> (next state, metrics).
 
@@ -69,16 +73,16 @@ def make_train_step(
     layer for each sequence, as in `SelectionContext`.
 
     Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping) and
-    `lr`; `parameter_norms`, that of each parameter's gradient, fp32 [], or [L] if in all layers;
-    int32 `step` (from 1), `labels` (counted), `real_tokens`, `skipped` (so far) and
-    `skipped_in_row`; `layers`,
-    statistics by name, fp32 [L] each, mean over the batch; with experts `auxiliary_loss`, the mean
-    over sequences, which is not part of `loss`; with `mass_fraction` `density_by_group`, fp32
-    [M, L]; if audited, `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an
-    index with a leading layer axis; with `guard` `guard`, its `Findings`.
+    `lr` (NaN if the optimizer has its own); `parameter_norms`, that of each parameter's gradient,
+    fp32 [], or [L] if in all layers; int32 `step` (from 1), `labels` (counted), `real_tokens`,
+    `skipped` (so far) and `skipped_in_row`; `layers`, statistics by name, fp32 [L] each, mean over
+    the batch; with experts `auxiliary_loss`, the mean over sequences, which is not part of `loss`;
+    with `loss_terms` each of them, likewise; with `mass_fraction` `density_by_group`, fp32 [M, L];
+    if audited, `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an index with a
+    leading layer axis; with `guard` `guard`, its `Findings`.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
-    gradients_of = make_gradients(config, builder, attention, attention_inputs, audited)
+    gradients_of = make_gradients(config, builder, attention, attention_inputs, audited, loss_terms)
 
     def train_step(
         state: TrainState, batch: Batch, guard: GuardInputs | None = None
@@ -90,7 +94,7 @@ def make_train_step(
         loss, gradients, by_group = gradients_of(trained, frozen, batch, rows)
         several = config.parallel.replicas > 1
         layers = jax.tree.map(mean_over_parts, by_group) if several else dict(by_group)
-        others = {x: layers.pop(x) for x in ("audit", "masks", AUXILIARY_LOSS) if x in layers}
+        others = {x: layers.pop(x) for x in _NOT_OF_LAYERS if x in layers}
         held = jnp.asarray(False)
         with jax.named_scope("optimizer"):
             scale, norm, norms = clip(gradients, config.optimizer.clip_norm)
@@ -105,10 +109,11 @@ def make_train_step(
             labels = count_labels(batch["labels"])
             # AdamW would also move without a gradient.
             applied = usable & (labels > 0) & ~held
-            lr = schedule(state.step)
+            lr = jnp.float32(jnp.nan) if builder.own_rate else schedule(state.step)
+            rate = jnp.float32(-1) if builder.own_rate else lr
             take = update_from_host if config.optimizer.offload else update
             updated, opt_state = take(
-                builder.optimizer, gradients, state.opt_state, trained, lr, applied, scale
+                builder.optimizer, gradients, state.opt_state, trained, rate, applied, scale
             )
             after = dataclasses.replace(
                 state,
@@ -191,6 +196,7 @@ def make_gradients(
     attention: Attention,
     attention_inputs: AttentionInputs | None = None,
     audited: bool = False,
+    loss_terms: LossTerms = (),
 ):
     """Builds a function (trained, frozen, batch, rows) -> loss, gradients, layer stats.
 
@@ -215,13 +221,18 @@ def make_gradients(
             label_weights_BS=batch.get("weights"),
             trains_weight=builder.lm_head_name in builder.trainable,
         )
-        loss = total / jnp.maximum(count, 1)
-        if (used := layers.pop("experts", None)) is None:
-            return loss, (loss, layers)
-        auxiliary, load = balance_loss(used)
-        weight = model.router_aux_loss_coef * len(hidden) / sequences
-        layers |= {AUXILIARY_LOSS: auxiliary, "expert_load": load}
-        return loss + weight * auxiliary, (loss, layers)
+        loss = objective = total / jnp.maximum(count, 1)
+        if (used := layers.pop("experts", None)) is not None:
+            auxiliary, load = balance_loss(used)
+            objective += model.router_aux_loss_coef * len(hidden) / sequences * auxiliary
+            layers |= {AUXILIARY_LOSS: auxiliary, "expert_load": load}
+        if loss_terms:
+            found: dict[str, Array] = {}
+            for terms in loss_terms:
+                found |= terms(hidden, lm_head, batch)
+            objective += len(hidden) / sequences * sum(found.values())
+            layers[LOSS_TERMS] = found
+        return objective, (loss, layers)
 
     value_and_grad = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
 

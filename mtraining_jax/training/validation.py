@@ -1,7 +1,7 @@
 """Evaluates the validation loss during training."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,28 +11,32 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.callbacks import Callback, Record, Run, State
 from mtraining_jax.config import Config
 from mtraining_jax.config.validate import about_held_out, evaluation_of
+from mtraining_jax.data.loader import Loader
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.reporting.record import Record, validation_record
+from mtraining_jax.reporting.record import validation_record
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.memory_check import check_memory
-from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import Batch, run_layers
 from mtraining_jax.utils.errors import UserError
 
 
-class Evaluator:
+class Evaluator(Callback):
     """Evaluates states of a run, always on the same validation batches; all processes call it.
 
     It has its own loader, so the position in the training data never moves. Raises a
     UserError if the data cannot be used.
     """
+
+    task = "the evaluation"
 
     def __init__(self, config: Config, builder: StateBuilder, mesh: Mesh) -> None:
         self._config = config
@@ -42,6 +46,7 @@ class Evaluator:
             self._batches = DeviceBatches(evaluation, mesh, layout)
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
+        assert isinstance(self._batches.loader, Loader)
         self.loader = loader = self._batches.loader
         batch_size, asked = evaluation.data.batch_size, config.eval.num_batches
         # Rows of the last batch beyond these are of a second epoch, and do not count.
@@ -60,20 +65,22 @@ class Evaluator:
                 evaluation, builder, attention, AttentionInputs(pattern)
             )
 
-    def is_due(self, step: int) -> bool:
+    def wants_state(self, step: int) -> bool:
         return step % self._config.eval.interval == 0 or step == self._config.run.steps
 
-    def compile(self, state: TrainState, devices: Iterable[Any]) -> None:
-        """Compiles the programs of `measure`, for states like `state`; checks their memory."""
+    def start(self, run: Run, state: State) -> None:
+        """Compiles the programs for states like `state`; checks their memory."""
+        self._run = run
+        run.say("compiling the evaluation ...")
         self._batches.loader.set_state(self._begin)
         batch = next(self._batches)
         for name, function in self._programs.items():
             self._programs[name] = function.lower(state.model, batch).compile()
             what = "the evaluation on validation data"
-            check_memory(self._programs[name], devices, what, is_step=False)
+            check_memory(self._programs[name], run.mesh.local_devices, what, is_step=False)
 
-    def measure(self, state: TrainState, after_batch: Callable[[], None] = lambda: None) -> Record:
-        """Evaluates a state, without changing it; `after_batch` is called after each batch."""
+    def with_state(self, step: int, state: State) -> Record:
+        del step
         begin = time.perf_counter()
         self._batches.loader.set_state(self._begin)
         found: dict[str, list[Any]] = {name: [] for name in self._programs}
@@ -86,7 +93,7 @@ class Evaluator:
                 for name, program in self._programs.items():
                     found[name].append(program(state.model, batch))
                 jax.block_until_ready(before)  # one batch ahead of the devices
-                after_batch()
+                self._run.alive()
         except UserError as error:
             raise UserError(about_held_out(str(error))) from error
         sums = {}

@@ -17,7 +17,7 @@ from mtraining_jax import (
     unstripe,
 )
 from mtraining_jax.config import validate
-from mtraining_jax.training.loop.run import run
+from tests.training.common import run
 
 
 class Results(NamedTuple):

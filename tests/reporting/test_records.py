@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mtraining_jax.callbacks import Run
+from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import KEPT, History
 from mtraining_jax.reporting.progress import Display, step_line
@@ -45,6 +47,11 @@ def record(config, step, loss=2.0, seconds=0.5, layers=(), devices=(), labels=25
         "layers": layers,
     }
     return step_record(metrics, seconds, config, devices or jax.devices())
+
+
+def start(display, config):
+    state = types.SimpleNamespace(step=0)
+    display.start(Run(config, make_mesh(1, 1, 1), True, display.say), state)
 
 
 def test_a_record_in_numbers(config):
@@ -130,9 +137,9 @@ def test_all_output_of_a_replay_is_marked(config, capsys):
     assert all(line.endswith("; replayed density, not chosen") for line in lines)
     console = Console(force_terminal=True, width=300, highlight=False, soft_wrap=True)
     display = Display(console=console)
-    display.start(0, 10)
-    display.step(found, line=False)
-    display.stop()
+    start(display, changed(config, run={"steps": 10}))
+    display.step(found)
+    display.close()
     assert "replayed density, not chosen" in capsys.readouterr().out
 
 
@@ -177,7 +184,7 @@ def test_summary_of_a_long_run(config):
         found["recall"] = 0.25 if i % 2 else 0.75
         if i in (3, 7, 11):
             found["eval_loss"] = 1.0 + i
-        history.add(found)
+        history.step(found)
     assert len(history.last) == KEPT and history.count == len(losses)
     lines = summary(config, history, ["here"])
     assert f"done: {len(losses):,} steps in {0.5 * len(losses):.0f} s" in lines
@@ -341,11 +348,10 @@ def test_display_shows_loss_and_eta(config, terminal, capsys):
     console = Console(force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
     display = Display(console=console)
     display.say("a [line] as it is")
-    display.start(0, 10)
-    display.step(record(config, 1), line=True)
-    display.step(record(config, 2), line=False)
-    display.step(record(config, 3), line=True)
-    display.stop()
+    start(display, changed(config, run={"steps": 10, "log_interval": 3}))
+    for step in (1, 2, 3):
+        display.step(record(config, step))
+    display.close()
     printed = capsys.readouterr().out
     assert "a [line] as it is" in printed
     assert "step  1/10  loss 2.0000" in printed and "step  2/10" not in printed
@@ -357,9 +363,9 @@ def test_display_shows_loss_and_eta(config, terminal, capsys):
 def test_display_of_other_processes_is_silent(config, capsys):
     display = Display(enabled=False)
     display.say("nothing")
-    display.start(0, 10)
-    display.step(record(config, 1), line=True)
-    display.stop()
+    start(display, changed(config, run={"steps": 10}))
+    display.step(record(config, 1))
+    display.close()
     assert capsys.readouterr().out == ""
 
 

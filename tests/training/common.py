@@ -10,6 +10,7 @@ import numpy as np
 
 from mtraining_jax.config import Config, validate
 from mtraining_jax.models.rope import LongRopeScaling
+from mtraining_jax.training.fit import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
@@ -75,6 +76,11 @@ def changed(config: Config, **sections: dict) -> Config:
     for section, fields in sections.items():
         table[section] = table[section] | fields
     return Config.from_record(table, "a test")
+
+
+def run(config: Config) -> list[dict]:
+    """Trains, and returns the records of the steps."""
+    return list(fit(config).records)
 
 
 def losses(records: list[dict]) -> np.ndarray:

@@ -15,9 +15,9 @@ from mtraining_jax.config import Config
 from mtraining_jax.models.transformer import init_model, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training import state
-from mtraining_jax.training.loop import programs, run
+from mtraining_jax.training.loop import programs
 from mtraining_jax.training.loop.watchdog import HangWatchdog
-from tests.training.common import changed, tiny_config
+from tests.training.common import changed, run, tiny_config
 from tests.training.step_memo import made_once
 
 

@@ -19,13 +19,18 @@ _KEPT = 12
 _made: OrderedDict[str, Any] = OrderedDict()
 
 
-def made_once(config, builder, attention, mesh, inputs=None, audited=False):
+def made_once(
+    config, builder, attention, mesh, attention_inputs=None, audited=False, loss_terms=()
+):
     """`make_train_step`, or its earlier result for equal arguments."""
-    devices, each_layer = mesh.device_ids.tolist(), inputs is not None
+    if builder.own_rate or loss_terms:
+        how = attention_inputs, audited, loss_terms
+        return make_train_step(config, builder, attention, mesh, *how)
+    devices, each_layer = mesh.device_ids.tolist(), attention_inputs is not None
     of_step = _of_step(config, audited)
     key = repr((of_step, _of_attention(attention), devices, each_layer))
     step = _made.pop(key, None)
-    step = step or make_train_step(config, builder, attention, mesh, inputs, audited)
+    step = step or make_train_step(config, builder, attention, mesh, attention_inputs, audited)
     _made[key] = step
     if len(_made) > _KEPT:
         _made.popitem(last=False)

@@ -7,9 +7,8 @@ import pytest
 
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.audit import audit_record, audit_text, worst_head
-from mtraining_jax.training.loop import run
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import VERTICAL_SLASH, changed, written
+from tests.training.common import VERTICAL_SLASH, changed, run, written
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
@@ -77,29 +76,29 @@ def test_an_alarm_names_layer_head_and_option_when_it_is_so_twice(config):
     config = changed(config, sparsity=VERTICAL_SLASH)
     alarms = Alarms(config)
     low = figures(recall=((1, 2), 0.25))
-    assert alarms.of(figures()) == [] and alarms.of(low) == []
-    assert alarms.of(low) == [
+    assert alarms.step(figures())["alarms"] == [] and alarms.step(low)["alarms"] == []
+    assert alarms.step(low)["alarms"] == [
         "layer 1 head 2 has a recall of 25.0%, less than audit.alarm_recall = 0.3; "
         "increase sparsity.top_p = 0.9"
     ]
-    assert alarms.of(low) == []  # it is known
-    assert alarms.of(figures()) == [] and alarms.of(low) == []
-    assert len(alarms.of(low)) == 1
+    assert alarms.step(low)["alarms"] == []  # it is known
+    assert alarms.step(figures())["alarms"] == [] and alarms.step(low)["alarms"] == []
+    assert len(alarms.step(low)["alarms"]) == 1
     gap = figures(index_gap=((0, 1), 0.4), local_gradient_cosine=((0, 0), -0.1))
-    alarms.of(gap)
-    of_gradient, of_gap = alarms.of(gap)
+    alarms.step(gap)["alarms"]
+    of_gradient, of_gap = alarms.step(gap)["alarms"]
     assert "layer 0 head 0 has a cosine of -0.100 between" in of_gradient
     assert "layer 0 head 1 has a recall 0.400 higher for the last queries than for others" in of_gap
     assert "for others, more than 0.2; " in of_gap
     assert 'sparsity.kind = "sampled_rows"' in of_gap
     # A resumed run continues the count, and does not repeat an alarm.
     once, again = Alarms(config), Alarms(config)
-    once.of(low)
-    again.go_to(json.loads(json.dumps(once.state())))
-    assert len(again.of(low)) == 1
-    once.go_to(again.state())
-    assert once.of(low) == []
+    once.step(low)["alarms"]
+    again.restore(1, json.loads(json.dumps(once.save())))
+    assert len(again.step(low)["alarms"]) == 1
+    once.restore(1, again.save())
+    assert once.step(low)["alarms"] == []
     with pytest.raises(UserError, match="audit alarms is not readable"):
-        once.go_to({"recall": "often"})
+        once.restore(1, {"recall": "often"})
     silent = Alarms(changed(config, audit={"alarm_recall": 0.0}))
-    assert silent.of(low) == silent.of(low) == []
+    assert silent.step(low)["alarms"] == silent.step(low)["alarms"] == []

@@ -8,8 +8,7 @@ import pytest
 
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.store import read_record
-from mtraining_jax.training.loop import run
-from tests.training.common import changed, losses, written
+from tests.training.common import changed, losses, run, written
 
 ONE = {"nodes": 1, "devices_per_node": 1}
 

@@ -12,10 +12,9 @@ from benchmarks.step.trace_summary import find_traces, read_trace
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
-from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
-from tests.training.common import changed, tiny_config, written
+from tests.training.common import changed, run, tiny_config, written
 from tests.training.conftest import use_shared_programs
 
 

@@ -17,9 +17,8 @@ from mtraining_jax.cost_model.flops import matrix_flops
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.selection.metrics import causal_pairs
 from mtraining_jax.training.build import build_mesh
-from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
-from tests.training.common import ROOT, VOCAB, changed, tiny_config
+from tests.training.common import ROOT, VOCAB, changed, run, tiny_config
 from tests.training.conftest import use_shared_programs
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mtraining_jax.callbacks import Run
 from mtraining_jax.reporting.record import validation_record, validation_text
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
-from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import VOCAB, changed, losses, written
+from tests.training.common import VOCAB, changed, losses, run, written
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
     builder = StateBuilder(config, mesh)
     state = builder.fresh()
     evaluation = Evaluator(config, builder, mesh)
-    evaluation.compile(state, mesh.local_devices)
-    first, again = evaluation.measure(state), evaluation.measure(state)
+    evaluation.start(Run(config, mesh, True, print), state)
+    first, again = (evaluation.with_state(step, state) for step in (1, 2))
     evaluation.close()
     names = {"eval_loss", "eval_loss_dense"}
     assert {name for name in first if name in names} == names
@@ -129,7 +129,8 @@ def test_all_validation_data_is_read_whatever_the_batch_size(held_out):
         mesh = build_mesh(config)
         builder = StateBuilder(config, mesh)
         with contextlib.closing(Evaluator(config, builder, mesh)) as evaluation:
-            found.append(evaluation.measure(builder.fresh()) | {"eval_seconds": 0})
+            evaluation.start(Run(config, mesh, True, print), state := builder.fresh())
+            found.append(evaluation.with_state(1, state) | {"eval_seconds": 0})
             fewer = "; 3 of eval.num_batches = 4 batches" in evaluation.description
             assert fewer == (num_batches == 4) and "of them" not in evaluation.description
     for others in found[1:]:
@@ -138,7 +139,8 @@ def test_all_validation_data_is_read_whatever_the_batch_size(held_out):
             np.testing.assert_allclose(value, found[0][name], rtol=1e-6, err_msg=name)
     with contextlib.closing(Evaluator(held_out, builder, mesh)) as evaluation:
         assert evaluation.description.endswith("; eval.num_batches = 2 reads 6 of them")
-        few = evaluation.measure(builder.fresh())["eval_loss"]
+        evaluation.start(Run(held_out, mesh, True, print), state)
+        few = evaluation.with_state(1, state)["eval_loss"]
     assert abs(few - found[0]["eval_loss"]) > 1e-5
 
 

@@ -17,5 +17,6 @@ SOURCES = Registry(
         "mds": f"{_HERE}.mds:MosaicShards",
         "tokens": f"{_HERE}.tokens:TokenFiles",
         "mixture": f"{_HERE}.mixture:Mixture",
+        "given": f"{_HERE}.given:Given",
     },
 )

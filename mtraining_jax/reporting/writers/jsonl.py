@@ -4,8 +4,8 @@ import contextlib
 import json
 from pathlib import Path
 
+from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.printable import print_message
 from mtraining_jax.utils.text import counted
 

@@ -6,9 +6,9 @@ import socket
 import time
 from typing import Any, cast
 
+from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.audit import PER_HEAD
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.errors import UserError
 
 # Seconds between flushes; TensorBoard reloads every 30.

@@ -3,9 +3,9 @@
 import uuid
 from pathlib import Path
 
+from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.audit import PER_HEAD
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.utils.errors import UserError
 
 

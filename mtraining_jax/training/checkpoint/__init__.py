@@ -1,7 +1,6 @@
 """Checkpoints of the full training state: saved in the background, restored on any mesh."""
 
 from mtraining_jax.training.checkpoint.store import (
-    LOWEST_DENSITY,
     Checkpoints,
     check_intact,
     newest_step,
@@ -12,7 +11,6 @@ from mtraining_jax.training.checkpoint.store import (
 )
 
 __all__ = [
-    "LOWEST_DENSITY",
     "Checkpoints",
     "check_intact",
     "newest_step",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from etils import epath
 
+from mtraining_jax.callbacks import Callback
 from mtraining_jax.config import Config
 from mtraining_jax.config.sections import GCS
 from mtraining_jax.training.processes.distributed import is_first
@@ -37,7 +38,7 @@ def check_bucket(url: str) -> None:
         storage.Client().get_bucket(url.removeprefix(GCS).partition("/")[0])
 
 
-class BucketCopy:
+class BucketCopy(Callback):
     """Copies between the local folder of a run and its bucket, in process 0; else does nothing."""
 
     def __init__(self, config: Config) -> None:
@@ -57,6 +58,10 @@ class BucketCopy:
                     local.parent.mkdir(parents=True, exist_ok=True)
                     path.copy(local, overwrite=True)
                     self._copied[local] = _stamp(local)
+
+    def saved(self, step: int) -> None:
+        del step
+        self.push()
 
     def push(self) -> None:
         """Copies local files that have changed; raises a UserError."""

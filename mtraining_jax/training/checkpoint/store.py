@@ -31,7 +31,6 @@ from mtraining_jax.training.optimizer import Parameters
 from mtraining_jax.training.state import PINNED_HOST, TrainState
 
 _TABLES = "config", "shapes", "checksums"
-LOWEST_DENSITY = "lowest_density"  # of all steps; next to the position in the data
 
 
 def newest_step(folder: Path) -> int | None:

@@ -13,8 +13,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.training.guard.decision import Findings, GuardInputs, control
 from mtraining_jax.training.guard.gpus import gpus_of_host
 from mtraining_jax.training.guard.outliers import Outliers
@@ -34,7 +34,7 @@ class TakenStep:
     number: int
     program: str
     batch: Mapping[str, Array]
-    evaluates: bool
+    wants_state: bool  # whether a callback does
     # Of the newest pass: what it was given and what it returned.
     state_sums: Array | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)

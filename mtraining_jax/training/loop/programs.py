@@ -16,7 +16,7 @@ from mtraining_jax.reporting.progress import Display
 from mtraining_jax.training.build import build_attention
 from mtraining_jax.training.memory_check import check_memory, pinning_notice
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import audits_steps, make_train_step
+from mtraining_jax.training.step import LossTerms, audits_steps, make_train_step
 
 _DESCRIPTIONS = {
     "train_step": "a training step",  # audited if every step is audited
@@ -27,22 +27,30 @@ Programs = dict[str, Callable[..., Any]]  # those that some step needs, by name
 
 
 def make_programs(
-    config: Config, builder: StateBuilder, mesh: Mesh, layout: Layout, pattern: Pattern, done: int
+    config: Config,
+    builder: StateBuilder,
+    mesh: Mesh,
+    layout: Layout,
+    pattern: Pattern,
+    done: int,
+    loss_terms: LossTerms = (),
 ) -> Programs:
     """Builds the programs that the steps after `done` need, jitted but not compiled."""
+    given = {"mesh": mesh, "loss_terms": loss_terms}
+    make_step = functools.partial(make_train_step, config, builder, **given)
     programs, num_dense = {}, config.dense_steps.count(done)
     has_sparse = num_dense < config.run.steps - done  # only these are audited
     if has_sparse:
         attention = build_attention(config, mesh, layout, pattern)
         inputs = AttentionInputs(pattern)
-        make_step = functools.partial(make_train_step, config, builder, attention, mesh, inputs)
+        how = {"attention": attention, "attention_inputs": inputs}
         audits, always = audits_steps(config), config.audit.interval == 1
-        programs["train_step"] = make_step(audited=audits and always)
+        programs["train_step"] = make_step(**how, audited=audits and always)
         if audits and not always:
-            programs["audited_step"] = make_step(audited=True)
+            programs["audited_step"] = make_step(**how, audited=True)
     if num_dense:
         attention = build_attention(config, mesh, layout, Dense(pattern.block_size))
-        programs["dense_step"] = make_train_step(config, builder, attention, mesh)
+        programs["dense_step"] = make_step(attention=attention)
     return programs
 
 

@@ -1,35 +1,38 @@
 """The training loop, and the parts of a run."""
 
+import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import jax
+import optax
 from jax.experimental import multihost_utils
 
-from mtraining_jax.attention.picture import check_pictures
+from mtraining_jax.callbacks import Callback, Record, Result, Run, State
 from mtraining_jax.config import Config
+from mtraining_jax.data.loader import Loader
 from mtraining_jax.data.tokenizing import pretokenize_hint
 from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.banner import banner
 from mtraining_jax.reporting.goodput import Goodput
 from mtraining_jax.reporting.history import History
+from mtraining_jax.reporting.masks import Masks
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.reporting.writers import open_writers
+from mtraining_jax.reporting.writers import Writers
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
-from mtraining_jax.training.checkpoint import LOWEST_DENSITY, Checkpoints, read_state, run_folder
 from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS, end_tokens
 from mtraining_jax.training.checkpoint.export import export_state
-from mtraining_jax.training.checkpoint.local import open_local, read_local_state
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.guard.guard import Guard, TakenStep
-from mtraining_jax.training.loop.finished_steps import DispatchedStep, FinishedSteps
 from mtraining_jax.training.loop.profile import ProfileWindow
 from mtraining_jax.training.loop.programs import compile_programs, make_programs
-from mtraining_jax.training.loop.resumed import resume_notes
+from mtraining_jax.training.loop.reporter import DispatchedStep, Reporter
+from mtraining_jax.training.loop.saving import Saving, by_key
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_state_memory
 from mtraining_jax.training.processes import distributed
@@ -41,38 +44,63 @@ from mtraining_jax.training.tuning.tuner import Tuner
 from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.signals import EXIT_FAILED, Stopped, StopSignals, exit_immediately
 
-# Keys of a checkpoint next to the position in the data.
-_TUNING, _ALARMS, _GOODPUT, _GUARD = "sparsity.tune", "audit.alarms", "goodput", "guard"
+# Keys of a checkpoint next to the position in the data and those of callbacks.
+_GOODPUT, _GUARD = "goodput", "guard"
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a caller adds to a configuration; arguments of `fit`."""
+
+    data: Iterator[Mapping[str, Any]] | None = None
+    optimizer: optax.GradientTransformation | None = None
+    callbacks: Sequence[Callback] = ()
+    state: State | None = None
+
+
+class _WallTime(Callback):
+    """Adds to each record where the time went, in all processes."""
+
+    def __init__(self, goodput: Goodput, peers: PeerWatch | None) -> None:
+        self._goodput, self._peers = goodput, peers
+
+    def step(self, record: Record) -> Record:
+        del record
+        of_processes: list[Mapping[str, float]] = [self._goodput.of_steps]
+        if self._peers is not None:
+            others = self._peers.statuses
+            of_processes += [others.get(n, {}) for n in range(1, jax.process_count())]
+        return self._goodput.record(of_processes)
 
 
 class Trainer:
     """One run, from its first step or from a checkpoint (`resume_from`) to its last step.
 
     `signals` are the stop signals of the command; None for a call from Python. `peers` watches the
-    other processes, if any. `goodput` counts from the start. `copy_files` is called with each
+    other processes, if any. `goodput` counts from the start. `copies` is called with each
     checkpoint. `opened` closes what the run opens, when everything is written.
     """
 
     def __init__(
         self,
         config: Config,
+        given: Given,
         resume_from: int | None,
         display: Display,
         signals: StopSignals | None,
         peers: PeerWatch | None,
         goodput: Goodput,
-        copy_files: Callable[[], None],
+        copies: Callback,
         opened: ExitStack,
     ) -> None:
         self._config, self._display, self._signals, self._peers = config, display, signals, peers
         self._goodput, self._data_seconds = goodput, 0.0
-        self._copy_files = copy_files
         self._start = self._step = resume_from or 0
         self._newest_checkpoint: Callable[[bool], int | None] = lambda waits: resume_from
-        if config.audit.masks:
-            check_pictures("audit.masks")
         mesh, layout, pattern = build_mesh(config), build_layout(config), build_pattern(config)
-        # Ends the process only for the command; the caller of `train` may need it. It is closed
+        first = distributed.is_first()
+        self._run = Run(config, mesh, first, display.say)
+        # Ends the process only for the command; the caller of `fit` may need it. It is closed
         # last, when nothing waits for devices or for other processes.
         leave = self._leave if signals else None
         watchdog = HangWatchdog(config.run.step_timeout_seconds, display.say, leave)
@@ -87,155 +115,167 @@ class Trainer:
             }
         if (advice := pretokenize_hint(config.data)) is not None:
             display.say(advice)
-        self._batches = opened.enter_context(closing(DeviceBatches(config, mesh, layout)))
+        batches = DeviceBatches(config, mesh, layout, given.data)
+        self._batches = opened.enter_context(closing(batches))
         loader = self._batches.loader
         check_same_data(loader.identity, "data")
-        self._builder = builder = StateBuilder(config, mesh)
-        self._programs = make_programs(config, builder, mesh, layout, pattern, self._step)
-        self._evaluator = validation = None
+        self._builder = builder = StateBuilder(config, mesh, given.optimizer)
+        terms = [x.loss for x in given.callbacks if type(x).loss is not Callback.loss]
+        self._programs = make_programs(config, builder, mesh, layout, pattern, self._step, terms)
+        self._history, found = History(), list[Callback]()
+
+        def add(callback: Callback) -> None:
+            found.append(callback)
+            opened.callback(callback.close)
+
+        if isinstance(loader, Loader) and replicas_differ(config):
+            tunes = config.sparsity.tune != "none"
+            add(Tuner(config, loader, mesh) if tunes else ReplicaLoad(config, loader))
+        add(Alarms(config))
+        validation = None
         if config.eval.interval:
-            self._evaluator = opened.enter_context(closing(Evaluator(config, builder, mesh)))
-            check_same_data(self._evaluator.loader.identity, "eval.data")
-            validation = self._evaluator.description
-        first = distributed.is_first()
+            add(evaluator := Evaluator(config, builder, mesh))
+            check_same_data(evaluator.loader.identity, "eval.data")
+            validation = evaluator.description
+        for callback in given.callbacks:
+            add(callback)
         self._profile = ProfileWindow(config.profile, config.run.folder / "profile", first)
         opened.callback(self._profile.end)
         data = loader.description_for(config.run.steps)
         display.say(*banner(config, builder.count_parameters(), mesh, data, validation))
-        folder, keep = run_folder.checkpoint_folder(config), config.checkpoint.keep
-        self._checkpoints = Checkpoints(folder, keep=keep, async_save=config.checkpoint.async_save)
-        self._local: Checkpoints | None = None
-        self._newest_checkpoint = self._newest_saved
-        opened.callback(self._close_checkpoints)
-        self._replicas: ReplicaLoad | None = None
-        if replicas_differ(config):
-            tunes = config.sparsity.tune != "none"
-            self._replicas = Tuner(config, loader, mesh) if tunes else ReplicaLoad(config, loader)
-        self._alarms = Alarms(config)
         self._guard = Guard(config, builder) if config.guard.enabled else None
         self._unsettled: list[TakenStep] = []  # those that may be held
-        self._end_tokens, self._lowest_density = end_tokens(config), 1.0
+        self._saving = Saving(config, resume_from, watchdog, opened)
+        self._newest_checkpoint = self._saving.newest
         check_state_memory(builder.abstract(), mesh.local_devices)
-        if resume_from is None:
-            self._state = builder.fresh()
+        add(_WallTime(goodput, peers))
+        add(self._history)
+        self._saved, self._end_tokens = by_key(found), end_tokens(config)
+        if resume_from is not None:
+            self._restore(resume_from)
+        elif given.state is not None:
+            self._state = builder.continued(given.state)
         else:
-            self._restore(folder, resume_from)
-        if config.checkpoint.local_dir is not None:
-            self._local = opened.enter_context(closing(open_local(config, resume_from)))
+            self._state = builder.fresh()
         if (start := config.profile.start) is not None and start <= self._step:
             display.say(
                 f"warning: no trace is written: profile.start = {start} is before the next step"
             )
-        self._writers = writers = open_writers(config, self._step) if first else []
-        for writer in writers:
-            opened.callback(writer.close)
+        self._places: list[str] = []
+        if first:
+            add(writers := Writers(config, self._step))
+            self._places += writers.places
+            add(display)
+            if config.audit.masks and writers.places:
+                add(Masks(config))
+        self._callbacks = [*found, copies]
         self._freezes = not gc.get_freeze_count()  # unfreezing would undo what the caller froze
         if self._freezes:
             opened.callback(gc.unfreeze)
-        devices, alarms, replicas = mesh.local_devices, self._alarms, self._replicas
-        finished = FinishedSteps(
-            config, devices, writers, display, alarms, watchdog, replicas, goodput, self._of_steps
-        )
         # Opened last and closed first, because it writes.
-        self._finished = opened.enter_context(closing(finished))
+        reporter = Reporter(self._run, self._callbacks, watchdog, goodput)
+        self._reporter = opened.enter_context(closing(reporter))
 
-    def _restore(self, folder: Path, step: int) -> None:
-        is_local = step != self._checkpoints.newest()
-        with self._watchdog.watch(f"reading the checkpoint of step {step}"):
-            abstract, base = self._builder.abstract(), self._builder.base
-            if is_local:
-                self._state, record = read_local_state(self._config, step, abstract, base)
-            else:
-                self._state, record = read_state(folder, step, abstract, self._config, base)
-        place = record["loader"]
-        self._batches.loader.set_state(place)
-        if isinstance(self._replicas, Tuner):
-            self._replicas.go_to(step, place.get(_TUNING))
-        self._alarms.go_to(place.get(_ALARMS))
+    def _restore(self, step: int) -> None:
+        self._state, beside = self._saving.restore(self._builder, step, self._display.say)
+        self._batches.loader.set_state(beside)
+        for key, callback in self._saved.items():
+            callback.restore(step, beside.get(key))
         if self._guard is not None:
-            self._guard.go_to(place.get(_GUARD))
-        self._goodput.go_to(place.get(_GOODPUT))
-        self._end_tokens = end_tokens(self._config, place.get(END_TOKENS, ()))
-        self._lowest_density = place.get(LOWEST_DENSITY, 0.0)  # unknown in older checkpoints
-        where = " in checkpoint.local_dir" if is_local else ""
-        self._display.say(f"resuming from the checkpoint of step {step}{where}")
-        self._display.say(*resume_notes(folder / str(step), record["config"], self._config, step))
+            self._guard.go_to(beside.get(_GUARD))
+        self._goodput.go_to(beside.get(_GOODPUT))
+        self._end_tokens = end_tokens(self._config, beside.get(END_TOKENS, ()))
 
-    def train(self) -> tuple[History, list[str]]:
-        """Takes all remaining steps; returns their history, and the places of all results."""
-        config, total = self._config, self._config.run.steps
-        devices = self._builder.mesh.local_devices
+    def train(self) -> Result:
+        """Takes all remaining steps."""
+        total, batch = self._config.run.steps, self._prepare()
+        while True:
+            self._step += 1
+            self._take_step(batch)
+            signaled = self._asked_to_stop() and self._step < total
+            why = self._run.stops_after(self._reported)
+            ends = self._step == total or signaled or why is not None
+            if self._saving.is_due(self._step) or (ends and self._saving.saves):
+                self._save(local=False)
+            elif self._saving.is_due_locally(self._step):
+                self._save(local=True)
+            if ends:
+                break
+            batch = self._next_batch()
+        self._settle(0)
+        self._reporter.wait()
+        self._display.close()
+        if signaled:
+            raise Stopped(self.with_way_to_resume("stop signal received"))
+        if why is not None:
+            self._display.say(f"stopped early after step {self._step}: {why}")
+        result = Result(list(self._history.last), self._state, why, self._results())
+        for callback in self._callbacks:
+            callback.end(result)
+        return result
+
+    @property
+    def history(self) -> History:
+        return self._history
+
+    def _prepare(self) -> Mapping[str, jax.Array]:
+        """Compiles, waits for the other processes, and returns the first batch."""
         self._goodput.started()
         arguments = self._state, (batch := self._next_batch())
         if self._guard is not None:
             arguments += (self._guard.start(self._state),)
-        with self._finished.paused("compile"), self._watchdog.watch("compiling", limited=False):
-            programs = compile_programs(self._programs, arguments, devices, self._display)
-            if self._evaluator is not None:
-                self._display.say("compiling the evaluation ...")
-                self._evaluator.compile(self._state, devices)
+        with self._reporter.paused("compile"), self._watchdog.watch("compiling", limited=False):
+            devices = self._builder.mesh.local_devices
+            self._compiled = compile_programs(self._programs, arguments, devices, self._display)
+            for callback in self._callbacks:
+                callback.start(self._run, self._state)
         with self._watchdog.watch("waiting for the other processes to compile", limited=False):
             wait_for_all_processes()
         if self._freezes:
             # Otherwise each process pauses at other steps, for 0.16 s to visit 300,000 objects.
             gc.collect()
             gc.freeze()
-        if self._evaluator is not None and self._step == 0:
-            self._finished.add_validation(functools.partial(self._evaluator.measure, self._state))
-        self._display.start(self._step, total)
-        self._finished.restart_clock()
+        if self._step == 0:
+            self._reporter.report_initial(self._state)
+        self._reporter.restart_clock()
         if self._signals is not None:
             self._signals.stop_after_a_step()
-        saves = bool(config.checkpoint.interval) or config.checkpoint.last_step
-        self._compiled = programs
-        while True:
-            self._step += 1
-            self._take_step(batch)
-            stopping = self._asked_to_stop() and self._step < total
-            if self._save_is_due() or (stopping and saves):
-                self._save(self._checkpoints)
-            elif self._local and self._step % config.checkpoint.local_interval == 0:
-                self._save(self._local)
-            if self._step == total or stopping:
-                break
-            batch = self._next_batch()
-        self._settle(0)
-        history = self._finished.wait()
-        self._display.stop()
-        if stopping:
-            raise Stopped(self.with_way_to_resume("stop signal received"))
-        return history, self._results()
+        return batch
 
     def _next_batch(self) -> Mapping[str, jax.Array]:
         with self._watchdog.watch(f"reading the batch of step {self._step + 1}"):
             begin = time.perf_counter()
-            batch = next(self._batches)
+            batch: Mapping[str, jax.Array] = next(self._batches)
             self._data_seconds = time.perf_counter() - begin
-        return batch if self._replicas is None else self._replicas.begin(batch)
+        for callback in self._callbacks:
+            batch = callback.batch(self._step + 1, batch)
+        return batch
 
     def _take_step(self, batch: Mapping[str, jax.Array]) -> None:
         """Dispatches the next step; returns when the previous one is reported."""
         if self._profile.begins(self._step):
-            with self._finished.paused():
+            with self._reporter.paused():
                 self._profile.begin()
         name, interval = "train_step", self._config.audit.interval
         if self._step in self._config.dense_steps:  # nothing to audit
             name = "dense_step"
         elif "audited_step" in self._compiled and (self._step - 1) % interval == 0:
             name = "audited_step"
-        evaluates = self._evaluator is not None and self._evaluator.is_due(self._step)
-        self._dispatch(step := TakenStep(self._step, name, batch, evaluates))
+        wanted = any([callback.wants_state(self._step) for callback in self._callbacks])
+        self._dispatch(step := TakenStep(self._step, name, batch, wanted))
         self._unsettled.append(step)
         checks = self._guard is not None and self._guard.checks(self._step)
-        self._settle(0 if checks or evaluates else 1)
+        self._settle(0 if checks or wanted else 1)
+        self._reported = self._step - 1
         if self._profile.ends(self._step):
-            with self._finished.paused():
+            with self._reporter.paused():
                 self._profile.end()
                 first, folder = self._config.profile.start, _short(self._profile.folder)
                 self._display.say(f"trace of steps {first} to {self._step} written to {folder}")
-        elif evaluates:
-            self._finished.wait()  # the next step donates the state
-            self._finished.restart_clock()
+        elif wanted:
+            self._reporter.wait()  # the next step donates the state
+            self._reporter.restart_clock()
+            self._reported = self._step
 
     def _dispatch(self, step: TakenStep) -> None:
         """Dispatches a pass of a step."""
@@ -247,12 +287,10 @@ class Trainer:
             self._state, metrics = program(self._state, step.batch, *guarded)
         if self._guard is not None:
             self._guard.dispatched(step, metrics)
-        evaluate = None
-        if self._evaluator is not None and step.evaluates:
-            evaluate = functools.partial(self._evaluator.measure, self._state)
+        state = self._state if step.wants_state else None
         profiled, data = self._profile.open, self._data_seconds
-        how = step.notes, step.program, begun, data, profiled, evaluate
-        self._finished.add(DispatchedStep(metrics, *how))
+        how = step.notes, step.program, begun, data, profiled, state
+        self._reporter.add(DispatchedStep(metrics, *how))
 
     def _settle(self, keep: int) -> None:
         """Repeats held steps until at most the newest `keep` ones may be held."""
@@ -266,52 +304,28 @@ class Trainer:
                 for other in later:
                     self._dispatch(other)
 
-    def _save_is_due(self) -> bool:
-        checkpoint = self._config.checkpoint
-        if self._step == self._config.run.steps and checkpoint.last_step:
-            return True
-        return bool(checkpoint.interval) and self._step % checkpoint.interval == 0
-
-    def _save(self, checkpoints: Checkpoints) -> None:
+    def _save(self, *, local: bool) -> None:
         self._settle(0)
-        what = f"saving the checkpoint of step {self._step}"
         # Saving waits for the devices anyway.
-        with self._finished.paused("checkpoint"), ExitStack() as watched:
-            # Writing may be slow. If a process is lost meanwhile, the others notice it.
-            with self._watchdog.watch("writing the previous checkpoint", limited=False):
-                checkpoints.wait()
-            limited = self._config.checkpoint.async_save
-            watched.enter_context(self._watchdog.watch(what, limited=limited))
-            place = self._batches.loader.get_state() | {_ALARMS: self._alarms.state()}
+        with self._reporter.paused("checkpoint"):
+            beside = self._batches.loader.get_state()
+            for key, callback in self._saved.items():
+                if (kept := callback.save()) is not None:
+                    beside[key] = kept
             if self._guard is not None:
-                place[_GUARD] = self._guard.state()
-            place[END_TOKENS] = self._end_tokens
-            lowest = self._finished.wait().lowest_density
-            place[LOWEST_DENSITY] = min(lowest, self._lowest_density)
-            place[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
-            if isinstance(self._replicas, Tuner):
-                place[_TUNING] = self._replicas.state()
-            checkpoints.save(self._step, self._state, place, self._config)
-            if checkpoints is self._checkpoints:
-                self._copy_files()
-
-    def _close_checkpoints(self) -> None:
-        with self._watchdog.watch("writing the last checkpoint", limited=False):
-            self._checkpoints.close()
-
-    def _of_steps(self) -> list[Mapping[str, float]]:
-        """The newest statistics of steps of all processes, for process 0."""
-        own = self._goodput.of_steps
-        if self._peers is None:
-            return [own]
-        others = self._peers.statuses
-        return [own, *(others.get(number, {}) for number in range(1, jax.process_count()))]
+                beside[_GUARD] = self._guard.state()
+            beside[END_TOKENS] = self._end_tokens
+            beside[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
+            self._saving.save(self._step, self._state, beside, local=local)
+            if not local:
+                for callback in self._callbacks:
+                    callback.saved(self._step)
 
     def _results(self) -> list[str]:
         """Exports the model if asked to, and returns the places of all results."""
-        places = [writer.where for writer in self._writers]
-        if self._save_is_due():
-            places.append(_short(self._checkpoints.folder / str(self._step)))
+        places = [*self._places]
+        if self._saving.newest(True) == self._step:
+            places.append(_short(Path(self._saving.place(self._step))))
         if self._config.checkpoint.export_hf:
             eos = self._end_tokens
             places += map(str, export_state(self._config, self._builder, self._state, eos))
@@ -333,11 +347,6 @@ class Trainer:
         if self._peers is not None:
             self._peers.announce(sentence)
         exit_immediately(EXIT_FAILED, f"{sentence}; {self.way_to_resume(waits=False)}")
-
-    def _newest_saved(self, waits: bool) -> int | None:
-        all_checkpoints = [x for x in (self._checkpoints, self._local) if x is not None]
-        steps = [x.newest() if waits else x.newest_complete() for x in all_checkpoints]
-        return max((step for step in steps if step is not None), default=None)
 
     def way_to_resume(self, *, waits: bool = True) -> str:
         """Returns what to do after the run ends, by the newest checkpoint.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+from mtraining_jax.callbacks import Callback, Record
 from mtraining_jax.config import Config
 from mtraining_jax.cost_model.flops import step_flops
 from mtraining_jax.cost_model.kernel_times import KERNEL_RATES, AttentionSize, matmul_rate, pack_ms
@@ -14,7 +15,6 @@ from mtraining_jax.cost_model.pattern_costs import expected_density
 from mtraining_jax.data.balance import Balance, sequence_cost
 from mtraining_jax.data.densities import Densities, length_classes, num_classes
 from mtraining_jax.data.loader import Loader
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.selection.by_length import take_pairs_by_length
 from mtraining_jax.selection.metrics import causal_pairs
 
@@ -69,7 +69,7 @@ def balance_of(config: Config) -> Balance | None:
     )
 
 
-class ReplicaLoad:
+class ReplicaLoad(Callback):
     """Reports for each step how balanced the replicas were.
 
     Times are predictions of `cost_model.kernel_times` for H200s, on any hardware: replicas
@@ -85,15 +85,15 @@ class ReplicaLoad:
         rate = matmul_rate(config.model.hidden_size, config.ranks)
         self._rest_ms = 1e3 * products / (config.devices * rate)
 
-    def begin(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
+    def batch(self, step: int, batch: Mapping[str, Array]) -> Mapping[str, Array]:
         """Takes the loader's last batch; returns that of the step."""
         packs, sequences = self._loader.packs, self._loader.sequences
         assert packs is not None and sequences is not None  # there are documents and a batch
         lengths = [packs.pieces(sequence)[1] for sequence in sequences.tolist()]
-        self._lengths[self._loader.step] = lengths
+        self._lengths[step] = lengths
         return batch
 
-    def finish(self, metrics: MutableMapping[str, Any]) -> Record:
+    def measured(self, metrics: MutableMapping[str, Any]) -> Record:
         """Passes the measurements of a step to the loader, and returns its imbalances.
 
         Removes pairs by length from `metrics`. Imbalances are _predicted from the densities known

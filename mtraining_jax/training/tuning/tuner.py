@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.parallel.mesh import MASS_FRACTION
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.training.tuning.density_response import (
     DensityResponse,
     ReplicaDocuments,
@@ -34,6 +34,8 @@ class Tuner(ReplicaLoad):
     densities of all replicas are among the metrics of a step.
     """
 
+    key = "sparsity.tune"
+
     def __init__(self, config: Config, loader: Loader, mesh: Mesh) -> None:
         super().__init__(config, loader)
         sparsity = config.sparsity
@@ -48,10 +50,10 @@ class Tuner(ReplicaLoad):
         self._after = {0: start}  # estimates after each of the last steps
         self._unfinished: dict[int, tuple[list[ReplicaDocuments], TunedFractions]] = {}
 
-    def begin(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
+    def batch(self, step: int, batch: Mapping[str, Array]) -> Mapping[str, Array]:
         """Adds `mass_fraction`, int32 [B, L], to the loader's last batch."""
-        super().begin(batch)
-        config, step = self._config, self._loader.step
+        super().batch(step, batch)
+        config = self._config
         shortest = getattr(config.sparsity.pattern, "min_sparse_tokens", 0)
         each = config.data.batch_size // config.parallel.replicas
         documents = [
@@ -65,7 +67,7 @@ class Tuner(ReplicaLoad):
         array = jax.make_array_from_callback(units.shape, self._sharding, units.__getitem__)
         return {**batch, "mass_fraction": array}
 
-    def finish(self, metrics: MutableMapping[str, Any]) -> Record:
+    def measured(self, metrics: MutableMapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
 
         Imbalances are _untuned (predicted at the configured fraction), _predicted (at the tuned
@@ -78,7 +80,7 @@ class Tuner(ReplicaLoad):
         recent = {past: x for past, x in self._after.items() if past >= step - DELAY}
         self._after = {**recent, step: before.after(documents, tuned.fractions, measured)}
         return {
-            **super().finish(metrics),
+            **super().measured(metrics),
             "tuned": self._kept.name,
             "tuned_by_group": tuned.fractions.mean(1).tolist(),
             "tuned_per_layer": tuned.fractions.mean(0).tolist(),
@@ -88,14 +90,13 @@ class Tuner(ReplicaLoad):
             **self._imbalances(self._measured_ms(documents, before, measured), ""),
         }
 
-    def state(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         return {str(step): response.state() for step, response in self._after.items()}
 
-    def go_to(self, step: int, state: dict[str, Any] | None) -> None:
-        """Restores the result of `state` after `step`; None starts from scratch."""
+    def restore(self, step: int, saved: dict[str, Any] | None) -> None:
         start = next(iter(self._after.values()))
         try:
-            after = {int(at): x for at, x in (state or {}).items()}
+            after = {int(at): x for at, x in (saved or {}).items()}
         except (AttributeError, ValueError) as error:
             raise UserError("the checkpoint has no valid state of sparsity.tune") from error
         self._after = {at: start.of_state(x) for at, x in after.items()} or {step: start}

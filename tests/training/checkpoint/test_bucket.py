@@ -18,9 +18,8 @@ import pytest
 
 from mtraining_jax.training.checkpoint import bucket, newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
-from mtraining_jax.training.loop import run
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import changed, losses, written
+from tests.training.common import changed, losses, run, written
 
 pytestmark = pytest.mark.skipif(find_spec("gcsfs") is None, reason="needs gcsfs")
 

@@ -20,13 +20,12 @@ from mtraining_jax.training.checkpoint import read_state
 from mtraining_jax.training.checkpoint.end_tokens import end_tokens
 from mtraining_jax.training.checkpoint.export import exported_files
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
-from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat.chat_folders import template_of, write_folder
 from tests.data.tokenizer_folders import write_tokenizer
 from tests.models.common import CHECKPOINTS
-from tests.training.common import changed
+from tests.training.common import changed, run
 
 _LENGTHS = "model_max_length", "max_length"
 QWEN2 = CHECKPOINTS / "qwen2_tiny"

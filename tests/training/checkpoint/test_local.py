@@ -12,10 +12,9 @@ import pytest
 from mtraining_jax.training.checkpoint import saved_steps
 from mtraining_jax.training.checkpoint.local import newest_local_step, open_local
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder, record_start
-from mtraining_jax.training.loop import run
 from mtraining_jax.training.state import TrainState
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import changed, losses, written
+from tests.training.common import changed, losses, run, written
 from tests.training.processes.test_processes import started_together
 
 
@@ -134,7 +133,7 @@ from mtraining_jax.training.checkpoint import run_folder
 from mtraining_jax.training.checkpoint.local import (
     newest_local_step, open_local, read_local_state
 )
-from mtraining_jax.training.loop import run
+from tests.training.common import run
 from mtraining_jax.training.processes.agreement import run_on_process_0
 from mtraining_jax.training.state import StateBuilder
 

@@ -5,8 +5,7 @@ import jax
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.compile_cache import use_compile_cache
-from mtraining_jax.training.loop import run
-from tests.training.common import changed
+from tests.training.common import changed, run
 
 
 def test_a_second_start_compiles_nothing(plain_config, tmp_path):

@@ -15,10 +15,9 @@ from mtraining_jax.training.cluster import verify
 from mtraining_jax.training.cluster.check import check
 from mtraining_jax.training.cluster.rates import rounds_of_pairs
 from mtraining_jax.training.cluster.verdict import hosts_at_fault, problems, table
-from mtraining_jax.training.loop import run
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import EXIT_FAILED
-from tests.training.common import changed, tiny_config
+from tests.training.common import changed, run, tiny_config
 from tests.training.processes.test_processes import started_together
 
 RATES = {

@@ -19,10 +19,9 @@ from mtraining_jax.models.huggingface.write import save_hf
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.store import read_record
-from mtraining_jax.training.loop.run import run
 from tests.data.chat.chat_folders import template_of, write_folder
 from tests.models.common import drawn, tiny_spec
-from tests.training.common import tiny_config
+from tests.training.common import run, tiny_config
 from tests.training.conftest import use_shared_programs
 
 END, TURN, OTHER = 266, 268, 271  # <|endoftext|>, <|im_end|>, <|eot|>

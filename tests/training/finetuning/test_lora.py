@@ -18,12 +18,11 @@ from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.store import read_record
-from mtraining_jax.training.loop.run import run
 from mtraining_jax.training.state import StateBuilder, TrainState
 from mtraining_jax.training.step import draw_dropout
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import forward
-from tests.training.common import losses
+from tests.training.common import losses, run
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 # Its checkpoint has fused projections.

@@ -21,9 +21,8 @@ import numpy as np
 
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.guard.guard import FAULTS
-from mtraining_jax.training.loop import run
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import changed, tiny_config
+from tests.training.common import changed, run, tiny_config
 from tests.training.guard.plants import KINDS, KV, Fault, planted
 
 _FIRST, _LAST, _ALL = 12, 20, 60

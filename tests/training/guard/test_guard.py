@@ -8,9 +8,8 @@ import pytest
 from mtraining_jax.training.guard import outliers
 from mtraining_jax.training.guard.guard import FAULTS
 from mtraining_jax.training.guard.outliers import Outliers
-from mtraining_jax.training.loop import run
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import changed, losses, written
+from tests.training.common import changed, losses, run, written
 from tests.training.guard.plants import GRADIENT, KV, MOMENT, PARAMETER, Fault, planted
 
 EXPONENT = 30  # flipping this bit multiplies a small number by 2**128

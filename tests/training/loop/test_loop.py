@@ -22,12 +22,11 @@ from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.device_batches import DeviceBatches
-from mtraining_jax.training.loop import run
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from tests.data.tokenizer_folders import write_tokenizer
-from tests.training.common import changed, dumps, losses, tiny_config, written
+from tests.training.common import changed, dumps, losses, run, tiny_config, written
 
 
 def folder_of(config, step):
@@ -411,7 +410,7 @@ def test_a_run_from_before_data_bos_resumes_without_it(tmp_path, capsys, monkeyp
     checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
     checkpoints.save(1, state, {}, config)
     checkpoints.close()
-    module = importlib.import_module("mtraining_jax.training.loop.run")
+    module = importlib.import_module("mtraining_jax.training.fit")
     read = module.read_record
 
     def older(folder, step):

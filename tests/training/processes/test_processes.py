@@ -10,9 +10,8 @@ import pytest
 
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
-from mtraining_jax.training.loop import run
 from mtraining_jax.utils.signals import EXIT_STOPPED
-from tests.training.common import changed, losses, start_process, written
+from tests.training.common import changed, losses, run, start_process, written
 
 
 def test_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(

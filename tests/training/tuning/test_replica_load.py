@@ -12,10 +12,9 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.device_batches import DeviceBatches
-from mtraining_jax.training.loop import run
 from mtraining_jax.training.tuning.replica_load import assumed_densities
 from mtraining_jax.training.tuning.tuner import Tuner
-from tests.training.common import VOCAB, changed, losses, tiny_config
+from tests.training.common import VOCAB, changed, losses, run, tiny_config
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
@@ -125,11 +124,11 @@ def test_fractions_do_not_depend_on_how_early_steps_are_finished(packed):
         with contextlib.closing(DeviceBatches(config, mesh, layout)) as batches:
             tuner, fractions = Tuner(config, batches.loader, mesh), []
             for step in range(1, 6):
-                fractions.append(np.asarray(tuner.begin(next(batches))["mass_fraction"]))
+                fractions.append(np.asarray(tuner.batch(step, next(batches))["mass_fraction"]))
                 # The previous step ends while this one runs, or as soon as it was dispatched.
                 if (ended := step if early else step - 1) > 0:
                     density = np.array([[0.2, 0.3], [0.5, 0.9]]) / ended
-                    tuner.finish({"step": ended, "density_by_group": density, "layers": {}})
+                    tuner.measured({"step": ended, "density_by_group": density, "layers": {}})
         with_learned.append(fractions)
     np.testing.assert_array_equal(*with_learned)
     assert len(np.unique(fractions)) > 5

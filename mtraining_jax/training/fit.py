@@ -1,19 +1,23 @@
-"""A complete run: checks, connection to other processes, training, and final summary."""
+"""`fit`: a complete run, with checks, connection to other processes, and a final summary."""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import optax
 from jax.errors import JaxRuntimeError
 
-from mtraining_jax.config import Config
+from mtraining_jax.callbacks import Callback, Result, State
+from mtraining_jax.config import Config, validate
 from mtraining_jax.config.load import with_bos, with_steps
+from mtraining_jax.data.sources.given import Given as GivenSource
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.reporting.banner import banner
 from mtraining_jax.reporting.goodput import Goodput
 from mtraining_jax.reporting.page.page import page_of_finished_run
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.reporting.record import Record
 from mtraining_jax.reporting.summary import already_complete, summary
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint import read_record, run_folder
@@ -25,7 +29,7 @@ from mtraining_jax.training.checkpoint.same_model import changed_fields, check_s
 from mtraining_jax.training.cluster.verify import verify
 from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.device_batches import DeviceBatches
-from mtraining_jax.training.loop.trainer import Trainer
+from mtraining_jax.training.loop.trainer import Given, Trainer
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.memory_check import check_pool_error
 from mtraining_jax.training.processes import distributed
@@ -42,23 +46,61 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import check_devices
 from mtraining_jax.utils.signals import StopSignals
 
+_NOTHING = Given()
 _SHARED = "run.output_dir must be on a file system that all hosts share"
 
 
-def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
+def fit(
+    config: Config,
+    *,
+    data: Iterator[Mapping[str, Any]] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    callbacks: Sequence[Callback] = (),
+    state: State | None = None,
+) -> Result:
     """Trains according to a configuration, from the newest checkpoint if there is one.
 
-    Everything that can be checked is checked before the first step. Without the command's stop
-    signals Ctrl-C raises an error at once, and SIGTERM stops several processes after a step.
+    Everything that can be checked is checked before the first step. In a notebook, Ctrl-C raises an
+    error at once, and the same call resumes from the newest checkpoint. On several hosts, every
+    process calls this with the same arguments, after nothing that starts JAX's devices.
+
+    Args:
+        config: the configuration of the run.
+        data: batches in place of `[data]`: dicts of NumPy arrays of this process's sequences, int32
+            [b, data.seq_len] each, with all tokens in their order. `tokens` are ids; `labels` are
+            the next tokens, -100 where none is trained, and by default follow from the tokens;
+            `documents`, a `Documents` table with `data.mask_documents`, are those of each sequence.
+            b is data.batch_size divided by the processes that share it. With `get_state` and
+            `set_state` (JSON values, as Grain's iterators have them), a resumed run continues with
+            the right batch; without, it begins anew, and says so.
+        optimizer: any optax transformation in place of `[optimizer]`'s, with its learning rate. It
+            gets fp32 gradients, clipped by `optimizer.clip_norm`, as a flat dict by dotted name;
+            those of all layers are stacked.
+        callbacks: see `Callback`.
+        state: arrays to start from in place of model.init_from, such as the `state` of an earlier
+            result; they are donated. Its counter of steps continues. Only for a run without a
+            checkpoint to resume from.
 
     Returns:
-        The records of at most the last 1000 steps of this call.
+        Records, the last state, and what was written.
 
     Raises:
         UserError: for any error that the user can correct, before or during the run.
+    """
+    return run(config, Given(data, optimizer, tuple(callbacks), state))
+
+
+def run(config: Config, given: Given = _NOTHING, signals: StopSignals | None = None) -> Result:
+    """Trains as `fit` does, with the stop signals of the command, if any.
+
+    Without them SIGTERM stops several processes after a step.
+
+    Raises:
+        UserError: as for `fit`.
         Stopped: after a stop signal, when everything is written.
     """
     goodput = Goodput()
+    config = _with_given(config, given)
     run_folder.check_writable(config)
     with distributed.joined(config.distributed) as peers:
         if peers is not None and signals is not None:
@@ -66,19 +108,20 @@ def run(config: Config, signals: StopSignals | None = None) -> list[Record]:
         check_devices()
         with contextlib.ExitStack() as opened:
             display = Display(enabled=distributed.is_first())
-            opened.callback(display.stop)
+            opened.callback(display.close)
             check_same_configuration(config)
-            return _run(config, display, signals, peers, goodput, opened)
+            return _run(config, given, display, signals, peers, goodput, opened)
 
 
 def _run(
     config: Config,
+    given: Given,
     display: Display,
     signals: StopSignals | None,
     peers: PeerWatch | None,
     goodput: Goodput,
     opened: contextlib.ExitStack,
-) -> list[Record]:
+) -> Result:
     timeout = config.distributed.timeout_seconds
     note = run_on_process_0(lambda: opened.enter_context(only_run_in(config.run.folder)), timeout)
     if note is not None:
@@ -98,13 +141,18 @@ def _run(
     resume_from = agreed_resume_step(config)
     config = _with_bos(config, resume_from, display)
     resume_from = newest_local_step(config, resume_from, opened) or resume_from
+    if resume_from is not None and given.state is not None:
+        raise UserError(
+            f"fit(state=...) begins a run, but {config.run.folder} has a checkpoint of step "
+            f"{resume_from}: use another run.name, or checkpoint.resume = false"
+        )
     if resume_from is not None and resume_from >= config.run.steps:
         display.say(*already_complete(config, resume_from, _changed_fields(config, resume_from)))
         if config.checkpoint.export_hf:
             for place in export_checkpoint(config, resume_from):
                 display.say(f"  wrote      {place}")
         copies.push()
-        return []
+        return Result([], None)
     use_compile_cache(config)
     if config.guard.verify:
         display.say("verifying the devices and their links ...")
@@ -114,24 +162,57 @@ def _run(
     run_on_process_0(lambda: _prepare_folder(config, resume_from, display), timeout)
     opened.callback(copies.push)
     with contextlib.ExitStack() as parts:
-        trainer = Trainer(config, resume_from, display, signals, peers, goodput, copies.push, parts)
+        trainer = Trainer(
+            config, given, resume_from, display, signals, peers, goodput, copies, parts
+        )
         try:
-            history, places = trainer.train()
+            result = trainer.train()
         except KeyboardInterrupt as error:
             raise UserError(trainer.with_way_to_resume("interrupted")) from error
         except JaxRuntimeError as error:
             check_pool_error(error, trainer.way_to_resume())
             raise
     if config.metrics.report and config.metrics.jsonl and distributed.is_first():
-        places.append(page_of_finished_run(config.run.folder))
-    display.say(*summary(config, history, places))
+        page = page_of_finished_run(config.run.folder)
+        result = dataclasses.replace(result, places=[*result.places, page])
+    history = trainer.history
+    display.say(*summary(config, history, result.places))
     if not history.finite:
         raise UserError(
             f"all {history.count} steps of {config.run.name} had a non-finite loss or gradient, so "
             "nothing was trained; try a lower optimizer.lr, a longer optimizer.warmup_steps or "
             "other data"
         )
-    return list(history.last)
+    return result
+
+
+def _with_given(config: Config, given: Given) -> Config:
+    """Checks the arguments of `fit`, and says in the configuration where the data is from."""
+    for callback in given.callbacks:
+        if not isinstance(callback, Callback):
+            kind = type(callback).__name__
+            raise UserError(
+                f"fit(callbacks=...) has an object of type {kind}: it must be a mtraining_jax."
+                "Callback"
+            )
+    if given.optimizer is not None and config.optimizer.offload:
+        raise UserError("optimizer.offload is not possible with fit(optimizer=...)")
+    if given.data is None:
+        return config
+    if config.run.epochs is not None:
+        raise UserError(
+            f"run.epochs = {config.run.epochs:g} needs the length of the data, which fit(data=...) "
+            "does not have: set run.steps"
+        )
+    data = dataclasses.replace(
+        config.data,
+        source_options=GivenSource(),
+        mode="concat",
+        mask_documents=config.data.has_documents,
+    )
+    config = dataclasses.replace(config, data=data)
+    validate(config)
+    return config
 
 
 def agreed_resume_step(config: Config) -> int | None:
