@@ -305,8 +305,12 @@ class EvalConfig:
 
 @options(kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning rate schedule, gradient clipping and skipped steps."""
+    """AdamW or Muon, the learning rate schedule, gradient clipping and skipped steps."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon (Jordan 2024; of optax.contrib) moves the matrices of layers along orthogonalized
+    momentum, of the size of AdamW's updates (Moonlight), so lr and weight_decay keep their meaning;
+    all other parameters have AdamW. It keeps one moment of matrices instead of two."""
     lr: PositiveFloat = 2e-5
     """Peak learning rate."""
     b1: Decay = 0.9

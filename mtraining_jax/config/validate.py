@@ -39,6 +39,7 @@ def validate(config: Sections, device_count: int | None = None, platform: str = 
     problems = [
         *_run(config),
         *spec_problems(config.model, prefix="model."),
+        *_optimizer(config),
         *(offload_problems(config) if config.optimizer.offload == "all" else ()),
         *_sequence(config),
         *_sparsity(config),
@@ -52,6 +53,15 @@ def validate(config: Sections, device_count: int | None = None, platform: str = 
     ]
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _optimizer(config: Sections) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.kind == "muon" and optimizer.offload:
+        yield (
+            f"optimizer.offload = {toml_value(optimizer.offload)} needs AdamW: set "
+            'optimizer.kind = "adamw", or optimizer.offload = false'
+        )
 
 
 class _Named:

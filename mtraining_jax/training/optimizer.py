@@ -1,4 +1,4 @@
-"""AdamW over the trainable parameters, with its learning-rate schedule and gradient clipping.
+"""AdamW or Muon over the trainable parameters, with learning-rate schedule and gradient clipping.
 
 Frozen parameters have no gradient and no optimizer state.
 """
@@ -23,6 +23,7 @@ from mtraining_jax.parallel.host_memory import (
 )
 from mtraining_jax.utils.errors import UserError
 
+_RMS = 0.2  # of updates of matrices, about that of AdamW (arXiv 2502.16982)
 Parameters = dict[str, Array]  # fp32 by dotted name: "layers.self_attn.q_proj.weight"
 Schedule = Callable[[Array | int], Array]
 
@@ -62,11 +63,15 @@ def trainable_names(names: Iterable[str], patterns: tuple[str, ...]) -> frozense
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Builds AdamW without its learning rate: updates must be scaled by -lr.
+    """Builds the optimizer without its learning rate: updates must be scaled by -lr.
 
-    Biases, norms and sinks have no weight decay. The structure of the state does not depend on any
-    field, so checkpoints stay valid when fields change.
+    Biases, norms and sinks have no weight decay. The structure of the state depends on `kind` only,
+    so checkpoints stay valid when other fields change.
     """
+    return _muon(config) if config.kind == "muon" else _adamw(config)
+
+
+def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
 
     def adam(updates: Any, state: Any, params: Any = None) -> tuple[Parameters, Any]:
         # Each sum has one product, as compilers fuse one of two with the sum, not always the same:
@@ -78,17 +83,52 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         updates = jax.tree.map(lambda m, v: m * of_mu / (jnp.sqrt(v * of_nu) + config.eps), mu, nu)
         return updates, optax.ScaleByAdamState(count, mu, nu)
 
-    def decay(updates: Any, parameters: Any) -> Parameters:
-        return {
-            name: update
-            if name.endswith(("norm.weight", ".bias", ".sinks"))
-            else update + config.weight_decay * parameters[name]
-            for name, update in updates.items()
-        }
-
     return optax.chain(
         optax.GradientTransformation(optax.scale_by_adam(mu_dtype=config.mu_dtype).init, adam),
-        optax.stateless(decay) if config.weight_decay else optax.identity(),
+        _decay(config) if config.weight_decay else optax.identity(),
+    )
+
+
+def _decay(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Adds decayed parameters to updates, except biases, norms and sinks."""
+
+    def decay(path: Any, update: Array, parameter: Array) -> Array:
+        if path[-1].key.endswith(("norm.weight", ".bias", ".sinks")):
+            return update
+        return update + config.weight_decay * parameter
+
+    return optax.stateless(functools.partial(jax.tree_util.tree_map_with_path, decay))
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Muon for matrices of layers, stacked as [L, out, in] or [L, experts, out, in]; else AdamW."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+
+    def labels(parameters: Parameters) -> dict[str, str]:
+        return {
+            name: "muon" if name.startswith(LAYERS) and x.ndim > 2 else "adamw"
+            for name, x in parameters.items()
+        }
+
+    def with_rms(x: Array) -> Array:
+        return x * (_RMS * max(x.shape[-2:]) ** 0.5)
+
+    return optax.partition(
+        {
+            "muon": optax.chain(
+                optax.contrib.scale_by_muon(
+                    eps=config.eps,
+                    mu_dtype=config.mu_dtype,
+                    weight_dimension_numbers=lambda matrices: jax.tree.map(
+                        lambda _: axes, matrices
+                    ),
+                ),
+                optax.stateless(lambda updates, _: jax.tree.map(with_rms, updates)),
+                _decay(config),
+            ),
+            "adamw": _adamw(config),
+        },
+        labels,
     )
 
 

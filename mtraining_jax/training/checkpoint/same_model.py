@@ -42,12 +42,14 @@ def check_same_model(path: Path, saved: dict[str, Any], config: Config) -> None:
     before, current = Config.from_record(table, str(path)).to_dict(), config.to_dict()
     fields = [("model", field) for field in current["model"] if field not in _FREE_MODEL_FIELDS]
     fields += [("lora", field) for field in ("rank", *_ADAPTER_FIELDS) if before["lora"]["rank"]]
-    fields += [("lora", "rank"), ("optimizer", "trainable")]
+    fields += [("lora", "rank"), ("optimizer", "trainable"), ("optimizer", "kind")]
     for section, field in fields:
         was, now = before[section][field], current[section][field]
         if was != now:
             whats = {"model": "of another model", "lora": "with other adapters"}
             what = whats.get(section, "with other trained parameters")
+            if field == "kind":
+                what = "with another optimizer"
             was, now = toml_value(was), toml_value(now)
             raise UserError(
                 f"{path} is a checkpoint {what}: it has {section}.{field} = {was}, but this run "

@@ -29,6 +29,7 @@ from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.optimizer import Parameters
 from mtraining_jax.training.state import PINNED_HOST, TrainState
+from mtraining_jax.utils.errors import UserError
 
 _TABLES = "config", "shapes", "checksums"
 
@@ -173,10 +174,25 @@ def read_state(
     record = read_record(folder, step)
     check_same_model(folder / str(step), record["config"], config)
     check_shapes(folder / str(step), record["shapes"], abstract.parameters)
+    _check_optimizer(folder / str(step), abstract)
     arrays = _read_arrays(folder, step, _fields(abstract), record)
     base = load_base() if abstract.base else {}
     check_base(folder / str(step), record.get("base"), base)
     return TrainState(**arrays, base=base), record
+
+
+def _check_optimizer(path: Path, abstract: TrainState) -> None:
+    """Compares the optimizer's arrays with those that are needed."""
+    saved, needed = (
+        {name for name in _by_name(tree) if name.startswith("opt_state")}
+        for tree in (_saved(path), _fields(abstract))
+    )
+    if saved != needed:
+        raise UserError(
+            f"{path} is a checkpoint of another optimizer: {min(saved ^ needed)} is only in "
+            f"{'the checkpoint' if min(saved ^ needed) in saved else 'this run'}; resume with the "
+            "same one, or start a new run with another run.name or checkpoint.resume=false"
+        )
 
 
 def read_parameters(folder: Path, step: int, abstract: dict[str, Any]) -> Parameters:
