@@ -213,6 +213,11 @@ class Loader:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state, for any number of processes and devices."""
+        if "given" in state:
+            raise UserError(
+                "the checkpoint's run had its batches from Python: resume with fit(config, "
+                "data=...), or start a new run with another run.name or checkpoint.resume = false"
+            )
         try:
             iterator, saved = state["iterator"], dict(state["identity"])
             # Absent from older checkpoints.

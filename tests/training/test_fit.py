@@ -13,6 +13,8 @@ import pytest
 
 from mtraining_jax import Callback, Documents, fit
 from mtraining_jax.data.loader import Loader
+from mtraining_jax.training.checkpoint import read_record
+from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import VOCAB, changed, losses, run
 
@@ -52,8 +54,8 @@ def test_own_batches_train_with_the_bits_of_the_same_files(config):
     found = fit(changed(config, run={"name": "given"}), data=Given(config))
     np.testing.assert_array_equal(losses(found.records), losses(expected))
     assert [x["labels"] for x in found.records] == [B * (S - 1)] * 4
-    saved = json.loads((config.run.folder.parent / "given/config.json").read_text())
-    assert saved["data"]["source"] == "given"
+    folder = checkpoint_folder(changed(config, run={"name": "given"}))
+    assert read_record(folder, 4)["config"]["data"]["source"] == "given"
 
 
 def test_labels_follow_from_tokens_and_documents(config):
@@ -85,7 +87,7 @@ def test_own_batches_resume_exactly_with_a_state_and_begin_anew_without(config, 
     np.testing.assert_array_equal(losses(rest), losses(whole)[2:])
     assert "begins anew" not in capsys.readouterr().out
     longer = changed(config, run={"steps": 5})
-    with pytest.raises(UserError, match="the checkpoint's data loader had|read other data"):
+    with pytest.raises(UserError, match="the checkpoint's run had its batches from Python"):
         run(longer)
     fit(longer, data=itertools.repeat(tokens()))
     assert "batches from Python, which a resumed run begins anew" in capsys.readouterr().out
@@ -111,7 +113,8 @@ def test_what_own_batches_exclude_is_refused(config):
     with pytest.raises(UserError, match="ended after 1 batches, and the run needs more"):
         fit(config, data=iter([tokens()]))
     with pytest.raises(UserError, match="run.epochs = 1 needs the length of the data"):
-        fit(changed(config, run={"epochs": 1.0}), data=iter([]))
+        epochs = dataclasses.replace(config.run, epochs=1.0)
+        fit(dataclasses.replace(config, run=epochs), data=iter([]))
     with pytest.raises(UserError, match='data.balance = "length" reorders sequences'):
         fit(changed(config, data={"balance": "length"}), data=iter([]))
     with pytest.raises(UserError, match='"given" has its batches from Python: call mtraining_jax'):
@@ -145,9 +148,11 @@ def test_muon_moves_matrices_along_orthogonal_directions(config):
         moved = np.asarray(after[name]) - before
         if name.startswith("layers.") and moved.ndim == 3:
             sizes = np.linalg.svd(moved / 1e-2, compute_uv=False)
-            # Newton-Schulz with five steps leaves singular values between 0.7 and 1.2 of one size.
+            # Five steps of Newton-Schulz leave singular values of 0.7 to 1.2 times one size, and
+            # smaller ones where the gradient has hardly any.
             expected = 0.2 * max(moved.shape[-2:]) ** 0.5
-            assert np.all((sizes > 0.6 * expected) & (sizes < 1.25 * expected)), name
+            assert np.all(sizes < 1.25 * expected), name
+            assert np.median(sizes) > 0.6 * expected, name
         else:  # AdamW's first step has the sign of the gradient
             assert np.abs(moved).max() == pytest.approx(1e-2, rel=0.1), name
     text = 'is a checkpoint with another optimizer: it has optimizer.kind = "muon"'

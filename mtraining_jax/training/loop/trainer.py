@@ -194,12 +194,12 @@ class Trainer:
             self._take_step(batch)
             signaled = self._asked_to_stop() and self._step < total
             why = self._run.stops_after(self._reported)
-            ends = self._step == total or signaled or why is not None
-            if self._saving.is_due(self._step) or (ends and self._saving.saves):
+            early = self._step < total and (signaled or why is not None)
+            if self._saving.is_due(self._step) or (early and self._saving.saves):
                 self._save(local=False)
             elif self._saving.is_due_locally(self._step):
                 self._save(local=True)
-            if ends:
+            if early or self._step == total:
                 break
             batch = self._next_batch()
         self._settle(0)

@@ -281,7 +281,7 @@ def test_a_full_pool_of_pinned_memory_is_reported(plain_config, monkeypatch):
     """The blocks of XLA grow, so a limit that passes the check may still be too small."""
     message = "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 48.02GiB with "
 
-    def fail(self, record, line):
+    def fail(self, record):
         raise jax.errors.JaxRuntimeError(f"{message}allocator xla_gpu_host_bfc on device 0.")
 
     monkeypatch.setattr(Display, "step", fail)
@@ -295,8 +295,8 @@ def test_interrupted_run_says_how_to_resume(plain_config, monkeypatch):
     config = changed(plain_config, checkpoint={"interval": 1})
     show = Display.step
 
-    def interrupt_at_2(self, record, line):
-        show(self, record, line)
+    def interrupt_at_2(self, record):
+        show(self, record)
         if record["step"] == 2:
             raise KeyboardInterrupt
 
@@ -341,8 +341,8 @@ def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch, u
     reported, report, take = threading.Semaphore(0), Display.step, DeviceBatches.__next__
     seen, frozen = [], []
 
-    def step(self, record, line):
-        report(self, record, line)
+    def step(self, record):
+        report(self, record)
         frozen.append(gc.get_freeze_count())
         reported.release()
 
