@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import make_parser
+from benchmarks.pattern_words import parse_pattern
 from benchmarks.report import Page, number, setting, table_head, table_line, versions
 from mtraining_jax.models.huggingface.config import SPARSE_ENTRY, read_json, sparse_entry
-from mtraining_jax.patterns.registry import parse_options
 
 COLUMNS = "tokens,attention,density,prefill s,selection s,attention s,peak GiB,loss,over JAX"
 
@@ -110,7 +110,7 @@ def main() -> None:
     config = read_json(options.folder / "config.json")
     entry = config.get(SPARSE_ENTRY)
     if text := options.pattern:
-        entry = sparse_entry(text.partition(",")[0], parse_options(text), config["model_type"])
+        entry = sparse_entry(text.partition(",")[0], parse_pattern(text), config["model_type"])
     count = max(options.lengths) + 1
     drawn = np.random.default_rng(0).integers(0, config["vocab_size"], count)
     ids = np.load(options.tokens)[:count] if options.tokens else drawn

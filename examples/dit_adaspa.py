@@ -30,7 +30,7 @@ from flax import nnx
 from jax import Array
 
 from mtraining_jax import AdaSpa, Dense, SelectionContext, sparse_attention
-from mtraining_jax.patterns.adaspa import exact_masses, recall
+from mtraining_jax.selection.scores.exact_masses import exact_masses, recall
 
 CHANNELS = 4
 ROPE_BASE = 100.0  # a video has few positions per axis

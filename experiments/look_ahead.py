@@ -32,8 +32,7 @@ from experiments.data import FOLDER
 from experiments.result_lines import append_lines, read_lines
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.transformer import graph_definition
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.utils.errors import UserError
@@ -181,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     held = np.load(args.folder / "data" / args.tier / "heldout.npy", mmap_mode="r")
     seq_len = held.shape[1]
     sizes = ModelSizes(spec.num_layers, spec.num_heads, seq_len)
-    pattern = config.sparsity.pattern.pattern(sizes)
+    pattern = config.sparsity.pattern.bind(sizes)
     model = SteppedModel(nnx.merge(graph_definition(spec), loaded.state), seq_len)
     cut = CutBlocks(model, pattern, seq_len)
     about = {"what": "look_ahead", "tier": args.tier, "seed": args.seed}

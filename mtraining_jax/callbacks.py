@@ -111,9 +111,7 @@ class Callback:
     metrics are written.
     """
 
-    def loss(
-        self, hidden: Array, lm_head: Array, batch: Mapping[str, Array]
-    ) -> Mapping[str, Array]:
+    def loss(self, hidden: Array, lm_head: Array, batch: Mapping[str, Any]) -> Mapping[str, Array]:
         """Terms to add to the loss of a step, fp32 [] by name; traced, once per micro-batch.
 
         Each is a mean over the sequences it is given, and the record has the mean of all under its
@@ -134,7 +132,7 @@ class Callback:
     def start(self, run: Run, state: State) -> None:
         """Called once before the first step, while programs are compiled."""
 
-    def batch(self, step: int, batch: Mapping[str, Array]) -> Mapping[str, Array]:
+    def batch(self, step: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the batch of a step, before it is taken; arrays are those of `loss`."""
         del step
         return batch

@@ -25,7 +25,7 @@ from experiments import (
 from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.models.label_scores import LabelScores
-from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.random_bits import Stream
 
@@ -76,7 +76,7 @@ def test_the_window_has_fixed_budgets(tier, overrides):
     config = variants.arm_config(tier, "window", overrides(tier))
     model, settings = config.model, config.sparsity.pattern
     sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len)
-    budgets = settings.pattern(sizes)
+    budgets = settings.bind(sizes)
     assert np.all(np.asarray(budgets.slashes) == settings.sliding_window)
     assert np.all(np.asarray(budgets.verticals) == settings.sink_tokens)
 

@@ -6,7 +6,7 @@ Lighthouse selects no pairs: it attends between means of queries and keys, as fi
 adds the outputs of all levels. So it is a layer of its own and not a pattern. What is here was
 written from its published code (github.com/ighoshsubho/lighthouse-attention, cfea089: the scorer
 "norm", without context parallelism), and computes dense attention by this library's kernels. The
-patterns select in each pass; "replay" also selects, and then computes random lists of its density.
+patterns select in each pass; a replay also selects, and then computes random lists of its density.
 """
 
 import functools
@@ -23,10 +23,11 @@ from benchmarks.options import make_parser
 from benchmarks.quality.patterns import parse
 from benchmarks.report import Page, setting, table_head, table_line
 from mtraining_jax import Dense, sparse_attention
-from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.base import ModelSizes
 
 _COLUMNS = "S", "attention", "forward ms", "both passes ms", "speedup, forward", "speedup, both"
-_PATTERNS = ["dense", *(f"replay,replay_of=sampled_rows,replay_density={x}" for x in (0.063, 0.02))]
+_LISTS = "benchmarks.replay:Replay,replay_of=sampled_rows"
+_PATTERNS = ["dense", *(f"{_LISTS},replay_density={x}" for x in (0.063, 0.02))]
 
 
 def lighthouse(

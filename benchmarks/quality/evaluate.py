@@ -1,12 +1,12 @@
 r"""Times reading a prompt and generating tokens, with random weights, and prints a markdown table.
 
     python -m benchmarks.quality.evaluate --config qwen3b_512k --length 131072 \
-        --pattern dense replay
+        --pattern dense benchmarks.replay:Replay
 
 Reading a prompt is compared with the forward pass of training over as many tokens, both without the
 output layer on all of them. A new token is compared with the time in which its device could read
 all weights and its part of the cache, at --bandwidth. Random weights have flat attention, so that
-a selected index would be nearly dense: the pattern `replay` computes a given density, and selects
+a selected index would be nearly dense: a replay computes a given density, and selects
 an index too. Any configuration field can be set, as --parallel.devices_per_node=8; a run without a
 GPU: --config tiny --length 2048 --pattern dense vertical_slash.
 """
@@ -142,7 +142,7 @@ def main() -> None:
     """Prints the table."""
     parser = make_parser(__doc__, "repeats", "config")
     parser.add_argument("--length", type=int, default=131072, help="tokens of the prompt")
-    parser.add_argument("--pattern", nargs="+", default=["dense", "replay"])
+    parser.add_argument("--pattern", nargs="+", default=["dense", "benchmarks.replay:Replay"])
     parser.add_argument("--tokens", type=int, default=16, help="new tokens per run")
     parser.add_argument("--bandwidth", type=float, default=4.0, help="of the memory, TB/s")
     args, fields = parser.parse_known_args()

@@ -41,8 +41,8 @@ from benchmarks.quality.measure import (
 from benchmarks.quality.patterns import BASELINES, FIELD, ROWS, parse
 from benchmarks.quality.stepped_model import SteppedModel, read_model
 from benchmarks.timing import log
+from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.patterns.options.base import ModelSizes
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex
 

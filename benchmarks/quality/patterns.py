@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import ModelSizes
-from mtraining_jax.patterns.registry import parse_options
+from benchmarks.pattern_words import parse_pattern
+from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import options
@@ -91,7 +90,7 @@ def parse(text: str, model: ModelSizes) -> Pattern:
         UserError: if there is no such pattern or option, or a value is not allowed.
     """
     try:
-        return parse_options(text, {"window": Window}).pattern(model)
+        return parse_pattern(text, {"window": Window}).bind(model)
     except ValueError as error:
         raise UserError(f'"{text}": {error}') from None
 

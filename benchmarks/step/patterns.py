@@ -24,10 +24,10 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from benchmarks.options import make_parser, overrides
+from benchmarks.pattern_words import split_options
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.step.compiled_step import CompiledStep, Steps
 from mtraining_jax.config import Config
-from mtraining_jax.patterns.registry import split_options
 from mtraining_jax.training.build import build_layout, build_mesh
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
@@ -41,7 +41,7 @@ PATTERNS = (
     "sampled_rows,probe_queries_per_block=16,columns=128",
     "xattention", "vertical_slash",
     "vertical_slash,preset=paper", "fixed,budget_file=budgets", "minference,budget_file=budgets",
-    "flex_prefill", "moba", "block_topk", "replay",
+    "flex_prefill", "moba", "block_topk", "benchmarks.replay:Replay",
 )  # fmt: skip
 _BUDGETS = ["vertical_and_slash", 1000, 6096, 1.0]
 _COLUMNS = (

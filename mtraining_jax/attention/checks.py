@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 from mtraining_jax.attention.placement import Placement, Sharding
 from mtraining_jax.parallel.ring import check_ring
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import PatternOptions
 from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.fields import shortened
@@ -106,12 +105,16 @@ def check_is_pattern(pattern: object) -> Pattern | Index:
     """Returns `pattern` if it is a pattern or an index, whatever the inputs."""
     if not isinstance(pattern, (Pattern, Index)):
         made = f"; did you mean {pattern.__name__}()?" if isinstance(pattern, type) else ""
-        if isinstance(pattern, PatternOptions):
-            made = "; make one with pattern.pattern(ModelSizes(num_layers, num_heads, seq_len))"
         raise ValueError(
             f"pattern={pattern!r} is not a Pattern, such as SampledRows(tau=0.9), VerticalSlash() "
             f"or Dense(), or an index{made}"
         )
+    if isinstance(pattern, Pattern) and pattern.arrays:
+        if all(getattr(pattern, name) is None for name in pattern.arrays):
+            raise ValueError(
+                f"pattern={type(pattern).__name__}(...) has no arrays yet; pass one layer of "
+                "pattern.bind(ModelSizes(num_layers, num_heads, seq_len))"
+            )
     return pattern
 
 

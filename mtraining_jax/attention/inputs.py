@@ -31,7 +31,7 @@ class AttentionInputs:
             [B, Hq, ...]; None for the pattern of `make_attention`.
         grad_tap: zeros, fp32 [Hq, 2]; their cotangent is the result of `gradient_figures` for
             `audit_rows`. None skips these metrics.
-        mass_fraction, documents, valid_len: as in `SelectionContext`.
+        overrides, documents, valid_len: as in `SelectionContext`.
         window: keys that each query sees instead of those of the pattern; static. Such a layer is
             not audited.
         audit_rows: queries to measure the metrics of `attention.audit` on, at the cost of exact
@@ -40,7 +40,7 @@ class AttentionInputs:
     """
 
     pattern: Pattern | Index | None = None
-    mass_fraction: Array | None = None
+    overrides: dict[str, Array] | None = None
     grad_tap: Array | None = None
     documents: DocumentBlocks | None = None
     valid_len: Array | None = None
@@ -55,7 +55,7 @@ class AttentionInputs:
 
     def for_layer(self, layer: Self) -> Self:
         """Returns the inputs of one layer, a slice of `per_layer`."""
-        own = {name: getattr(layer, name) for name in ("pattern", "mass_fraction", "grad_tap")}
+        own = {name: getattr(layer, name) for name in ("pattern", "overrides", "grad_tap")}
         return dataclasses.replace(self, **own)
 
 
@@ -91,7 +91,7 @@ class AttentionSpec:
             self.causal,
             inputs.valid_len,
             cast(DocumentBlocks, inputs.documents),  # None makes it one document
-            inputs.mass_fraction,
+            inputs.overrides or {},
         )
 
 

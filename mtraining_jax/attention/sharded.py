@@ -16,9 +16,10 @@ from mtraining_jax.attention.audit.auditing import audit
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionOutput, AttentionSpec, Stats
 from mtraining_jax.attention.placement import Placement, take
 from mtraining_jax.attention.schedules import schedule_over
+from mtraining_jax.attention.select import select_pairs
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
-from mtraining_jax.patterns.base import Pattern, select_pairs
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import SlidingWindow
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.by_length import pairs_by_length
@@ -49,8 +50,8 @@ def attend(
         q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) for x in (q, k, v))
         output = attend(spec, q, k, v, inputs)
         return output._replace(out=output.out[..., :head_dim])
-    if inputs.mass_fraction is not None and isinstance(pattern, Index):
-        raise ValueError("mass_fraction overrides that of a pattern, but pattern is an index")
+    if inputs.overrides and isinstance(pattern, Index):
+        raise ValueError("overrides are options of a pattern, but pattern is an index")
     batch = P(placement.batch)
     heads = P(placement.batch, placement.sequence, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
@@ -59,7 +60,7 @@ def attend(
     of_pattern = of_index if isinstance(pattern, Index) else P(placement.heads)
     specs_of_inputs = {
         "pattern": of_pattern,
-        "mass_fraction": batch,
+        "overrides": batch,
         "grad_tap": P(),
         "documents": batch,
         "valid_len": P(),
@@ -229,7 +230,7 @@ def make_attention(
             inputs = dataclasses.replace(inputs or AttentionInputs(), pattern=pattern)
         if inputs.window is not None:
             window = SlidingWindow(inputs.window, pattern.block_size)
-            none = {"mass_fraction": None, "grad_tap": None, "audit_rows": None, "window": None}
+            none = {"overrides": None, "grad_tap": None, "audit_rows": None, "window": None}
             inputs = dataclasses.replace(inputs, pattern=window, **none)
         output = attend(spec, q, k, v, inputs)
         return output.out, output.statistics

@@ -212,7 +212,8 @@ def _unknown(name: str, fields: Fields) -> str:
 def _not_allowed(name: str, field: Field, value: Any, problem: Mapping[str, Any]) -> str:
     """The sentence for a problem that pydantic found in a field."""
     cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, UserError) and ":" in value:  # a plug-in that cannot be loaded
+    # A plug-in that cannot be loaded or has moved.
+    if isinstance(cause, UserError) and not str(cause).startswith("unknown "):
         return f"{name}: {cause}"
     most = ""
     if isinstance(value, int) and value > LARGEST_INT and int in field.kinds:

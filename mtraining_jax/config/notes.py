@@ -40,7 +40,7 @@ def notes(config: Sections, names: Iterable[str], path: str = "") -> list[str]:
         found.append(
             f"all documents use dense attention, because data.seq_len = {seq_len} is less than "
             f"{least} tokens; for sparse attention set "
-            f"sparsity.{'min_sparse_tokens' if own else pattern.budget_field} lower"
+            f"sparsity.{'min_sparse_tokens' if own else pattern.density_option} lower"
         )
     sparse = full and pattern.sparse and seq_len >= least and not config.dense_steps.count()
     if config.checkpoint.export_hf and sparse:

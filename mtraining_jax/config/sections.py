@@ -11,7 +11,7 @@ from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.lora.adapters import LoraSpec
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
-from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import (
@@ -43,10 +43,10 @@ PATTERN_KIND = OptionsOf(
     "Sparse attention pattern; docs/patterns.md describes all of them. sampled_rows and xattention "
     "select key blocks for each query block in every forward pass. vertical_slash selects "
     "verticals and slashes for each head in every forward pass; fixed does the same with budgets "
-    "from a file. dense computes all pairs. replay is for speed measurements with random weights, "
-    "which attend almost uniformly: every head computes random block diagonals and columns, or "
-    "random lists, of a given density, and nothing is selected. Pass your own pattern as "
-    "package.module:Class; its fields then belong to this section.",
+    "from a file. dense computes all pairs. Pass your own pattern as package.module:Class; its "
+    "fields then belong to this section. In a checkout, benchmarks.replay:Replay computes random "
+    "pairs of a given density, to measure speed with random weights, which attend almost "
+    "uniformly.",
 )
 SOURCE_KIND = OptionsOf(
     "source",
@@ -187,8 +187,8 @@ class ModelConfig:
 class SparsityConfig:
     """Which query-key pairs attention computes."""
 
-    pattern: Annotated[InstanceOf[PatternOptions], PATTERN_KIND] = PATTERN_KIND.default_options()
-    """Options of the pattern that `kind` selects."""
+    pattern: Annotated[InstanceOf[Pattern], PATTERN_KIND] = PATTERN_KIND.default_options()
+    """The pattern that `kind` selects, with its options."""
     tune: Literal["none", "mean", "min", "max"] = "none"
     """Tune the mass fraction per data-parallel replica so that all replicas finish together. Each
     replica uses the fraction (tau, or top_p of vertical_slash) at which its predicted time is the

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import Field, construct, fields_of, joined, toml_value
+from mtraining_jax.utils.fields import Field, construct, fields_of, joined, options_of, toml_value
 from mtraining_jax.utils.plugins import Registry
 
 
@@ -51,14 +51,14 @@ class Table:
         own = {} if self.plugin is None else {self.plugin.selector: self.plugin.field}
         own |= {} if self.section is None else fields_of(self.section)
         own.pop(self.holder, None)
-        options = {} if self.options is None else fields_of(self.options)
+        options = {} if self.options is None else options_of(self.options)
         return own | options | own  # a field of the section hides an option of the same name
 
     def kinds_with(self, name: str) -> dict[str, Field]:
         """The known kinds that have an option of this name, and the option."""
         if self.plugin is None:
             return {}
-        options = {kind: fields_of(self.plugin.classes.get(kind)) for kind in self.plugin.classes}
+        options = {kind: options_of(self.plugin.classes.get(kind)) for kind in self.plugin.classes}
         return {kind: fields[name] for kind, fields in options.items() if name in fields}
 
     def construct(self, values: Mapping[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:

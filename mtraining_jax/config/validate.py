@@ -183,8 +183,8 @@ def _sparsity(config: Sections) -> Iterator[str]:
             f"{named.sparsity.tune} cannot be combined with {named.model.sliding_window}: it tunes "
             'densities of all layers; set sparsity.tune = "none"'
         )
-    fraction = pattern.mass_fraction()
-    if fraction is None:
+    option = next(iter(pattern.overridable()), None)
+    if option is None:
         kind = str(named.sparsity.kind)
         if sparsity.kind == "vertical_slash":
             kind += f" with {named.sparsity.pattern.preset}".replace("pattern.", "")
@@ -193,12 +193,12 @@ def _sparsity(config: Sections) -> Iterator[str]:
             'sparsity.kind = "sampled_rows", or "vertical_slash" with sparsity.preset = "safe"'
         )
         return
-    value = getattr(pattern, fraction.name)
+    value = getattr(pattern, option)
     if sparsity.tune_min > sparsity.tune_max:
         yield f"{named.sparsity.tune_min} is more than {named.sparsity.tune_max}"
     elif not sparsity.tune_min <= value <= sparsity.tune_max:
         limits = f"{named.sparsity.tune_min} and {named.sparsity.tune_max}"
-        start = f"{named.sparsity.tune} starts from sparsity.{fraction.name} = {value}"
+        start = f"{named.sparsity.tune} starts from sparsity.{option} = {value}"
         yield f"{start}, which must lie between {limits}"
 
 

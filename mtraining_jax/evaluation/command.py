@@ -19,7 +19,7 @@ from mtraining_jax.evaluation.report import write_results
 from mtraining_jax.evaluation.results import Results
 from mtraining_jax.evaluation.runner import Plan, check, check_lengths, evaluate
 from mtraining_jax.evaluation.tasks import Task, make_tasks
-from mtraining_jax.patterns.options.rows import PROMPT_END
+from mtraining_jax.patterns.row_pattern import PROMPT_END
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.version import VERSION

@@ -31,7 +31,8 @@ from mtraining_jax.models.sharding import named_shapes, parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.history import LOWEST_DENSITY
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS
@@ -224,10 +225,10 @@ def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
     return {"replicas": 1, "nodes": nodes, "devices_per_node": local}
 
 
-def _settings(config: Config, attention: AttentionKind, source: str) -> PatternOptions:
+def _settings(config: Config, attention: AttentionKind, source: str) -> Pattern:
     """Returns settings of the configured pattern, or of dense attention with its block size."""
     if attention == "dense":
-        return DenseOptions(block_size=config.sparsity.block_size)
+        return Dense(block_size=config.sparsity.block_size)
     settings = config.sparsity.pattern
     if not settings.sparse:
         raise UserError(

@@ -2,16 +2,9 @@
 
 from typing import Annotated
 
-import jax.numpy as jnp
-from jax import Array
-
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.scores import row_scores
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import Ge, Lt, NonNegativeInt, PositiveInt
-from pallas_kernels.index import BlockSparseIndex
 
 # A head that keeps more than this fraction of its mass at the given sparsity can be made sparser.
 _ENOUGH = 0.8
@@ -52,8 +45,12 @@ class AdaSpa(Pattern):
     block_size: PositiveInt = 128
     """Block size in tokens (g)."""
 
-    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
+    def select(self, q, k, context):
         """Selects lists for all rows and reports the fraction of mass kept as `recall`."""
+        from mtraining_jax.selection.context import Selection
+        from mtraining_jax.selection.scores.exact_masses import exact_masses, recall
+        from pallas_kernels.index import BlockSparseIndex
+
         if context.causal or context.axis_names:
             raise ValueError(
                 "AdaSpa needs causal=False and a sequence on one device; for causal attention use "
@@ -64,14 +61,19 @@ class AdaSpa(Pattern):
         index = BlockSparseIndex.from_block_mask(kept, self.block_size, causal=False)
         return Selection(index, {"recall": recall(masses, kept)})
 
-    def kept(self, masses: Array) -> Array:
+    def kept(self, masses):
+        """Returns the blocks to keep, bool like `masses`, fp32 [B, Hq, NB, NB]."""
+        import jax.numpy as jnp
+
+        from mtraining_jax.selection.scores.exact_masses import largest, recall
+
         num_heads, num_blocks = masses.shape[1], masses.shape[-1]
-        counts = [
-            max(round((1 - level) * num_blocks), 1, self.first_blocks + self.last_blocks)
+        ends = self.first_blocks, self.last_blocks
+        few, middle, many = (
+            min(max(round((1 - level) * num_blocks), 1, sum(ends)), num_blocks)
             for level in ((1 + self.sparsity) / 2, self.sparsity, (3 * self.sparsity - 1) / 2)
-        ]
-        few, middle, many = (jnp.int32(min(count, num_blocks)) for count in counts)
-        kept = self._largest(masses, middle)
+        )
+        kept = largest(masses, jnp.int32(middle), *ends)
         if not self.adaptive:
             return kept
         shares = recall(masses, kept)
@@ -79,48 +81,7 @@ class AdaSpa(Pattern):
         # Rank of each head, by descending mass kept.
         rank = jnp.argsort(jnp.argsort(-shares, axis=-1, stable=True), axis=-1)
         of_heads = jnp.where(rank < able, few, jnp.where(rank >= num_heads - able, many, middle))
-        return self._largest(masses, of_heads[..., None])
-
-    def _largest(self, masses: Array, count: Array) -> Array:
-        """Returns the blocks of largest mass of each row, forced ones first."""
-        blocks = jnp.arange(masses.shape[-1], dtype=jnp.int32)
-        forced = (blocks < self.first_blocks) | (blocks >= masses.shape[-1] - self.last_blocks)
-        keys = jnp.where(forced, jnp.inf, masses)
-        keys = top_p.float_keys(keys)[..., None]
-        return top_p.kept_entries(keys, top_p.Rule(0, count[..., None]))[0][..., 0]
+        return largest(masses, of_heads[..., None], *ends)
 
     def describe(self) -> str:
         return f"AdaSpa, {100 * self.sparsity:g} % of the key blocks skipped"
-
-
-def exact_masses(q: Array, k: Array, context: SelectionContext, block_size: int) -> Array:
-    """Computes the mean softmax mass that each query block gives to each key block.
-
-    Args:
-        q: [B, S, Hq, D].
-        k: [B, S, Hk, D].
-        context: the whole sequence on one device; only `scale` and `backend` are read.
-        block_size: tokens per block (g).
-
-    Returns:
-        fp32 [B, Hq, S/g, S/g], multiples of 2^-30; rows sum to 1 up to rounding.
-    """
-    positions = jnp.full((q.shape[1] // block_size, block_size), k.shape[1] - 1, jnp.int32)
-    return row_scores.block_masses(
-        row_scores.by_blocks(q, block_size),
-        row_scores.by_blocks(k, block_size),
-        positions,
-        scale=context.scale_for(q.shape[-1]),
-        like=q,
-        backend=context.backend,
-    )
-
-
-def recall(masses: Array, kept: Array) -> Array:
-    """Returns the fraction of mass on kept blocks: fp32 [B, Hq].
-
-    Args:
-        masses: fp32 [B, Hq, NB, NB], from `exact_masses`.
-        kept: bool [B, Hq, NB, NB].
-    """
-    return jnp.where(kept, masses, 0.0).sum((-2, -1)) / masses.sum((-2, -1))

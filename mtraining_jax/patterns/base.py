@@ -1,59 +1,117 @@
-"""The interface of sparse patterns, and selection with one.
+"""The base of sparse patterns.
 
-A pattern is one class in one file: its fields, and how it selects pairs. It is registered in
-`registry.py` or referenced as `package.module:Class`; see `examples/strided_pattern.py` for a
-complete one.
+A pattern is one class in one file: its fields are the options of `[sparsity]`, and the same object
+selects pairs under `jax.jit`. Reading a configuration loads no JAX, so the files in this folder
+import what selects only when it is needed: `select` imports scores and rules from
+`mtraining_jax.selection`. A pattern is registered in `registry.py` or referenced as
+`package.module:Class`; see `examples/strided_pattern.py` for a complete one.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import functools
-import inspect
-from collections.abc import Sequence
-from typing import ClassVar, Self
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-import jax
-import numpy as np
-from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
-from pydantic import SkipValidation
+from pydantic import Field, SkipValidation
 
-from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
-from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.utils.errors import UserError
-from mtraining_jax.utils.fields import fields_of
-from pallas_kernels import names
-from pallas_kernels.index import Index
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
 
-# A field that is an array, or a tracer of it.
-Traced = SkipValidation[Array | np.ndarray]
+if TYPE_CHECKING:
+    from jax import Array
+
+    from mtraining_jax.selection.context import Selection, SelectionContext
 
 
-class Pattern(PatternOptions):
-    """Selects the pairs that attention computes.
-
-    A frozen dataclass, and a pytree: arrays are the fields in `arrays`, and other fields are static
-    under `jax.jit`. Each array has query heads as its leading axis; a pattern for all layers of a
-    model has a layer axis before that.
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """Properties of the model and run that a pattern may depend on.
 
     Attributes:
-        arrays: names of the fields that are arrays.
+        num_layers: L.
+        num_heads: query heads, Hq.
+        seq_len: S, tokens.
+        seed: seed of the run, for random patterns.
+    """
+
+    num_layers: int
+    num_heads: int
+    seq_len: int
+    seed: int = 0
+
+
+# Fields of several patterns, with their help texts.
+BlockSize = Annotated[PositiveInt, Field(description="Block size in tokens (g).")]
+ProbeQueries = Annotated[
+    PositiveInt,
+    Field(description="Number of probe queries at the end of the sequence; at most block_size."),
+]
+MinSparseTokens = Annotated[
+    NonNegativeInt,
+    Field(
+        description="Documents shorter than this, including padding, use dense attention, since "
+        "selection would save little. Has no effect without documents."
+    ),
+]
+# Marks fields that only `bind` or Python sets. `Traced` is an array, or a tracer of it.
+NOT_AN_OPTION = Field(exclude=True)
+Traced = Annotated[SkipValidation[Any], NOT_AN_OPTION]
+
+_classes: set[type[Pattern]] = set()  # of all patterns that were created
+
+
+class Pattern:
+    """Selects the pairs that attention computes; a frozen dataclass, decorated with `options`.
+
+    A pytree: arrays are the fields in `arrays`, and other fields are static under `jax.jit`. Each
+    array has query heads as its leading axis; a pattern for all layers of a model has a layer axis
+    before that. The message of a ValueError of `__post_init__` begins with the name of the field.
+
+    Attributes:
+        arrays: names of the fields that are arrays; None until `bind`.
+        sparse: whether pairs may be skipped at all.
+        selects: whether pairs are selected by queries and keys; otherwise recall is not measured,
+            and densities are reported under another name.
+        density_name: name of the density in what a run prints.
+        supports_documents: whether pairs are selected within packed documents; otherwise packed
+            documents are rejected.
         supports_bidirectional: whether `select` supports non-causal attention.
+        density_option: the option to increase in order to keep more pairs.
     """
 
     arrays: ClassVar[tuple[str, ...]] = ()
+    sparse: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
+    density_name: ClassVar[str] = "density"
+    supports_documents: ClassVar[bool] = False
     supports_bidirectional: ClassVar[bool] = False
+    density_option: ClassVar[str] = ""
+
+    block_size: int
 
     def __new__(cls, *_args: object, **_fields: object) -> Self:
-        """Registers a pattern as a pytree when its first instance is created."""
-        _register(cls)
+        """Registers the class as a pytree if JAX is loaded."""
+        _classes.add(cls)
+        if "jax" in sys.modules:
+            register_pytrees()
         return super().__new__(cls)
 
-    @classmethod
-    def from_options(cls, options: PatternOptions, model: ModelSizes) -> "Pattern":
-        """Returns the pattern with the values of its options."""
-        del model
-        return cls(**{name: getattr(options, name) for name in fields_of(cls)})
+    def __post_init__(self) -> None:
+        if not hasattr(self, "block_size"):
+            raise ValueError(f"{type(self).__name__} lacks the field block_size, tokens per block")
+        if self.block_size < 1:  # the field of a user's class may have no limits
+            raise ValueError(f"block_size={self.block_size} must be at least 1")
 
-    def pattern(self, model: ModelSizes) -> "Pattern":
+    def bind(self, model: ModelSizes) -> Pattern:
+        """Returns the pattern for a model; arrays that differ between layers lead with that axis.
+
+        Raises:
+            UserError: if a file cannot be read, or the options do not fit the model.
+        """
+        del model
         return self
 
     def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
@@ -69,74 +127,78 @@ class Pattern(PatternOptions):
         """
         raise UserError(f"{type(self).__name__} must implement select(self, q, k, context)")
 
+    def check_documents(self) -> None:
+        """Raises a UserError if the pattern does not support packed documents."""
+        if not self.supports_documents:
+            raise UserError(
+                f"{type(self).__name__} does not support packed documents; use sampled_rows, "
+                "vertical_slash or dense, or set supports_documents = True in a class of your own "
+                "that selects within documents"
+            )
+
+    def row_sharded(self, documents: bool) -> bool:
+        """Whether each rank holds its own rows of an index, with or without packed documents."""
+        del documents
+        return False
+
+    def for_prompts(self) -> Self:
+        """Returns the variant for prompts, with the question at the end; unchanged by default."""
+        return self
+
+    def overridable(self) -> Mapping[str, int]:
+        """The option that `SelectionContext.overrides` may set per sequence, if any, and its bits.
+
+        A fraction of attention mass, in units of 2^-bits (at most 30). Monotone: raising it never
+        drops a pair.
+        """
+        return {}
+
+    def describe(self) -> str:
+        """Describes the pattern in a few words, for the banner of a run."""
+        return type(self).__name__
+
+    def more_pairs(self) -> str:
+        """Advice on which field to change to keep more pairs, and so more attention mass."""
+        if not self.density_option:
+            return "change the settings in [sparsity] to keep more pairs"
+        return f"increase sparsity.{self.density_option} = {getattr(self, self.density_option)}"
+
+    def blocks(self, tokens: int) -> int:
+        """Returns the number of blocks of some tokens."""
+        return -(-tokens // self.block_size)
+
+    def shortest_sparse_document(self) -> int:
+        """Returns the tokens below which documents use dense attention; 0 if none does so."""
+        return getattr(self, "min_sparse_tokens", 0) if self.selects and self.sparse else 0
+
+    def most_documents(self, num_blocks: int) -> int:
+        """Returns how many documents of `min_sparse_tokens` fit into NB blocks, at least 1."""
+        least = self.blocks(getattr(self, "min_sparse_tokens", 0))
+        return max(num_blocks // max(least, 1), 1)
+
+
+class BlockPattern(Pattern):
+    """Common base of patterns with an index of rows of blocks: each rank holds its own rows."""
+
+    supports_documents = True
+
+    def row_sharded(self, documents: bool) -> bool:
+        return True
+
+
+def register_pytrees() -> None:
+    """Registers the classes of all patterns so far as pytrees. Loads JAX."""
+    for cls in tuple(_classes):
+        _register(cls)
+
 
 @functools.cache
 def _register(cls: type[Pattern]) -> None:
+    import jax
+
     if not cls.arrays:
         jax.tree_util.register_static(cls)
         return
-    static = [name for name in fields_of(cls) if name not in cls.arrays]
+    fields: Any = cls
+    static = [x.name for x in dataclasses.fields(fields) if x.name not in cls.arrays]
     jax.tree_util.register_dataclass(cls, data_fields=list(cls.arrays), meta_fields=static)
-
-
-def select_pairs(pattern: Pattern, q: Array, k: Array, context: SelectionContext) -> Selection:
-    """Selects an index with a pattern; no gradient flows through it.
-
-    The index has the checkpoint name `names.INDEX`. A rematerialization policy that saves this name
-    avoids a second selection.
-
-    Args:
-        pattern: any pattern.
-        q, k, context: as in `Pattern.select`.
-
-    Raises:
-        UserError: if there are documents, and the pattern does not support them, or if its
-            `select` has other parameters or does not return a `Selection`.
-        ValueError: if a mass fraction is given for a pattern without one.
-    """
-    if context.documents.packed:
-        pattern.check_documents()
-    if context.mass_fraction is not None and pattern.mass_fraction() is None:
-        raise ValueError(f"{type(pattern).__name__} has no mass fraction to override")
-    try:
-        inspect.signature(pattern.select).bind(q, k, context)
-    except TypeError:
-        parameters = ", ".join(inspect.signature(type(pattern).select).parameters)
-        raise UserError(
-            f"{type(pattern).__name__} has select({parameters}); it must be "
-            "select(self, q, k, context)"
-        ) from None
-    selection = pattern.select(*lax.stop_gradient((q, k)), context)
-    name = type(pattern).__name__
-    if not isinstance(selection, Selection) or not isinstance(selection.index, Index):
-        found = type(selection).__name__
-        if isinstance(selection, Selection):
-            found += f" of {type(selection.index).__name__}"
-        raise UserError(
-            f"{name}.select returned {found}; it must return Selection(index, statistics), with an "
-            "index such as BlockMaskIndex"
-        )
-    for field, needed in (("block_size", pattern.block_size), ("causal", context.causal)):
-        if (value := getattr(selection.index, field)) != needed:
-            raise UserError(
-                f"{name}.select returned an index with {field}={value}; {field}={needed} is needed"
-            )
-    leaves, structure = jax.tree.flatten(selection.index)
-    leaves = [checkpoint_name(lax.stop_gradient(leaf), names.INDEX) for leaf in leaves]
-    return Selection(jax.tree.unflatten(structure, leaves), selection.statistics)
-
-
-def select_index(
-    q: Array,
-    k: Array,
-    pattern: Pattern,
-    *,
-    block_ids: Array,
-    num_blocks: int,
-    axis_names: Sequence[str] = (),
-    scale: float | None = None,
-    backend: str | None = None,
-) -> Index:
-    """Selects an index; the arguments are those of `select_pairs` and `SelectionContext`."""
-    context = SelectionContext(block_ids, num_blocks, tuple(axis_names), scale, backend)
-    return select_pairs(pattern, q, k, context).index

@@ -1,18 +1,12 @@
 """Block top-k: a fixed number of key blocks per query block, by products of means."""
 
-from jax import Array
-
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.rows import BlockTopKOptions
-from mtraining_jax.selection.checks import check_selection
-from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.selection.scores.chunk_gate import best_blocks
+from mtraining_jax.patterns.base import BlockPattern, BlockSize
 from mtraining_jax.utils.fields import options
-from pallas_kernels.index import BlockMaskIndex
+from mtraining_jax.utils.limits import PositiveInt
 
 
 @options
-class BlockTopK(Pattern, BlockTopKOptions):
+class BlockTopK(BlockPattern):
     """Per head and query block, the key blocks with the largest products of block means.
 
     Each query block keeps its own key block and the best `top_blocks` - 1 earlier ones, by the
@@ -28,9 +22,21 @@ class BlockTopK(Pattern, BlockTopKOptions):
     to `block_size` - 1 later tokens of its own block.
     """
 
-    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
-        check_selection(q, k, context, self.block_size)
-        bits = best_blocks(q, k, context, min(self.top_blocks, context.num_blocks))
-        if context.documents.packed:  # blocks without a document compute nothing
-            bits &= context.documents.causal_blocks(context.block_ids, context.num_blocks)
-        return Selection(BlockMaskIndex(bits, context.num_blocks, self.block_size))
+    density_option = "top_blocks"
+
+    top_blocks: PositiveInt = 32
+    """Maximum number of key blocks per query block, including its own."""
+    block_size: BlockSize = 128
+
+    @property
+    def min_sparse_tokens(self) -> int:
+        """Documents shorter than this, including padding, are dense in any case."""
+        return self.top_blocks * self.block_size + 1
+
+    def select(self, q, k, context):
+        from mtraining_jax.selection.scores import chunk_gate
+
+        return chunk_gate.select_blocks(q, k, context, self.block_size, self.top_blocks)
+
+    def describe(self) -> str:
+        return f"block top-k, {self.top_blocks} key blocks per query block, scored by block means"

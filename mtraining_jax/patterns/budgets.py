@@ -1,19 +1,21 @@
 """Fixed budgets per layer and head, from files in the format of MInference (arXiv 2407.02490)."""
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Self
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from mtraining_jax.patterns.base import Pattern, Traced
-from mtraining_jax.patterns.options.base import BlockSize, MinSparseTokens, ModelSizes, ProbeQueries
-from mtraining_jax.patterns.options.probes import FixedBudgetOptions, MInferenceOptions
+from mtraining_jax.patterns.base import (
+    NOT_AN_OPTION,
+    BlockSize,
+    MinSparseTokens,
+    ModelSizes,
+    ProbeQueries,
+    Traced,
+)
 from mtraining_jax.patterns.probe_pattern import ProbePattern
-from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.scores.last_queries import Probed, per_kind
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.file_limits import read_json
@@ -21,6 +23,7 @@ from mtraining_jax.utils.limits import NonNegativeInt, check_at_most
 
 # Type and two numbers; for vertical_and_slash the number of verticals and of slashes.
 Head = tuple[str, int, int]
+Cap = Annotated[NonNegativeInt | None, NOT_AN_OPTION]
 
 # Minimum columns and diagonals of a vertical-slash head in the reference implementation.
 _LEAST_COLUMNS, _LEAST_DIAGONALS = 30, 50
@@ -28,197 +31,182 @@ _LEAST_COLUMNS, _LEAST_DIAGONALS = 30, 50
 _SWAPPED = "vertical_and_slash", 1000, 6096
 
 
+@options
 class BudgetPattern(ProbePattern):
-    """Common base of patterns with a number of columns and of diagonals for each head."""
+    """Common base of patterns with a number of columns and of diagonals for each head.
 
-    verticals: Traced
-    slashes: Traced
+    A pytree: budgets are data, so layers can be stacked as [L, Hq] and scanned over; the caps are
+    static and shared by all layers. They come from a file, or are given in Python.
+    """
 
-    @classmethod
-    def read(cls, options: Any) -> "BudgetPattern":
-        """Reads the budgets of all layers, [L, Hq], from the file of the options."""
-        raise NotImplementedError(f"{cls.__name__}.read")
+    arrays = ("verticals", "slashes")
 
-    @classmethod
-    def from_options(cls, options: Any, model: ModelSizes) -> Pattern:
+    verticals: Traced = None
+    """int32 [Hq], number of columns kept by each head."""
+    slashes: Traced = None
+    """int32 [Hq], number of diagonals kept by each head."""
+    max_verticals: Cap = None
+    """Static cap; larger entries of `verticals` are reduced to it."""
+    max_slashes: Cap = None
+    """Static cap; larger entries of `slashes` are reduced to it."""
+    budget_file: str | None = None
+    """MInference JSON file with a budget for each layer and head; required."""
+    num_probe_queries: ProbeQueries = 64
+    sink_tokens: NonNegativeInt = 30
+    """Number of first tokens that are always kept as verticals."""
+    sliding_window: NonNegativeInt = 100
+    """Number of nearest slashes (token distances) that are always kept, within the budget."""
+    block_size: BlockSize = 128
+    min_sparse_tokens: MinSparseTokens = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_most(self, "num_probe_queries", "block_size")
+        if not self.budget_file and None in (self.max_verticals, self.max_slashes):
+            raise ValueError("budget_file=none is not allowed; set it to a MInference JSON file")
+
+    def read(self) -> Self:
+        """Reads the budgets of all layers, [L, Hq], from `budget_file`."""
+        raise NotImplementedError(f"{type(self).__name__}.read")
+
+    def bind(self, model: ModelSizes) -> Self:
         """Returns the budgets of all layers, [L, Hq].
 
         Raises:
             UserError: if the file cannot be read or does not match the model.
         """
-        budgets = cls.read(options)
-        found, needed = budgets.verticals.shape, (model.num_layers, model.num_heads)
+        if not self.budget_file:  # given in Python
+            return self
+        bound = self.read()
+        found, needed = bound.verticals.shape, (model.num_layers, model.num_heads)
         if found != needed:
             raise UserError(
-                f"budget file {options.budget_file} has {found[0]} layers of {found[1]} heads, but "
+                f"budget file {self.budget_file} has {found[0]} layers of {found[1]} heads, but "
                 f"the model has {needed[0]} layers of {needed[1]} heads"
             )
-        return budgets
+        return bound
 
-    def rule(self, probed: Probed) -> top_p.Rule:
+    def budget_rule(self, probed):
         """Returns the rule that keeps as many entries as the budgets of the rows' heads."""
-        spans = probed.spans
-        budgets = jnp.stack([jnp.asarray(self.verticals), jnp.asarray(self.slashes)])
-        caps = per_kind(self.most_columns(spans), self.max_slashes)
-        if not jnp.issubdtype(budgets.dtype, jnp.integer):
-            raise ValueError(f"verticals or slashes are {budgets.dtype}; they must be integers")
-        budgets = budgets[:, probed.heads, None]
-        budgets = jnp.clip(budgets, 0, jnp.minimum(caps, spans.tokens))
-        return top_p.Rule(minimum=0, maximum=budgets.astype(jnp.int32))
+        from mtraining_jax.selection.rules.columns_and_diagonals import by_budget
+
+        most = self.most_columns(probed.spans), self.caps()[1]
+        return by_budget(probed, (self.verticals, self.slashes), most)
+
+    def more_pairs(self) -> str:
+        return f"increase the budgets in sparsity.budget_file = {self.budget_file}"
 
 
 @options
 class FixedBudget(BudgetPattern):
     """A fixed number of verticals and slashes for each head.
 
-    A pytree: budgets are data, so layers can be stacked as [L, Hq] and scanned over; the caps are
-    static and shared by all layers.
+    The first `sink_tokens` columns and the nearest `sliding_window` diagonals rank above all
+    others.
     """
 
-    arrays = ("verticals", "slashes")
     by_logits = True
 
-    verticals: Traced
-    """int32 [Hq], number of columns kept by each head."""
-    slashes: Traced
-    """int32 [Hq], number of diagonals kept by each head."""
-    max_verticals: NonNegativeInt
-    """Static cap; larger entries of `verticals` are reduced to it."""
-    max_slashes: NonNegativeInt
-    """Static cap; larger entries of `slashes` are reduced to it."""
-    num_probe_queries: ProbeQueries = 64
-    block_size: BlockSize = 128
-    sink_tokens: NonNegativeInt = 30
-    """Number of first columns that rank above all others."""
-    sliding_window: NonNegativeInt = 100
-    """Number of nearest diagonals that rank above all others."""
-    min_sparse_tokens: MinSparseTokens = 8192
+    def read(self) -> Self:
+        heads = read_heads(str(self.budget_file))
+        table = np.array([[head[1:] for head in layer] for layer in heads], np.int32)
+        verticals, slashes = table[..., 0], table[..., 1]
+        caps = {"max_verticals": int(verticals.max()), "max_slashes": int(slashes.max())}
+        return dataclasses.replace(self, verticals=verticals, slashes=slashes, **caps)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_most(self, "num_probe_queries", "block_size")
+    def keys(self, probed):
+        from mtraining_jax.selection.rules.columns_and_diagonals import logit_keys
 
-    @classmethod
-    def read(cls, options: FixedBudgetOptions) -> "FixedBudget":
-        return load_budgets(
-            str(options.budget_file),
-            num_probe_queries=options.num_probe_queries,
-            block_size=options.block_size,
-            sink_tokens=options.sink_tokens,
-            sliding_window=options.sliding_window,
-            min_sparse_tokens=options.min_sparse_tokens,
-        )
-
-    def keys(self, probed: Probed) -> tuple[Array, top_p.Rule]:
-        """Returns keys in the order of the sums of logits; forced entries rank first."""
-        spans = probed.spans
-        numbers = spans.entries(probed.by_distance.shape[-1])
-        forced = jnp.stack([numbers < self.sink_tokens, numbers < self.sliding_window])
-        # Rows with a single sequence share these numbers; rows with several have one set each.
-        forced = forced.reshape(2, -1, *numbers.shape[-2:])
-        scores = jnp.where(forced, jnp.inf, probed.by_distance)
-        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
-        keys = top_p.float_keys(jnp.where(numbers < tokens, scores, -jnp.inf))
-        return keys, self.rule(probed)
+        keys = logit_keys(probed, self.sink_tokens, self.sliding_window)
+        return keys, self.budget_rule(probed)
 
     def least_columns(self) -> int:
-        return min(self.sink_tokens, self.max_verticals)
+        return min(self.sink_tokens, self.caps()[0])
+
+    def describe(self) -> str:
+        return f"vertical-slash with fixed budgets from {self.budget_file or 'Python'}"
 
 
 @options
 class MInference(BudgetPattern):
     """Per head, a fixed number of the columns and diagonals with most softmax mass.
 
-    The mass is that of the last `num_probe_queries` queries. Forced columns and diagonals come
-    first and count toward the budgets. Ties go to the smaller position or distance. A diagonal
-    selects the block diagonals that it touches; the main one is always selected.
+    The mass is that of the last `num_probe_queries` queries. Heads of type `vertical_and_slash`
+    keep max(first number, 30) columns and max(second, 50) diagonals; heads of type `stream_llm`
+    keep the first tokens and the nearest ones. Other types are rejected, except `block_sparse` with
+    `swap_block_sparse`. Forced columns and diagonals come first and count toward the budgets. Ties
+    go to the smaller position or distance. A diagonal selects the block diagonals that it touches;
+    the main one is always selected.
 
     Causality: the last queries of the sequence determine the selection for all others.
 
     Source: MInference (arXiv 2407.02490). Its reference implementation rounds masses to the model's
     dtype before sorting; here they are multiples of 2^-30.
-
-    A pytree: its arrays are data, so layers can be stacked as [L, Hq] and scanned over.
     """
 
     arrays = ("verticals", "slashes", "sinks", "windows")
 
-    verticals: Traced
-    """As in `FixedBudget`."""
-    slashes: Traced
-    """As in `FixedBudget`."""
-    sinks: Traced
+    swap_block_sparse: bool = False
+    """Give heads of type block_sparse 1000 verticals and 6096 slashes, as MInference's search does.
+    Otherwise such heads, which no published file has, are rejected."""
+    sinks: Traced = None
     """int32 [Hq], number of first columns, which are forced."""
-    windows: Traced
+    windows: Traced = None
     """int32 [Hq], number of nearest diagonals, which are forced."""
-    max_verticals: NonNegativeInt
-    """As in `FixedBudget`."""
-    max_slashes: NonNegativeInt
-    """As in `FixedBudget`."""
-    max_sinks: NonNegativeInt
+    max_sinks: Cap = None
     """Static cap, at least the largest entry of `sinks`."""
-    num_probe_queries: ProbeQueries = 64
-    block_size: BlockSize = 128
-    min_sparse_tokens: MinSparseTokens = 8192
 
-    @classmethod
-    def read(cls, options: MInferenceOptions) -> "MInference":
-        heads = read_heads(str(options.budget_file))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_verticals is not None and self.max_sinks is None:
+            raise ValueError("max_sinks is missing: it must be at least the largest of sinks")
+
+    def read(self) -> Self:
+        heads = read_heads(str(self.budget_file))
         numbers = [
-            [_minference_numbers(head, options, f"layer {i}, head {j}") for j, head in enumerate(x)]
-            for i, x in enumerate(heads)
+            [self._numbers(head, f"layer {i}, head {j}") for j, head in enumerate(layer)]
+            for i, layer in enumerate(heads)
         ]
-        verticals, slashes, sinks, windows = np.moveaxis(np.array(numbers, np.int32), -1, 0)
-        return cls(
-            verticals=verticals,
-            slashes=slashes,
-            sinks=sinks,
-            windows=windows,
-            max_verticals=int(verticals.max()),
-            max_slashes=int(slashes.max()),
-            max_sinks=int(sinks.max()),
-            num_probe_queries=options.num_probe_queries,
-            block_size=options.block_size,
-            min_sparse_tokens=options.min_sparse_tokens,
+        arrays = np.moveaxis(np.array(numbers, np.int32), -1, 0)
+        caps = (int(x.max()) for x in arrays)
+        return dataclasses.replace(
+            self,
+            **dict(zip(self.arrays, arrays, strict=True)),
+            **dict(zip(("max_verticals", "max_slashes", "max_sinks"), caps, strict=False)),
         )
 
-    def keys(self, probed: Probed) -> tuple[Array, top_p.Rule]:
-        """Returns masses plus one, with the highest bit set if forced, and 0 for padding."""
-        spans = probed.spans
-        numbers = spans.entries(probed.by_distance.shape[-1])
-        forced = jnp.stack([jnp.asarray(self.sinks), jnp.asarray(self.windows)])
-        forced = numbers < forced[:, probed.heads, None, None]
-        keys = probed.by_distance.astype(jnp.uint32) + 1
-        keys = jnp.where(forced, jnp.uint32(1 << 31), keys)
-        tokens = spans.spread(jnp.asarray(spans.tokens))[..., None]
-        return jnp.where(numbers < tokens, keys, 0), self.rule(probed)
+    def _numbers(self, head: Head, where: str) -> tuple[int, int, int, int]:
+        """Returns columns, diagonals, forced columns and forced diagonals of one head."""
+        if head[0] == "block_sparse" and self.swap_block_sparse:
+            head = _SWAPPED
+        kind, first, second = head
+        if kind == "vertical_and_slash":
+            columns, diagonals = max(first, _LEAST_COLUMNS), max(second, _LEAST_DIAGONALS)
+            return columns, diagonals, self.sink_tokens, self.sliding_window
+        if kind == "stream_llm":
+            return first, second, first, second
+        advice = ""
+        if kind == "block_sparse":
+            advice = (
+                "; set swap_block_sparse=true to give such heads 1000 columns and 6096 diagonals, "
+                "as MInference's search does"
+            )
+        raise UserError(
+            f"budget file {self.budget_file}, {where} has type {kind!r}; it must be "
+            f"'vertical_and_slash' or 'stream_llm'{advice}"
+        )
+
+    def keys(self, probed):
+        from mtraining_jax.selection.rules.columns_and_diagonals import mass_keys
+
+        return mass_keys(probed, self.sinks, self.windows), self.budget_rule(probed)
 
     def least_columns(self) -> int:
-        return min(self.max_sinks, self.max_verticals)
+        assert self.max_sinks is not None
+        return min(self.max_sinks, self.caps()[0])
 
-
-def _minference_numbers(
-    head: Head, options: MInferenceOptions, where: str
-) -> tuple[int, int, int, int]:
-    """Returns columns, diagonals, forced columns and forced diagonals of one head."""
-    if head[0] == "block_sparse" and options.swap_block_sparse:
-        head = _SWAPPED
-    kind, first, second = head
-    if kind == "vertical_and_slash":
-        columns, diagonals = max(first, _LEAST_COLUMNS), max(second, _LEAST_DIAGONALS)
-        return columns, diagonals, options.sink_tokens, options.sliding_window
-    if kind == "stream_llm":
-        return first, second, first, second
-    advice = ""
-    if kind == "block_sparse":
-        advice = (
-            "; set swap_block_sparse=true to give such heads 1000 columns and 6096 diagonals, as "
-            "MInference's search does"
-        )
-    raise UserError(
-        f"budget file {options.budget_file}, {where} has type {kind!r}; it must be "
-        f"'vertical_and_slash' or 'stream_llm'{advice}"
-    )
+    def describe(self) -> str:
+        return f"MInference with budgets from {self.budget_file or 'Python'}"
 
 
 def load_budgets(path: str | os.PathLike, **options: int) -> FixedBudget:
@@ -238,15 +226,7 @@ def load_budgets(path: str | os.PathLike, **options: int) -> FixedBudget:
     Raises:
         UserError: if the file cannot be read or is malformed; the message names layer and head.
     """
-    table = np.array([[head[1:] for head in layer] for layer in read_heads(path)], np.int32)
-    verticals, slashes = table[..., 0], table[..., 1]
-    return FixedBudget(
-        verticals=verticals,
-        slashes=slashes,
-        max_verticals=int(verticals.max()),
-        max_slashes=int(slashes.max()),
-        **options,
-    )
+    return FixedBudget(budget_file=str(path), **options).read()
 
 
 def read_heads(path: str | os.PathLike) -> list[list[Head]]:

@@ -1,22 +1,12 @@
 """FlexPrefill: per head, blocks on columns and diagonals, or lists by pooled queries."""
 
-import dataclasses
-
-import jax.numpy as jnp
-from jax import Array
-
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.rows import FlexPrefillOptions
-from mtraining_jax.selection.checks import check_selection
-from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.selection.scores import flex_steps
-from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.patterns.base import BlockPattern, BlockSize, MinSparseTokens
 from mtraining_jax.utils.fields import options
-from pallas_kernels.index import BlockMaskIndex
+from mtraining_jax.utils.limits import PositiveFraction, PositiveInt, UnitFraction
 
 
 @options
-class FlexPrefill(Pattern, FlexPrefillOptions):
+class FlexPrefill(BlockPattern):
     """Per head, either whole blocks of columns and diagonals, or lists by pooled attention.
 
     P is the attention of the last `block_size` queries. Among the masses of columns, and of
@@ -47,48 +37,72 @@ class FlexPrefill(Pattern, FlexPrefillOptions):
     is not query-aware; n is divided by `block_size`, in the reference by 128.
     """
 
-    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
+    density_option = "gamma"
+
+    gamma: PositiveFraction = 0.9
+    """Attention mass to keep, as a fraction; rounded to 2^-15 for query-aware heads."""
+    js_threshold: UnitFraction = 0.1
+    """Jensen-Shannon distance below which a head is query-aware (tau of the reference
+    implementation); 0 disables query-aware heads."""
+    min_budget: PositiveInt = 512
+    """Minimum number of tokens kept as columns, and as diagonals."""
+    max_budget: PositiveInt | None = None
+    """Maximum number of tokens kept as columns, and as diagonals; none for no limit."""
+    min_sparse_tokens: MinSparseTokens = 8192
+    block_size: BlockSize = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_budget is not None and self.max_budget < self.min_budget:
+            raise ValueError(
+                f"max_budget={self.max_budget} must be at least min_budget={self.min_budget}"
+            )
+
+    def select(self, q, k, context):
         """Selects lists, and reports the fraction of query-aware heads as `query_aware`.
 
         With documents it is a fraction of heads and non-dense documents.
         """
-        check_selection(q, k, context, self.block_size)
-        rows, num_blocks = context.block_ids, context.num_blocks
-        if not context.documents.packed and num_blocks <= self._dense_blocks():
+        import jax.numpy as jnp
+
+        from mtraining_jax.selection.checks import with_dense_documents
+        from mtraining_jax.selection.context import Selection
+        from mtraining_jax.selection.scores import flex_steps
+        from mtraining_jax.selection.spans import sparse_spans
+        from pallas_kernels.index import BlockMaskIndex
+
+        rows, num_blocks, size = context.block_ids, context.num_blocks, self.block_size
+        budget = self.blocks(self.min_budget)
+        dense_blocks = max(2, budget)  # sequences of at most this many are dense
+        least = max(self.blocks(self.min_sparse_tokens), dense_blocks + 1)
+        context = with_dense_documents(q, k, context, size, least)
+        documents = context.documents
+        if not documents.packed and num_blocks <= dense_blocks:
             shape = q.shape[0], q.shape[2]
             listed = jnp.ones((*shape, len(rows), num_blocks), bool)
-            index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
+            index = BlockMaskIndex.from_block_mask(listed, size, rows)
             return Selection(index, {"query_aware": jnp.zeros(shape, jnp.float32)})
-        least = max(self.blocks(self.min_sparse_tokens), self._dense_blocks() + 1)
-        documents = context.documents.dense_below(least)
-        context = dataclasses.replace(context, documents=documents)
-        spans = sparse_spans(context, max(num_blocks // least, 1), self.block_size)
-        last = flex_steps.last_attention(q, k, context, spans, self.block_size, self.gamma)
+        spans = sparse_spans(context, max(num_blocks // least, 1), size)
+        last = flex_steps.last_attention(q, k, context, spans, size, self.gamma)
         local = spans.local(rows)
         aware = jnp.zeros(last.tokens.shape[1:], bool)  # [B, Hq, E]
         if self.js_threshold:
             aware = flex_steps.distances(q, k, context, last, spans) < self.js_threshold
-        counts = self._counts(last.tokens, aware, local.length)
+        most = local.length
+        if self.max_budget is not None:
+            most = jnp.minimum(self.blocks(self.max_budget), most)
+        counts = jnp.where(aware, budget, jnp.clip(last.tokens // size + 1, budget, most))
         listed = flex_steps.kept_blocks(last, counts, context, spans)
         if self.js_threshold:
             pooled = flex_steps.pooled_lists(q, k, context, self.gamma, spans)
             listed = listed | (pooled & local.spread(aware)[..., None])
         if documents.packed:
             listed = listed | documents.of(rows).dense[:, None, :, None]
-        index = BlockMaskIndex.from_block_mask(listed, self.block_size, rows)
+        index = BlockMaskIndex.from_block_mask(listed, size, rows)
         if documents.packed:
             index = index.within_documents(*documents.spans(), rows)
         aware = (aware & (local.tokens > 0)).sum(-1, dtype=jnp.float32)
         return Selection(index, {"query_aware": aware / jnp.maximum(local.count(), 1)})
 
-    def _counts(self, tokens: Array, aware: Array, num_blocks: Array) -> Array:
-        """Returns the number of column blocks and of diagonals to keep in each document."""
-        least, most = self.blocks(self.min_budget), num_blocks
-        if self.max_budget is not None:
-            most = jnp.minimum(self.blocks(self.max_budget), num_blocks)
-        counts = jnp.clip(tokens // self.block_size + 1, least, most)
-        return jnp.where(aware, least, counts)
-
-    def _dense_blocks(self) -> int:
-        """Sequences of at most this many blocks are dense."""
-        return max(2, self.blocks(self.min_budget))
+    def describe(self) -> str:
+        return f"FlexPrefill, gamma {self.gamma:g}, query-aware below {self.js_threshold:g}"

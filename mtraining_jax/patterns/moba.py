@@ -1,19 +1,12 @@
 """MoBA: each query selects chunks of keys by their means."""
 
-import jax.numpy as jnp
-from jax import Array
-
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.rows import MoBAOptions
-from mtraining_jax.selection.checks import check_selection
-from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.selection.scores.chunk_gate import best_chunks
+from mtraining_jax.patterns.base import BlockPattern
 from mtraining_jax.utils.fields import options
-from pallas_kernels.index import TokenChunksIndex
+from mtraining_jax.utils.limits import PositiveInt
 
 
 @options
-class MoBA(Pattern, MoBAOptions):
+class MoBA(BlockPattern):
     """Per token and head, the key chunks with the largest products of query and mean key.
 
     A query sees its own chunk up to itself, and the `top_k` - 1 complete earlier chunks whose mean
@@ -33,14 +26,32 @@ class MoBA(Pattern, MoBAOptions):
     it, and keep the last layers dense.
     """
 
-    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
-        check_selection(q, k, context, self.block_size)
-        blocks = self.chunk_size // self.block_size
-        most = min(self.top_k, -(-context.num_blocks // blocks))
-        words = best_chunks(q, k, context, blocks, most)
-        first = context.first_blocks(context.block_ids)
-        if first is not None:
-            first = jnp.broadcast_to(first[:, None], words.shape[:3])
-        return Selection(
-            TokenChunksIndex(words, context.num_blocks, blocks, most, self.block_size, first)
-        )
+    density_option = "top_k"
+
+    chunk_size: PositiveInt = 4096
+    """Chunk size in tokens; a multiple of block_size."""
+    top_k: PositiveInt = 12
+    """Maximum number of chunks per query, including its own."""
+    block_size: PositiveInt = 128
+    """Block size of the kernels in tokens (g)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk_size % self.block_size:
+            raise ValueError(
+                f"chunk_size={self.chunk_size} must be a multiple of block_size={self.block_size}"
+            )
+
+    @property
+    def min_sparse_tokens(self) -> int:
+        """Documents shorter than this, including padding, are dense in any case."""
+        return self.top_k * self.chunk_size + 1
+
+    def select(self, q, k, context):
+        from mtraining_jax.selection.scores import chunk_gate
+
+        chunk_blocks = self.chunk_size // self.block_size
+        return chunk_gate.select_chunks(q, k, context, self.block_size, chunk_blocks, self.top_k)
+
+    def describe(self) -> str:
+        return f"MoBA, {self.top_k} chunks of {self.chunk_size} tokens per query"

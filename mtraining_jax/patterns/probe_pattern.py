@@ -1,23 +1,22 @@
 """Common base of patterns that select columns and diagonals with the last queries."""
 
-import dataclasses
-from typing import ClassVar
+from __future__ import annotations
 
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
+from typing import TYPE_CHECKING, ClassVar
 
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.probes import ProbeOptions
-from mtraining_jax.selection.checks import check_selection
-from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.scores import last_queries
-from mtraining_jax.selection.scores.last_queries import Probed
-from mtraining_jax.selection.spans import Spans, sparse_spans
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from mtraining_jax.selection.rules import top_p
+    from mtraining_jax.selection.scores.last_queries import Probed
+    from mtraining_jax.selection.spans import Spans
+
+_COLUMN_MULTIPLE = 128  # column capacities are rounded up to a multiple of this
 
 
-class ProbePattern(Pattern, ProbeOptions):
+class ProbePattern(Pattern):
     """Per head, columns and diagonals by scores from the last queries of a sequence or document.
 
     Subclasses define which of the scores are kept, with `keys` and `nearest`.
@@ -29,9 +28,18 @@ class ProbePattern(Pattern, ProbeOptions):
 
     Attributes:
         by_logits: whether scores are sums of raw logits instead of softmax mass.
+        num_probe_queries, min_sparse_tokens: fields, as in `VerticalSlash`.
+        max_verticals, max_slashes: the caps of columns and of diagonals; None until `bind` if they
+            depend on the model.
     """
 
+    supports_documents = True
     by_logits: ClassVar[bool] = False
+
+    num_probe_queries: int
+    max_verticals: int | None
+    max_slashes: int | None
+    min_sparse_tokens: int
 
     def keys(self, probed: Probed) -> tuple[Array, top_p.Rule]:
         """Returns selection keys, and how many of the largest to keep.
@@ -51,32 +59,69 @@ class ProbePattern(Pattern, ProbeOptions):
         del saved
         return {}
 
-    def select(self, q: Array, k: Array, context: SelectionContext) -> Selection:
+    def select(self, q, k, context):
         """Selects a `VerticalSlashIndex`, or with documents a `BlockMaskIndex` with columns."""
+        from mtraining_jax.selection.checks import with_dense_documents
+        from mtraining_jax.selection.context import Selection
+        from mtraining_jax.selection.scores import last_queries
+        from mtraining_jax.selection.spans import sparse_spans
+
         for name in self.arrays:
-            if (shape := np.shape(getattr(self, name))) != (q.shape[2],):
+            if (shape := getattr(self, name).shape) != (q.shape[2],):
                 raise ValueError(
                     f"{name} has shape {shape}, but there are {q.shape[2]} query heads"
                 )
-        check_selection(q, k, context, self.block_size)
-        num_blocks, sizes = context.num_blocks, (q.shape[0], q.shape[2])
-        documents = context.documents.dense_below(self.blocks(self.min_sparse_tokens))
-        context = dataclasses.replace(context, documents=documents)
+        least, num_blocks = self.blocks(self.min_sparse_tokens), context.num_blocks
+        context = with_dense_documents(q, k, context, self.block_size, least)
         spans = sparse_spans(context, self.most_documents(num_blocks), self.block_size)
         probed = last_queries.probe(q, k, context, spans, self.num_probe_queries, self.by_logits)
         keys, rule = self.keys(probed)
         kept = last_queries.each_kind(keys, rule, self.nearest, probed.spans)
-        if not documents.packed:
+        sizes = q.shape[0], q.shape[2]
+        if context.documents.packed:
+            room = self.document_columns(num_blocks)
+            index, saved = last_queries.marks(kept, probed.spans, room, sizes, context)
+            saved = saved / spans.count().clip(1)[:, None]
+        else:
             capacities = self.list_capacities(num_blocks)
             index, saved = last_queries.lists(kept, capacities, sizes, context)
-            return Selection(index, self.statistics(saved))
-        room = self.document_columns(num_blocks)
-        index, saved = last_queries.marks(kept, probed.spans, room, sizes, context)
-        return Selection(index, self.statistics(saved / jnp.maximum(spans.count(), 1)[:, None]))
+        return Selection(index, self.statistics(saved))
+
+    def row_sharded(self, documents: bool) -> bool:
+        return documents
+
+    def caps(self) -> tuple[int, int]:
+        """Returns `max_verticals` and `max_slashes` of a pattern that is bound."""
+        assert self.max_verticals is not None and self.max_slashes is not None
+        return self.max_verticals, self.max_slashes
+
+    def least_columns(self) -> int:
+        """Number of columns that a document may keep whatever its length."""
+        raise NotImplementedError(f"{type(self).__name__}.least_columns")
 
     def most_columns(self, spans: Spans) -> Array:
         """Returns the column limit of each document: int32 [R, E], or [1, 1] for single ones."""
-        room, num_blocks = 2 * self.max_verticals, spans.num_blocks
+        (most, _), num_blocks = self.caps(), spans.num_blocks
+        room = 2 * most
         # In two parts, since the product of room and blocks may overflow.
         share = room // num_blocks * spans.length + room % num_blocks * spans.length // num_blocks
-        return jnp.clip(share, self.least_columns(), self.max_verticals)
+        return share.clip(self.least_columns(), most)
+
+    def most_diagonals(self, num_blocks: int) -> int:
+        """Returns the number of block diagonals that a list has room for."""
+        return min(2 * self.caps()[1] + 1, num_blocks)
+
+    def list_capacities(self, num_blocks: int) -> tuple[int, int]:
+        """Returns the room of a `VerticalSlashIndex` for columns and for block diagonals."""
+        columns = min(_rounded(self.caps()[0]), num_blocks * self.block_size)
+        return columns, self.most_diagonals(num_blocks)
+
+    def document_columns(self, num_blocks: int) -> int:
+        """Returns the room for the columns of all documents of a sequence of NB blocks."""
+        documents, most = self.most_documents(num_blocks), self.caps()[0]
+        columns = 2 * most + documents * self.least_columns()
+        return _rounded(min(columns, documents * most, num_blocks * self.block_size))
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE

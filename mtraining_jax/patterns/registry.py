@@ -1,70 +1,22 @@
-"""The built-in patterns by name, and their options in one command-line word."""
+"""The built-in patterns by name."""
 
-import ast
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
-from mtraining_jax.patterns.options.base import PatternOptions
-from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.plugins import Registry
 
-_OPTIONS = "mtraining_jax.patterns.options"
+_PATTERNS = "mtraining_jax.patterns"
 PATTERNS = Registry(
     "sparse pattern",
-    base=f"{_OPTIONS}.base:PatternOptions",
+    base=f"{_PATTERNS}.base:Pattern",
     public="mtraining_jax.Pattern",
     built_in={
-        "dense": f"{_OPTIONS}.base:DenseOptions",
-        "vertical_slash": f"{_OPTIONS}.probes:VerticalSlashOptions",
-        "fixed": f"{_OPTIONS}.probes:FixedBudgetOptions",
-        "xattention": f"{_OPTIONS}.rows:XAttentionOptions",
-        "sampled_rows": f"{_OPTIONS}.rows:SampledRowsOptions",
-        "minference": f"{_OPTIONS}.probes:MInferenceOptions",
-        "flex_prefill": f"{_OPTIONS}.rows:FlexPrefillOptions",
-        "moba": f"{_OPTIONS}.rows:MoBAOptions",
-        "block_topk": f"{_OPTIONS}.rows:BlockTopKOptions",
-        "replay": f"{_OPTIONS}.probes:ReplayOptions",
+        "dense": f"{_PATTERNS}.dense:Dense",
+        "vertical_slash": f"{_PATTERNS}.vertical_slash:VerticalSlash",
+        "fixed": f"{_PATTERNS}.budgets:FixedBudget",
+        "xattention": f"{_PATTERNS}.xattention:XAttention",
+        "sampled_rows": f"{_PATTERNS}.sampled_rows:SampledRows",
+        "minference": f"{_PATTERNS}.budgets:MInference",
+        "flex_prefill": f"{_PATTERNS}.flex_prefill:FlexPrefill",
+        "moba": f"{_PATTERNS}.moba:MoBA",
+        "block_topk": f"{_PATTERNS}.block_topk:BlockTopK",
     },
+    moved={"replay": "benchmarks.replay:Replay"},
 )
-
-
-def parse_options(
-    text: str, others: Mapping[str, type[PatternOptions]] | None = None
-) -> PatternOptions:
-    """Parses options such as "vertical_slash,top_p=0.8".
-
-    Args:
-        text: the name of a pattern, or package.module:Class, followed by options ",name=value".
-        others: additional patterns by name.
-
-    Raises:
-        UserError: if the pattern or an option is unknown, or a value is invalid.
-    """
-    name, options = split_options(text)
-    kind: Any = (others or {}).get(name) or PATTERNS.get(name)
-    fields = [field.name for field in dataclasses.fields(kind)]
-    for key, value in options.items():
-        if key not in fields or not value:
-            raise UserError(
-                f'"{key}{"=" if value else ""}{value}" in "{text}" is not an option of {name}; '
-                f"choose from {', '.join(fields)}, written as name=value"
-            )
-    try:
-        return kind(**{key: _value(value) for key, value in options.items()})
-    except ValueError as error:
-        raise UserError(f'"{text}": {error}') from None
-
-
-def split_options(text: str) -> tuple[str, dict[str, str]]:
-    """Splits off the name; returns options as text, empty if an option has no value."""
-    name, *options = text.split(",")
-    pairs = (option.partition("=") for option in options)
-    return name, {key: value for key, _, value in pairs}
-
-
-def _value(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -1,23 +1,14 @@
 """Key blocks by the exact attention of probe queries in each query block."""
 
-import dataclasses
+from typing import Any
 
-from jax import Array
-
-from mtraining_jax.patterns.options.rows import SampledRowsOptions
-from mtraining_jax.patterns.row_pattern import Keys, RowPattern
-from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.rules.row_rule import kept_blocks
-from mtraining_jax.selection.scores import probe_rows, row_columns
-from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.utils.fields import options
-from pallas_kernels import backends
-from pallas_kernels.coded import CodedKeys, CodedScores, encode_keys
-from pallas_kernels.index import BlockMaskIndex
+from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt, check_at_most
 
 
 @options
-class SampledRows(RowPattern, SampledRowsOptions):
+class SampledRows(RowPattern):
     """Key blocks by the mean softmax mass of probe queries in each block, over all keys.
 
     The r probe queries of a block of g are at offsets (i+1) g / r - 1, rounded down: evenly spaced,
@@ -34,51 +25,57 @@ class SampledRows(RowPattern, SampledRowsOptions):
     document has columns of its own.
     """
 
-    def keys(self, q: Array, k: Array, context: SelectionContext) -> Keys:
-        kernels = backends.coded_score_kernels(context.backend, q, self.block_size)
-        return k if kernels is None or self.columns else encode_keys(k)
+    probe_queries_per_block: PositiveInt = 16
+    """Number of probe queries per query block (r); at most block_size."""
+    columns: NonNegativeInt = 0
+    """Maximum number of key columns per head, in addition to the block lists; 0 disables. Multiples
+    of 128 are most efficient."""
 
-    def scores(self, q: Array, k: Keys, context: SelectionContext) -> Array:
-        count = self.probe_queries_per_block
-        if isinstance(k, CodedKeys):
-            return probe_rows.coded_masses(q, k, context, count, self._kernels(q, context))
-        return probe_rows.block_masses(q, k, context, count)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_most(self, "probe_queries_per_block", "block_size")
 
-    def bits(self, q: Array, k: Keys, context: SelectionContext) -> Array:
-        count = self.probe_queries_per_block
-        if isinstance(k, CodedKeys):
-            kernels = self._kernels(q, context)
-            if kernels.keeps(count, context.num_blocks):
-                return probe_rows.coded_bits(q, k, context, count, self.rule(context), kernels)
-        return super().bits(q, k, context)
+    def document_columns(self, num_blocks: int) -> int:
+        """Returns the room for the columns of all documents of a sequence of NB blocks."""
+        return min(self.most_documents(num_blocks) * self.columns, num_blocks * self.block_size)
 
-    def rows_at_once(self, q: Array, k: Keys, context: SelectionContext) -> int:
-        if not isinstance(k, CodedKeys):
-            return super().rows_at_once(q, k, context)
-        sizes = q.shape[0], q.shape[2], self.probe_queries_per_block
-        blocks = context.block_ids.shape[0], context.num_blocks
-        return self._kernels(q, context).rows_at_once(*sizes, *blocks)
+    def keys(self, q, k, context):
+        from mtraining_jax.selection.scores import probe_rows
 
-    def _kernels(self, q: Array, context: SelectionContext) -> CodedScores:
-        kernels = backends.coded_score_kernels(context.backend, q, self.block_size)
-        assert kernels is not None
-        return kernels
+        return k if self.columns else probe_rows.coded(q, k, context)
 
-    def index(self, q: Array, k: Keys, context: SelectionContext) -> BlockMaskIndex:
-        if not self.columns or isinstance(k, CodedKeys):
+    def scores(self, q, k, context):
+        from mtraining_jax.selection.scores import probe_rows
+
+        return probe_rows.block_masses(q, k, context, self.probe_queries_per_block)
+
+    def bits(self, q, k, context):
+        from mtraining_jax.selection.scores import probe_rows
+
+        kept = probe_rows.coded_bits(
+            q, k, context, self.probe_queries_per_block, self.rule(context)
+        )
+        return super().bits(q, k, context) if kept is None else kept
+
+    def rows_at_once(self, q, k, context):
+        from mtraining_jax.selection.scores import probe_rows
+
+        count = probe_rows.coded_at_once(q, k, context, self.probe_queries_per_block)
+        return super().rows_at_once(q, k, context) if count is None else count
+
+    def index(self, q, k: Any, context):
+        if not self.columns:
             return super().index(q, k, context)
-        rule, rows, num_blocks = self.rule(context), context.block_ids, context.num_blocks
-        probes = probe_rows.probe_rows(q, context, self.probe_queries_per_block)
-        documents = context.documents
-        spans = sparse_spans(context, self.most_documents(num_blocks), self.block_size)
-        tokens = row_columns.heaviest_columns(q, k, context, spans, self.columns, rule)
-        masses = row_columns.masses_without(*probes, k, tokens, spans, context, like=q)
-        of_blocks, of_columns = masses
-        bits = kept_blocks(of_blocks, rows, rule, documents, of_columns)
-        index = BlockMaskIndex(bits, num_blocks, self.block_size)
-        index = index.with_columns(tokens.reshape(*tokens.shape[:2], -1), rows)
-        if not documents.packed:
-            return index
-        # The capacity covers as many documents as may be sparse; kernels gather all of it.
-        index = dataclasses.replace(index, max_columns=self.document_columns(num_blocks))
-        return index.columns_from(documents.of(rows).first[:, None])
+        from mtraining_jax.selection.scores import row_columns
+
+        documents = self.most_documents(context.num_blocks)
+        room = self.document_columns(context.num_blocks)
+        how = self.rule(context), self.probe_queries_per_block, self.columns, documents, room
+        return row_columns.index_with_columns(q, k, context, *how)
+
+    def describe(self) -> str:
+        columns = f", up to {self.columns} columns per head" if self.columns else ""
+        return (
+            f"sampled rows: {self.probe_queries_per_block} probe queries per block, "
+            f"{self.rule_in_words()}{columns}"
+        )

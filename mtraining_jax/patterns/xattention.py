@@ -1,16 +1,14 @@
 """XAttention: key blocks by sums along antidiagonals."""
 
-from jax import Array
+from typing import Any
 
-from mtraining_jax.patterns.options.rows import XAttentionOptions
 from mtraining_jax.patterns.row_pattern import RowPattern
-from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.scores.strides import stride_masses
 from mtraining_jax.utils.fields import options
+from mtraining_jax.utils.limits import PositiveInt
 
 
 @options
-class XAttention(RowPattern, XAttentionOptions):
+class XAttention(RowPattern):
     """Key blocks by the attention of strides of tokens, each scored by an antidiagonal sum.
 
     With s = `stride`, the logit of query stride a and key stride b is the mean over i < s of
@@ -21,5 +19,19 @@ class XAttention(RowPattern, XAttentionOptions):
     they stay fp32, and ties go to the smaller position.
     """
 
-    def scores(self, q: Array, k: Array, context: SelectionContext) -> Array:
+    stride: PositiveInt = 8
+    """Antidiagonal stride in tokens (s); must divide block_size. Useful values are 4, 8 and 16:
+    larger is cheaper and coarser."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size % self.stride:
+            raise ValueError(f"stride={self.stride} must divide block_size={self.block_size}")
+
+    def scores(self, q, k: Any, context):
+        from mtraining_jax.selection.scores.strides import stride_masses
+
         return stride_masses(q, k, context, self.block_size, self.stride)
+
+    def describe(self) -> str:
+        return f"XAttention, stride {self.stride}, {self.rule_in_words()}"

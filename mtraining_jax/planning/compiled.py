@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
-from mtraining_jax.parallel.mesh import DOCUMENTS, MASS_FRACTION, TOKENS, make_mesh
+from mtraining_jax.parallel.mesh import DOCUMENTS, OVERRIDES, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.device_batches import reads_lengths
@@ -85,7 +85,7 @@ def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=("cuda",))
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Shapes and shardings of the batch of a step."""
 
     def array(shape: tuple[int, ...], spec: P, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -93,7 +93,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
     data = config.data
     tokens = array(config.batch_shape, TOKENS)
-    batch = {"tokens": tokens, "labels": tokens, "positions": tokens}
+    batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "positions": tokens}
     if data.has_documents:
         num_blocks = data.seq_len // config.sparsity.block_size
         batch["documents"] = array((data.batch_size, num_blocks, 3), DOCUMENTS)
@@ -103,5 +103,6 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
         batch["weights"] = array(config.batch_shape, TOKENS, jnp.float32)
     if config.sparsity.tune != "none":
         shape = data.batch_size, config.model.num_layers
-        batch["mass_fraction"] = array(shape, MASS_FRACTION)
+        names = config.sparsity.pattern.overridable()
+        batch["overrides"] = {name: array(shape, OVERRIDES) for name in names}
     return batch

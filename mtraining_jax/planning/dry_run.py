@@ -9,7 +9,7 @@ import jax
 from mtraining_jax.config import Config, validate
 from mtraining_jax.config.load import with_steps
 from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, audit_flops, idle_parameters
-from mtraining_jax.patterns.options.base import DenseOptions
+from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.planning.compiled import Compiled, compile_step, missing_plugin
 from mtraining_jax.planning.cost import Flops, count_flops, rates_missing, seconds
 from mtraining_jax.planning.documents import Pairs, planned_pairs
@@ -93,7 +93,7 @@ def _step(config: Config) -> str:
 
 
 def _dense(config: Config) -> Config:
-    dense = DenseOptions(block_size=config.sparsity.block_size)
+    dense = Dense(block_size=config.sparsity.block_size)
     return dataclasses.replace(config, sparsity=dataclasses.replace(config.sparsity, pattern=dense))
 
 

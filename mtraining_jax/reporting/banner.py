@@ -64,10 +64,9 @@ def banner(
 
 def _tuning(config: Config) -> str:
     sparsity = config.sparsity
-    kept = sparsity.pattern.mass_fraction()
     text = (
-        f"{'' if kept is None else kept.name} from {sparsity.tune_min:g} to {sparsity.tune_max:g}"
-        f" per data-parallel replica, to match the {_ANCHORS[sparsity.tune]}"
+        f"{', '.join(sparsity.pattern.overridable())} from {sparsity.tune_min:g} to "
+        f"{sparsity.tune_max:g} per data-parallel replica, to match the {_ANCHORS[sparsity.tune]}"
     )
     if config.parallel.replicas == 1 or not config.data.has_documents:
         text += "; no effect, as all replicas have the same work"

@@ -1,5 +1,7 @@
 """Checks of the inputs of a selection."""
 
+import dataclasses
+
 from jax import Array
 
 from mtraining_jax.selection.context import SelectionContext
@@ -34,3 +36,11 @@ def check_selection(q: Array, k: Array, context: SelectionContext, block_size: i
     if not scale > 0:
         raise ValueError(f"scale={scale} must be positive")
     return scale
+
+
+def with_dense_documents(
+    q: Array, k: Array, context: SelectionContext, block_size: int, blocks: int
+) -> SelectionContext:
+    """Checks a selection, and returns its context with documents of fewer blocks dense."""
+    check_selection(q, k, context, block_size)
+    return dataclasses.replace(context, documents=context.documents.dense_below(blocks))

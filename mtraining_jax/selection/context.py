@@ -30,8 +30,8 @@ class SelectionContext:
         documents: documents of each batch entry. Queries see their own document only, and each
             document gets the same selection as on its own. Defaults to one document of `valid_len`
             tokens; with packed documents (`documents.packed`) `valid_len` is None.
-        mass_fraction: int32 [B], optional per-sequence override of the pattern's mass fraction, in
-            the units of its `MassFraction`; may be traced.
+        overrides: values of options for each sequence, by name: int32 [B], in the units of
+            `Pattern.overridable`; may be traced.
     """
 
     block_ids: Array
@@ -42,7 +42,7 @@ class SelectionContext:
     causal: bool = True
     valid_len: Array | None = None
     documents: DocumentBlocks = cast(Any, None)
-    mass_fraction: Array | None = None
+    overrides: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.documents is None:

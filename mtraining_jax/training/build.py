@@ -9,8 +9,7 @@ from mtraining_jax.config import Config, validate
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.training.tuning.replica_load import measures_by_length
 from mtraining_jax.utils.errors import UserError
 
@@ -40,7 +39,7 @@ def build_pattern(config: Config) -> Pattern:
     """Builds the sparse pattern; with a leading layer axis if it differs from layer to layer."""
     model = config.model
     sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len, config.run.seed)
-    return config.sparsity.pattern.pattern(sizes)
+    return config.sparsity.pattern.bind(sizes)
 
 
 def build_attention(config: Config, mesh: Mesh, layout: Layout, pattern: Pattern) -> Attention:

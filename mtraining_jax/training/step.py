@@ -1,6 +1,7 @@
 """One compiled optimizer step: gradients over micro-batches, clipping, finite check, AdamW."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.models.spec import layer_windows
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
-from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, MASS_FRACTION, TOKENS
+from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, OVERRIDES, TOKENS
 from mtraining_jax.parallel.ordering import join
 from mtraining_jax.parallel.replicas import constrain, per_replica
 from mtraining_jax.selection.document_blocks import DocumentBlocks
@@ -38,7 +39,7 @@ from mtraining_jax.training.optimizer import (
 )
 from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
 
-Batch = dict[str, Array]
+Batch = dict[str, Any]  # arrays; of each option in "overrides"
 Metrics = dict[str, Any]
 
 AUXILIARY_LOSS, LOSS_TERMS = "auxiliary_loss", "loss_terms"
@@ -69,15 +70,15 @@ def make_train_step(
     With `GuardInputs`, a step may be held: then all of its state, also its counters, stays as it
     was, and the same step can be taken again.
 
-    The batch is that of `DeviceBatches`, optionally with `mass_fraction` int32 [B, L], of each
-    layer for each sequence, as in `SelectionContext`.
+    The batch is that of `DeviceBatches`, optionally with `overrides`, int32 [B, L] by option, of
+    each layer for each sequence, as in `SelectionContext`.
 
     Metrics stay on the devices until they are read: fp32 `loss`, `grad_norm` (before clipping) and
     `lr` (NaN if the optimizer has its own); `parameter_norms`, that of each parameter's gradient,
     fp32 [], or [L] if in all layers; int32 `step` (from 1), `labels` (counted), `real_tokens`,
     `skipped` (so far) and `skipped_in_row`; `layers`, statistics by name, fp32 [L] each, mean over
     the batch; with experts `auxiliary_loss`, the mean over sequences, which is not part of `loss`;
-    with `loss_terms` each of them, likewise; with `mass_fraction` `density_by_group`, fp32 [M, L];
+    with `loss_terms` each of them, likewise; with `overrides` `density_by_group`, fp32 [M, L];
     if audited, `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an index with a
     leading layer axis; with `guard` `guard`, its `Findings`.
     """
@@ -142,7 +143,7 @@ def make_train_step(
             "layers": layers,
             **others,
         }
-        if "mass_fraction" in batch:
+        if "overrides" in batch:
             density = by_group["density"]
             metrics["density_by_group"] = density.reshape(config.parallel.replicas, -1)
         return after, metrics
@@ -290,11 +291,11 @@ def run_layers(
     batch: Batch,
 ) -> tuple[Array, Array, dict[str, Any]]:
     """Returns hidden states of a batch, the LM head's weight, and statistics of the layers."""
-    table, fractions = batch.get("documents"), batch.get("mass_fraction")
+    table = batch.get("documents")
     inputs = dataclasses.replace(
         inputs,
         documents=None if table is None else DocumentBlocks.from_table(table),
-        mass_fraction=None if fractions is None else fractions.T,
+        overrides=jax.tree.map(jnp.transpose, batch.get("overrides")),
     )
     model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
     hidden, layers = model(
@@ -314,10 +315,10 @@ def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
     """Splits the batch of a replica, [B, ...], into micro-batches [parts, B / parts, ...]."""
 
     def cut(name: str, x: Array) -> Array:
-        spec = {"documents": DOCUMENTS, "mass_fraction": MASS_FRACTION}.get(name, TOKENS)
+        spec = {"documents": DOCUMENTS, "overrides": OVERRIDES}.get(name, TOKENS)
         return constrain(x.reshape(parts, -1, *x.shape[1:]), mesh, P(None, *spec))
 
-    return {name: cut(name, x) for name, x in batch.items()}
+    return {name: jax.tree.map(functools.partial(cut, name), x) for name, x in batch.items()}
 
 
 def mean_over_parts(x: Array) -> Array:

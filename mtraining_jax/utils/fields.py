@@ -116,6 +116,7 @@ class Field:
     default: Any = dataclasses.MISSING  # if required
     doc: str = ""
     words: str | None = None  # valid values, if they do not follow from the type
+    is_option: bool = True  # False if only Python sets it
 
     @property
     def required(self) -> bool:
@@ -147,6 +148,7 @@ def fields_of(cls: type) -> dict[str, Field]:
         raise UserError(f"{cls.__module__}:{cls.__qualname__} declares no options: {way}")
     hints, found = typing.get_type_hints(cls, include_extras=True), {}
     inherited = [vars(base).get("__pydantic_fields__", {}) for base in reversed(cls.__mro__)]
+    infos = {name: x for fields in inherited for name, x in fields.items()}
     docs = {
         name: x.description for fields in inherited for name, x in fields.items() if x.description
     }
@@ -154,8 +156,15 @@ def fields_of(cls: type) -> dict[str, Field]:
         make, name = field.default_factory, field.name
         default = field.default if make is dataclasses.MISSING else make()
         if field.init:
-            found[name] = Field(name, hints[name], default, docs.get(name, ""))
+            is_option = not infos[name].exclude
+            doc = docs.get(name, "")
+            found[name] = Field(name, hints[name], default, doc, is_option=is_option)
     return found
+
+
+def options_of(cls: Any) -> dict[str, Field]:
+    """The fields that files and the command line may set, by name."""
+    return {name: field for name, field in fields_of(cls).items() if field.is_option}
 
 
 def toml_value(value: Any) -> str:

@@ -19,6 +19,7 @@ class Registry:
         public: what a user derives plug-ins from, if not from `base`.
         built_in: built-in plug-ins, name -> `module:Class`.
         groups: names of groups of plug-ins, which may be meant by a misspelled name.
+        moved: former built-in plug-ins, name -> `module:Class` in a checkout of the repository.
     """
 
     def __init__(
@@ -28,9 +29,10 @@ class Registry:
         built_in: Mapping[str, str],
         public: str = "",
         groups: Collection[str] = (),
+        moved: Mapping[str, str] | None = None,
     ) -> None:
         self.what, self._base, self._public = what, base, public or base
-        self._built_in, self._groups = dict(built_in), groups
+        self._built_in, self._groups, self._moved = dict(built_in), groups, moved or {}
         self._loaded: dict[str, type] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -54,6 +56,9 @@ class Registry:
         """
         if name in self._loaded:
             return self._loaded[name]
+        if name in self._moved:
+            place = f'it is "{self._moved[name]}" now, which needs a checkout of the repository'
+            raise UserError(f'{self.what} "{name}" has moved: {place}')
         if name not in self._built_in and ":" not in name:
             ways = (
                 f"{choose_one_of(name, self._built_in, self._groups)} or pass package.module:Class"

@@ -26,7 +26,6 @@ from mtraining_jax import (
     unstripe,
 )
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.options.base import DenseOptions
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import backends
 from pallas_kernels.checks import unsupported_operands
@@ -300,7 +299,8 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped(), {"sharding": Sharding(batch=3)}, ".3,. but no mesh: set sharding.mesh"),
         (shaped((0, TOKENS, 4, 8), k=(0, TOKENS, 2, 8)), {}, "q has shape .* empty axes are not"),
         (shaped(), {"pattern": None}, "pattern=None is not a Pattern, such as SampledRows"),
-        (shaped(), {"pattern": DenseOptions()}, r"make one with pattern.pattern\(ModelSizes"),
+        (shaped(), {"pattern": FixedBudget(budget_file="budgets.json")},
+         r"FixedBudget\(...\) has no arrays yet; pass one layer of pattern.bind\(ModelSizes"),
         (shaped(), {"pattern": mtraining_jax.Dense}, r"or an index; did you mean Dense\(\)\?"),
         (shaped(), {"pattern": NotFrozen()}, "NotFrozen.* cannot be hashed .*frozen dataclass"),
         (shaped(), {"pattern": OwnTau(tau=jnp.float32(1))},

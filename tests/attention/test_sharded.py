@@ -9,10 +9,10 @@ import pytest
 
 from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows

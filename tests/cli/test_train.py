@@ -18,6 +18,7 @@ import mtraining_jax
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import Config, available_configs
+from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import abort_stuck_collectives, check_devices, set_platform
 
@@ -234,11 +235,12 @@ def test_missing_packages_and_old_python():
     assert error.startswith("error: mtraining-jax needs Python 3.12 or newer; pip install uv, ")
 
 
-def test_options_of_another_pattern_or_source(runs, capsys):
+def test_options_of_another_pattern_or_source(runs, capsys, monkeypatch):
+    monkeypatch.setattr(PATTERNS, "_loaded", {})  # without plug-ins of other tests
     assert main(["--config=tiny", "--sparsity.top_p=0.4", "--data.text_field=body"]) == 2
     assert runs == [] and capsys.readouterr().err.splitlines() == [
-        'error: command line: sparsity.top_p is an option of sparsity.kind = "vertical_slash" or '
-        '"replay", but sparsity.kind = "sampled_rows"; remove it or change sparsity.kind',
+        "error: command line: sparsity.top_p is an option of sparsity.kind = "
+        '"vertical_slash", but sparsity.kind = "sampled_rows"; remove it or change sparsity.kind',
         'error: command line: data.text_field is an option of data.source = "jsonl", "parquet", '
         '"hf_disk" or "mds", but data.source = "python_stdlib"; remove it or change data.source',
     ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.patterns.base import Pattern
 
 MODEL = """
 [model]
@@ -17,7 +17,7 @@ intermediate_size = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Undecorated(PatternOptions):
+class Undecorated(Pattern):
     """A pattern of a user who does not know the decorator."""
 
     block_size: int = 128

@@ -17,7 +17,7 @@ from mtraining_jax.config.help import all_fields
 from mtraining_jax.config.sections import ModelConfig, OptimizerConfig, RunConfig
 from mtraining_jax.data.source import Source
 from mtraining_jax.data.sources import SOURCES
-from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.utils.errors import UserError
@@ -444,7 +444,7 @@ def test_options_of_a_plugin_that_the_command_line_selects(write):
 
 
 @options
-class WithoutBlocks(PatternOptions):
+class WithoutBlocks(Pattern):
     """Options with names of built-in patterns, but other types and defaults."""
 
     sink_tokens: str = "few"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
+from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.errors import UserError
 from tests.config.common import MODEL
 
@@ -25,7 +26,8 @@ def test_every_block_is_a_case():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.partition("\n> ")[0][-60:])
-def test_sentences(case, tmp_path):
+def test_sentences(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(PATTERNS, "_loaded", {})  # without plug-ins of other tests
     lines = case.replace("{folder}", str(tmp_path)).splitlines()
     expected = [line[2:] for line in lines if line.startswith("> ")]
     options = [line for line in lines if line.startswith("--")]

@@ -3,13 +3,13 @@
 import pytest
 
 from mtraining_jax.cost_model import pattern_costs
-from mtraining_jax.patterns.options.probes import ProbeOptions
-from mtraining_jax.patterns.options.rows import SampledRowsOptions
+from mtraining_jax.patterns.probe_pattern import ProbePattern
+from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.utils.fields import options
 
 
 @options
-class _WithMethods(SampledRowsOptions):
+class _WithMethods(SampledRows):
     def expected_density(self, tokens):
         return 1 / tokens, "a method"
 
@@ -33,11 +33,11 @@ def test_methods_take_precedence_over_the_tables():
     assert pattern_costs.softmax_share(options) == 16 / 128
 
 
-class _Own(SampledRowsOptions):
+class _Own(SampledRows):
     """A pattern of a user, without forecasts."""
 
 
-class _OwnProbes(ProbeOptions):
+class _OwnProbes(ProbePattern):
     """Another one."""
 
 

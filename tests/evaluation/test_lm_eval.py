@@ -12,7 +12,7 @@ import pytest
 
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.evaluation.model import Forced
-from mtraining_jax.patterns.options.probes import VerticalSlashOptions
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.utils.errors import UserError
 from tests.data.tokenizer_folders import write_tokenizer
 from tests.evaluation import harness_tasks
@@ -87,7 +87,7 @@ def test_responses_of_another_model_are_not_used(model, tmp_path):
 
     CachingLM(model, str(tmp_path / "db")).dbdict.close()
     CachingLM(model, str(tmp_path / "db")).dbdict.close()
-    other = HarnessModel(engine=model.engine.with_pattern(VerticalSlashOptions()))
+    other = HarnessModel(engine=model.engine.with_pattern(VerticalSlash()))
     with pytest.raises(UserError, match="db has responses of another model; give each model"):
         CachingLM(other, str(tmp_path / "db"))
 

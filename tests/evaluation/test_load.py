@@ -15,9 +15,9 @@ from mtraining_jax.evaluation.engine.engine import Engine
 from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.options.base import DenseOptions
-from mtraining_jax.patterns.options.probes import VerticalSlashOptions
-from mtraining_jax.patterns.options.rows import SampledRowsOptions
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.training.checkpoint import Checkpoints
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
@@ -70,7 +70,7 @@ def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
         is_matrix = name.endswith("proj.weight") or name == "embed_tokens.weight"
         assert x.dtype == ("bfloat16" if is_matrix else "float32"), name
     network = found.network
-    assert isinstance(network.settings, VerticalSlashOptions)
+    assert isinstance(network.settings, VerticalSlash)
     assert (network.settings.block_size, network.settings.num_probe_queries) == (8, 8)
     assert network.spec.max_position_embeddings == 128
     # The run had 4 devices, the test has 8.
@@ -96,7 +96,7 @@ def test_overrides_take_precedence_over_the_run(run):
     assert [x // 32 for x in padded] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert network.padded_length(33) == 64
     dense = engine.dense()
-    assert dense.loaded.network.settings == DenseOptions(8)
+    assert dense.loaded.network.settings == Dense(8)
     assert dense.loaded.state is engine.loaded.state
 
 
@@ -125,7 +125,7 @@ def test_dense_use_of_a_sparse_model_has_a_note(run, tmp_path):
 def test_dense_attention_has_any_block_size():
     # sampled_rows, the default pattern, does not allow fewer than 16 tokens.
     found = load(QWEN2, attention="dense", overrides={"sparsity.block_size": 8})
-    assert found.network.settings == DenseOptions(8)
+    assert found.network.settings == Dense(8)
 
 
 def test_a_run_on_token_files_has_the_tokenizer_that_it_names(tmp_path):
@@ -175,7 +175,7 @@ def test_a_hugging_face_folder_has_its_tokenizer_and_end_tokens(tmp_path):
     assert isinstance(found.tokenizer, ByteTokenizer)
     assert found.stop_ids == {7, 9} and found.tokenizer.eos == 7
     assert found.network.spec.dtype == "float32"
-    assert found.network.settings == SampledRowsOptions()
+    assert found.network.settings == SampledRows()
 
 
 def test_errors_are_reported(run, tmp_path):

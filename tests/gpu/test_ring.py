@@ -20,9 +20,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
-from mtraining_jax.patterns.base import select_index
 from pallas_kernels import head_loop
 from pallas_kernels.index import DenseIndex
 from tests.gpu_tools import ring_problem

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns.base import select_index
 from tests.gpu_tools import ring_problem
 from tests.gpu_tools.ring_errors import INDICES, LISTS, NAMES, assert_right, own_device
 from tests.gpu_tools.ring_problem import SIZE

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from pallas_kernels.index import BlockMaskIndex

@@ -84,7 +84,7 @@ def test_a_replayed_density_is_the_requested_one():
     found = train(
         "qwen3b_512k",
         parallel__devices_per_node=min(4, jax.device_count()),
-        sparsity__kind="replay",
+        sparsity__kind="benchmarks.replay:Replay",
         sparsity__replay_density=0.2,
         data__seq_len=131072,  # long enough for the sparsest head
     )

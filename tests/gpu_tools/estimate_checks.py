@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from tests.models.common import equations, tiny_spec
 

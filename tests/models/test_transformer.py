@@ -175,12 +175,12 @@ def test_each_layer_gets_its_own_inputs(remat):
 
     def attention(q, k, v, inputs):
         out, _ = dense_attention(positions)(q, k, v)
-        stats = {"gain": inputs.grad_tap, "sum": (inputs.mass_fraction * inputs.valid_len).sum()}
+        stats = {"gain": inputs.grad_tap, "sum": (inputs.overrides["tau"] * inputs.valid_len).sum()}
         return out * inputs.grad_tap, stats
 
     inputs = AttentionInputs(
         grad_tap=jnp.array([1.0, 2.0, 0.5]),
-        mass_fraction=jnp.ones((3, 4), jnp.int32),
+        overrides={"tau": jnp.ones((3, 4), jnp.int32)},
         valid_len=jnp.int32(2),
     )
 

@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax import sparse_attention
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.base import Pattern, select_index
-from mtraining_jax.patterns.options.base import ModelSizes, PatternOptions
+from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.utils.fields import fields_of
 from pallas_kernels.index import Index
 from pallas_kernels.reference import reference_attention
@@ -44,7 +44,7 @@ def oracle(q, k, v, mask):
 @functools.cache
 def first_layer(settings):
     """Returns the pattern of the first layer."""
-    pattern = settings.pattern(ModelSizes(LAYERS, HEADS, SEQ_LEN))
+    pattern = settings.bind(ModelSizes(LAYERS, HEADS, SEQ_LEN))
     return jax.tree.map(lambda x: x[0], pattern) if pattern.arrays else pattern
 
 
@@ -87,7 +87,7 @@ def queries_and_keys():
 class ChoiceContract:
     """Requirements for a selection; for patterns that reuse the attention of another pattern."""
 
-    settings: PatternOptions
+    settings: Pattern
     # Whether every token is guaranteed to see something.
     rows_may_be_empty = False
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.patterns.adaspa import AdaSpa, exact_masses, recall
+from mtraining_jax.patterns.adaspa import AdaSpa
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.selection.scores.exact_masses import exact_masses, recall
 from pallas_kernels.reference import reference_attention
 from tests.patterns import inputs, oracle
 

@@ -11,7 +11,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
-from mtraining_jax.selection.rules.flex_cut import _quotient
+from mtraining_jax.selection.scores.flex_steps import _quotient
 from tests.patterns import inputs, oracle
 
 GAMMA, BUDGET, DIM = 0.5, 3, 16

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.patterns.base import select_index
-from mtraining_jax.patterns.options.base import ModelSizes
-from mtraining_jax.patterns.options.probes import MInferenceOptions
+from mtraining_jax.attention.select import select_index
+from mtraining_jax.patterns.base import ModelSizes
+from mtraining_jax.patterns.budgets import MInference
 from mtraining_jax.utils.errors import UserError
 from tests.patterns import inputs, oracle
 
@@ -24,8 +24,8 @@ LAYER = [
 
 def settings(path, heads, **options):
     path.write_text(json.dumps([heads, heads]))
-    return MInferenceOptions(
-        str(path),
+    return MInference(
+        budget_file=str(path),
         num_probe_queries=LAST_Q,
         sink_tokens=SINKS,
         sliding_window=WINDOW,
@@ -42,7 +42,7 @@ def largest(scores, count, forced):
 
 def test_each_head_follows_its_type(tmp_path):
     of_file = settings(tmp_path / "budgets.json", LAYER)
-    pattern = of_file.pattern(ModelSizes(2, 3, SEQ_LEN))
+    pattern = of_file.bind(ModelSizes(2, 3, SEQ_LEN))
     first = jax.tree.map(lambda x: x[0], pattern)
     q, k = inputs.random(0, 2, SEQ_LEN, 3, 1, 16)
     index = jax.jit(
@@ -71,15 +71,15 @@ def test_an_unknown_type_raises_and_block_sparse_can_be_swapped(tmp_path):
     model = ModelSizes(2, 1, SEQ_LEN)
     blocks = settings(tmp_path / "blocks.json", [["block_sparse", 100, 0, 1.0]])
     with pytest.raises(UserError, match="layer 0, head 0 has type 'block_sparse'; .*swap_block"):
-        blocks.pattern(model)
+        blocks.bind(model)
     swapped = settings(
         tmp_path / "blocks.json", [["block_sparse", 100, 0, 1.0]], swap_block_sparse=True
-    ).pattern(model)
+    ).bind(model)
     np.testing.assert_array_equal(swapped.verticals, [[1000]] * 2)
     np.testing.assert_array_equal(swapped.slashes, [[6096]] * 2)
     other = settings(tmp_path / "other.json", [["poly", 100, 0, 1.0]], swap_block_sparse=True)
     with pytest.raises(UserError, match="head 0 has type 'poly'; it must be 'vertical_and_sla"):
-        other.pattern(model)
+        other.bind(model)
     with pytest.raises(UserError, match="has 2 layers of 1 heads, but the model has 3 layers of 1"):
         blocks = settings(tmp_path / "few.json", [["stream_llm", 1, 2]])
-        blocks.pattern(ModelSizes(3, 1, SEQ_LEN))
+        blocks.bind(ModelSizes(3, 1, SEQ_LEN))

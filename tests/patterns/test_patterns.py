@@ -1,23 +1,24 @@
 """Every built-in pattern, and that of the example, fulfills the contract."""
 
 import json
+import sys
 
+import jax
+import numpy as np
 import pytest
 
 from examples.strided_pattern import Strided
+from mtraining_jax.patterns.base import Pattern, Traced, register_pytrees
 from mtraining_jax.patterns.block_topk import BlockTopK
+from mtraining_jax.patterns.budgets import FixedBudget, MInference
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.patterns.moba import MoBA
-from mtraining_jax.patterns.options.probes import (
-    FixedBudgetOptions,
-    MInferenceOptions,
-    ReplayOptions,
-)
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.patterns.xattention import XAttention
+from mtraining_jax.utils.fields import options
 from tests.patterns.contract import BLOCK, HEADS, LAYERS, ChoiceContract, PatternContract
 
 SMALL = dict(
@@ -40,16 +41,6 @@ class TestPaper(PatternContract):
     rows_may_be_empty = True
 
 
-class TestReplay(PatternContract):
-    settings = ReplayOptions(replay_density=0.3, **SMALL | dict(max_slashes=32))
-
-
-class TestReplayOfLists(PatternContract):
-    settings = ReplayOptions(
-        replay_of="sampled_rows", replay_density=0.3, probe_queries_per_block=2, **SMALL
-    )
-
-
 class TestFixed(PatternContract):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -57,8 +48,12 @@ class TestFixed(PatternContract):
         path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 5 * head, 3 + head, 1.0] for head in range(HEADS)]
         path.write_text(json.dumps([heads] * LAYERS))
-        cls.settings = FixedBudgetOptions(
-            str(path), num_probe_queries=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
+        cls.settings = FixedBudget(
+            budget_file=str(path),
+            num_probe_queries=8,
+            sink_tokens=2,
+            sliding_window=4,
+            block_size=BLOCK,
         )
 
 
@@ -69,8 +64,12 @@ class TestMInference(ChoiceContract):
         path = tmp_path_factory.mktemp("budgets") / "budgets.json"
         heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 2
         path.write_text(json.dumps([heads] * LAYERS))
-        cls.settings = MInferenceOptions(
-            str(path), num_probe_queries=8, sink_tokens=2, sliding_window=4, block_size=BLOCK
+        cls.settings = MInference(
+            budget_file=str(path),
+            num_probe_queries=8,
+            sink_tokens=2,
+            sliding_window=4,
+            block_size=BLOCK,
         )
 
 
@@ -122,15 +121,29 @@ class TestOwn(PatternContract):
     settings = Strided(window=2, stride=3, block_size=BLOCK)
 
 
+def test_a_pattern_from_before_jax_was_loaded_becomes_a_pytree(monkeypatch):
+    @options
+    class Early(Pattern):
+        arrays = ("widths",)
+        widths: Traced = None
+        block_size: int = BLOCK
+
+    with monkeypatch.context() as before:
+        before.delitem(sys.modules, "jax")
+        early = Early(widths=np.arange(3))
+    assert jax.tree.leaves(early) == [early]
+    register_pytrees()  # as attention does when it is imported
+    assert len(jax.tree.leaves(early)) == 1 and jax.tree.leaves(early)[0] is early.widths
+
+
 def test_every_registered_pattern_is_tested_here():
     tested = [
         Dense,
         VerticalSlash,
-        ReplayOptions,
-        FixedBudgetOptions,
+        FixedBudget,
         XAttention,
         SampledRows,
-        MInferenceOptions,
+        MInference,
         FlexPrefill,
         MoBA,
         BlockTopK,

@@ -1,4 +1,4 @@
-"""Per-sequence overrides of the pattern's mass fraction."""
+"""Options that are overridden for each sequence."""
 
 import functools
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.select import select_pairs
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.base import select_pairs
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.collectives import all_rows
@@ -64,12 +64,13 @@ def untuned(name):
 def tuned(name):
     """A jitted function from shares int32 [B], on ranks, to the index of rank 0."""
     pattern, packed = PATTERNS[name]
+    ((option, bits),) = pattern.overridable().items()
     layout = Layout("striped", SEQ_LEN, RANKS, BLOCK, 2)
 
     def local(q, k, documents, shares):
         blocks = None if documents is None else documents.blocks()
         own = layout.block_ids(jax.lax.axis_index(AXES))
-        context = SelectionContext(own, NUM_BLOCKS, AXES, documents=blocks, mass_fraction=shares)
+        context = SelectionContext(own, NUM_BLOCKS, AXES, documents=blocks, overrides=shares)
         index = select_pairs(pattern, q, k, context).index
         return jax.tree.map(lambda x: x[None], all_rows(index, own, NUM_BLOCKS, AXES))
 
@@ -86,8 +87,7 @@ def tuned(name):
     q, k = (x[:, order] for x in arrays())
 
     def keep(shares):
-        unit = 1 << pattern.mass_fraction().bits
-        shares = jnp.array([round(x * unit) for x in shares], jnp.int32)
+        shares = {option: jnp.array([round(x * (1 << bits)) for x in shares], jnp.int32)}
         index = run(q, k, documents_of(packed), shares)
         return np.asarray(jax.tree.map(lambda x: x[0], index).to_mask(SEQ_LEN))
 
@@ -97,7 +97,8 @@ def tuned(name):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(name):
     keep, run = tuned(name)
-    own = getattr(PATTERNS[name][0], PATTERNS[name][0].mass_fraction().name)
+    (option,) = PATTERNS[name][0].overridable()
+    own = getattr(PATTERNS[name][0], option)
     np.testing.assert_array_equal(keep([own, own]), untuned(name))
     found = [keep([share, own]) for share in (0.2, own, 0.7, 1.0)]
     pairs = np.stack([mask[0].sum((-2, -1)) for mask in found])
@@ -108,8 +109,8 @@ def test_the_pattern_own_fraction_is_bit_identical_and_a_larger_one_keeps_more(n
     assert run._cache_size() == 1
 
 
-def test_a_pattern_without_mass_fraction_raises():
+def test_options_that_cannot_be_overridden_raise():
     paper = VerticalSlash(preset="paper")
-    context = SelectionContext(jnp.arange(2), 2, mass_fraction=jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match="VerticalSlash has no mass fraction"):
+    context = SelectionContext(jnp.arange(2), 2, overrides={"top_p": jnp.zeros(1, jnp.int32)})
+    with pytest.raises(ValueError, match="overrides of top_p are not supported by VerticalSlash"):
         select_pairs(paper, *(jnp.zeros((1, 256, 1, 16)),) * 2, context)

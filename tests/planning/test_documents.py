@@ -61,7 +61,7 @@ def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
         f"documents   {found.causal:.1%} of all causal pairs are within documents (lengths of 5 "
         "documents in 3 sequences)"
     ) in lines
-    replay = VERTICAL_SLASH | {"kind": "replay", "replay_density": 0.3}
+    replay = VERTICAL_SLASH | {"kind": "benchmarks.replay:Replay", "replay_density": 0.3}
     replayed = planned_pairs(changed(config, sparsity=replay))
     assert replayed.density == 0.3 and replayed.causal == found.causal
     short = planned_pairs(changed(config, sparsity={"min_sparse_tokens": 129}))

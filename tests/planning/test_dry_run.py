@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.cost_model.flops import audit_flops, idle_parameters, matrix_flops
@@ -18,7 +19,6 @@ from mtraining_jax.models.loss import linear_cross_entropy
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
-from mtraining_jax.patterns.base import select_index
 from mtraining_jax.planning.compiled import Compiled
 from mtraining_jax.planning.cost import count_flops, rates_missing, seconds
 from mtraining_jax.planning.dry_run import available, dry_run, ways_to_fit
@@ -78,10 +78,14 @@ def budgets(folder):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["vertical_slash", "fixed", "replay", "dense", "xattention"])
+@pytest.mark.parametrize(
+    "kind", ["vertical_slash", "fixed", "benchmarks.replay:Replay", "dense", "xattention"]
+)
 def test_index_bytes_match_the_index(config, kind, tmp_path):
     # Limits that are not multiples of 128 columns, and budgets instead of limits.
-    sparsity = {"kind": kind, "max_verticals": 40, "max_slashes": 120, "replay_density": 0.3}
+    sparsity = {"kind": kind, "max_verticals": 40, "max_slashes": 120}
+    if kind == "benchmarks.replay:Replay":
+        sparsity["replay_density"] = 0.3
     if kind == "fixed":
         sparsity["budget_file"] = budgets(tmp_path)
     config = changed(
@@ -250,7 +254,7 @@ def test_predicted_step_times_are_near_measured_ones(name, devices, tokens, mode
         {
             "parallel.devices_per_node": devices,
             "data.seq_len": tokens,
-            "sparsity.kind": "dense" if "dense" in name else "replay",
+            "sparsity.kind": "dense" if "dense" in name else "benchmarks.replay:Replay",
             **{f"model.{field}": value for field, value in model.items()},
         },
     )
@@ -265,7 +269,7 @@ def test_predicted_selection_time_is_near_the_measured_one():
             "parallel.devices_per_node": "1",
             "data.seq_len": "131072",
             "model.remat": "attention",
-            "sparsity.kind": "replay",
+            "sparsity.kind": "benchmarks.replay:Replay",
             "sparsity.replay_of": "sampled_rows",
         },
     )
@@ -338,7 +342,7 @@ def test_without_selection_only_work_lists_are_built():
         config = Config.load(
             "qwen3b_512k",
             {
-                "sparsity.kind": "replay",
+                "sparsity.kind": "benchmarks.replay:Replay",
                 "sparsity.replay_estimate": estimate,
                 "sparsity.replay_of": "xattention",
             },
@@ -366,7 +370,7 @@ def test_score_time_is_bound_by_products_or_exponentials():
     )
     (exact, _), (replayed, _) = (
         choosing(kind="sampled_rows", probe_queries_per_block=128),
-        choosing(kind="replay", replay_of="xattention", stride=4),
+        choosing(kind="benchmarks.replay:Replay", replay_of="xattention", stride=4),
     )
     softmax = 36 * 16 * 524288**2 / 2 / SCORES_PER_SECOND / 8
     assert strides - few == pytest.approx(forward / 8)
@@ -579,7 +583,11 @@ def test_each_gpu_says_whether_its_times_are_forecasts(name, capsys):
 
 def test_forecast_for_the_papers_cluster(capsys):
     """32 A100-40GB: a forecast instead of an estimate, since no rate was measured."""
-    arguments = ["--config=qwen3b_512k", "--parallel.nodes=4", "--sparsity.kind=replay"]
+    arguments = [
+        "--config=qwen3b_512k",
+        "--parallel.nodes=4",
+        "--sparsity.kind=benchmarks.replay:Replay",
+    ]
     assert main([*arguments, "--dry-run", "--dry-run-gpu=a100-40gb"]) == 0
     printed = capsys.readouterr().out
     for text in (
@@ -590,7 +598,9 @@ def test_forecast_for_the_papers_cluster(capsys):
     ):
         assert text in printed
     assert "ESTIMATE" not in printed
-    config = Config.load("qwen3b_512k", {"parallel.nodes": "4", "sparsity.kind": "replay"})
+    config = Config.load(
+        "qwen3b_512k", {"parallel.nodes": "4", "sparsity.kind": "benchmarks.replay:Replay"}
+    )
     memory, flops = estimate_memory(config), count_flops(config)
     times = seconds(config, A100_40GB, memory, flops)
     # 4 of 14 FLOP of attention are forward, at 155 TFLOP/s, and 10 backward, at 105.

@@ -22,10 +22,11 @@ SIZES = {
     "model.num_kv_heads": 2, "model.head_dim": 64, "model.intermediate_size": 256,
     "model.vocab_size": 512, "parallel.devices_per_node": 1, "parallel.fsdp": False,
 }  # fmt: skip
+REPLAY = "benchmarks.replay:Replay"
 OPTIONS = {
     "sampled_rows": [{}, {"columns": 128}],
     "moba": [{"chunk_size": 4096, "top_k": 4}],
-    "replay": [{"replay_density": 0.3}, {"replay_density": 0.3, "replay_of": "sampled_rows"}],
+    REPLAY: [{"replay_density": 0.3}, {"replay_density": 0.3, "replay_of": "sampled_rows"}],
 }
 SCATTER = re.compile(
     r'"stablehlo\.scatter".*?unique_indices = (true|false).*?\^bb0\(%\w+: tensor<(\w+)>', re.DOTALL
@@ -34,7 +35,7 @@ SCATTER = re.compile(
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(kind, options) for kind in PATTERNS for options in OPTIONS.get(kind, [{}])],
+    [(kind, options) for kind in (*PATTERNS.names, REPLAY) for options in OPTIONS.get(kind, [{}])],
 )
 def test_no_scatter_adds_floats_in_arbitrary_order(kind, options, tmp_path):
     budgets = tmp_path / "budgets.json"

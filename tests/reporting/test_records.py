@@ -120,7 +120,7 @@ def test_a_gpu_has_a_peak_rate_and_memory(config):
 
 
 def test_all_output_of_a_replay_is_marked(config, capsys):
-    config = changed(config, sparsity={"kind": "replay"})
+    config = changed(config, sparsity={"kind": "benchmarks.replay:Replay"})
     layers = {"estimated_density": np.array([0.9, 1.0])}
     found = record(config, 1, layers=layers)
     assert found["sparsity"] == "replayed density, not chosen"
@@ -239,7 +239,7 @@ def test_metrics_of_a_long_run_are_not_read_into_memory(config):
 def test_tensorboard_gets_every_number(config):
     from tensorboardX.proto import event_pb2
 
-    config = changed(config, sparsity={"kind": "replay"})
+    config = changed(config, sparsity={"kind": "benchmarks.replay:Replay"})
     writers = open_writers(config, 0)
     for writer in writers:
         audit = audit_record({"recall": np.array([[0.5, 0.9], [0.7, 0.8]])})

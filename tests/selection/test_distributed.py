@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.base import select_index
 from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.metrics import attention_recall

@@ -10,9 +10,8 @@ import pytest
 
 from mtraining_jax.cost_model.pattern_costs import capacities
 from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.budgets import FixedBudget, MInference
-from mtraining_jax.patterns.options.base import ModelSizes
-from mtraining_jax.patterns.options.probes import FixedBudgetOptions, MInferenceOptions
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
@@ -147,18 +146,21 @@ def test_the_column_capacity_covers_the_budgets_of_each_document():
     assert capacities(budgets, 4096, True)[1] == 26 * 128
 
 
-@pytest.mark.parametrize("kind", [FixedBudgetOptions, MInferenceOptions])
+@pytest.mark.parametrize("kind", [FixedBudget, MInference])
 def test_budget_files_have_the_capacities_of_their_pattern(kind, tmp_path):
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps([[["stream_llm", 40, 5, 1.0], ["vertical_and_slash", 60, 7, 1.0]]]))
-    settings, model = kind(str(path), min_sparse_tokens=2048, sink_tokens=9), ModelSizes(1, 2, 8192)
-    pattern = settings.pattern(model)
+    settings, model = (
+        kind(budget_file=str(path), min_sparse_tokens=2048, sink_tokens=9),
+        ModelSizes(1, 2, 8192),
+    )
+    pattern = settings.bind(model)
     assert pattern.min_sparse_tokens == 2048
     for documents in (False, True):
         assert settings.row_sharded(documents) == pattern.row_sharded(documents) == documents
         assert capacities(settings, 64, documents) == capacities(pattern, 64, documents)
     # 64 blocks: 120 columns by length, and the sinks of 4 documents; at most 60 of each.
-    sinks = 9 if kind is FixedBudgetOptions else 40
+    sinks = 9 if kind is FixedBudget else 40
     assert capacities(settings, 64, True)[1] == -(-min(120 + 4 * sinks, 240) // 128) * 128
 
 

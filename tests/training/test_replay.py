@@ -35,7 +35,7 @@ def replayed(shared, tmp_path_factory):
         },
         model={"max_position_embeddings": 1024},
         sparsity={
-            "kind": "replay",
+            "kind": "benchmarks.replay:Replay",
             "replay_density": 0.3,
             "block_size": 4,
             "num_probe_queries": 4,

@@ -22,7 +22,8 @@ from mtraining_jax.evaluation.engine.sampling import NO_TOKEN, judge
 from mtraining_jax.evaluation.engine.text import GrowingText
 from mtraining_jax.evaluation.load import AttentionKind, Loaded, load
 from mtraining_jax.evaluation.model import Forced, Generated
-from mtraining_jax.patterns.options.base import DenseOptions, PatternOptions
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
@@ -77,12 +78,12 @@ class Engine:
         check_overrides(overrides)
         return cls(load(path, attention, overrides, dtype, tokenizer, sparse_answers))
 
-    def with_pattern(self, settings: PatternOptions) -> Self:
+    def with_pattern(self, settings: Pattern) -> Self:
         network = dataclasses.replace(self.loaded.network, settings=settings)
         return type(self)(dataclasses.replace(self.loaded, network=network), like=self)
 
     def dense(self) -> Self:
-        return self.with_pattern(DenseOptions(self.loaded.network.settings.block_size))
+        return self.with_pattern(Dense(self.loaded.network.settings.block_size))
 
     def token_losses(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Computes -log p of each token of ids [S] except the first: fp32 [S - 1], in nats.

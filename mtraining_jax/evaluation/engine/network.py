@@ -20,7 +20,6 @@ from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import PatternOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Network:
 
     spec: ModelSpec
     mesh: Mesh
-    settings: PatternOptions
+    settings: Pattern
     # See sections parallel and loss.
     layout: str = "striped"
     ring: str = "gather"

@@ -22,8 +22,7 @@ from mtraining_jax.models.label_scores import LabelScores
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
-from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.base import ModelSizes, Pattern
 
 
 class Programs:
@@ -122,7 +121,7 @@ class Programs:
         key = padded, settings is own  # with most patterns prompts share the arrays
         if key not in self._patterns:
             sizes = ModelSizes(spec.num_layers, spec.num_heads, padded)
-            self._patterns[key] = settings.pattern(sizes)
+            self._patterns[key] = settings.bind(sizes)
         return self._patterns[key]
 
     def _place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.families.family import EXPERTS, SIZES, family_of
 from mtraining_jax.models.spec import ATTENTION, ModelSpec
-from mtraining_jax.patterns.options.base import PatternOptions
+from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.utils import file_limits
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
@@ -110,7 +110,7 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     return dict(sorted((theirs | {"torch_dtype": dtype, "dtype": dtype}).items()))
 
 
-def sparse_entry(kind: str, pattern: PatternOptions, family: str) -> dict[str, Any] | None:
+def sparse_entry(kind: str, pattern: Pattern, family: str) -> dict[str, Any] | None:
     """Returns the entry of config.json for a pattern; None if `sparse_attention.py` lacks it."""
     options = vars(pattern.for_prompts())
     unsupported = options.get("columns") or FAMILIES.get(family).has_sinks

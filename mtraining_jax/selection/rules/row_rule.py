@@ -31,7 +31,7 @@ class RowRule:
     not reached. With `tau` 1 only the minimum matters, and rows and heads with concentrated mass
     keep few blocks.
 
-    The fields are those of `RowOptions`, in blocks. `tau` is rounded to a multiple of 2^-15, or per
+    The fields are those of `RowPattern`, in blocks. `tau` is rounded to a multiple of 2^-15, or per
     sequence, int32 [B] in units of 2^-15. `dense_rows`, bool [B or 1, n], are further rows with all
     blocks forced.
     """

@@ -9,13 +9,41 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.selection import collectives
-from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.selection.checks import check_selection
+from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.scores import estimate, pooling, row_scores
+from pallas_kernels.index import BlockMaskIndex, TokenChunksIndex
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.token_chunks import chunk_starts, chunks_of
 
 
-def best_chunks(
+def select_chunks(
+    q: Array, k: Array, context: SelectionContext, block_size: int, chunk_blocks: int, top_k: int
+) -> Selection:
+    """Selects at most `top_k` chunks of `chunk_blocks` blocks for each query."""
+    check_selection(q, k, context, block_size)
+    most = min(top_k, -(-context.num_blocks // chunk_blocks))
+    words = _best_chunks(q, k, context, chunk_blocks, most)
+    first = context.first_blocks(context.block_ids)
+    if first is not None:
+        first = jnp.broadcast_to(first[:, None], words.shape[:3])
+    return Selection(
+        TokenChunksIndex(words, context.num_blocks, chunk_blocks, most, block_size, first)
+    )
+
+
+def select_blocks(
+    q: Array, k: Array, context: SelectionContext, block_size: int, top_blocks: int
+) -> Selection:
+    """Selects at most `top_blocks` key blocks for each query block."""
+    check_selection(q, k, context, block_size)
+    bits = _best_blocks(q, k, context, min(top_blocks, context.num_blocks))
+    if context.documents.packed:  # blocks without a document compute nothing
+        bits &= context.documents.causal_blocks(context.block_ids, context.num_blocks)
+    return Selection(BlockMaskIndex(bits, context.num_blocks, block_size))
+
+
+def _best_chunks(
     q: Array, k: Array, context: SelectionContext, chunk_blocks: int, most: int
 ) -> Array:
     """Selects each query's own chunk and the best earlier chunks.
@@ -35,7 +63,7 @@ def best_chunks(
     return _best_of(q, chunk_means(k, context, chunk_blocks), context, own_chunks, most, first)
 
 
-def best_blocks(q: Array, k: Array, context: SelectionContext, most: int) -> Array:
+def _best_blocks(q: Array, k: Array, context: SelectionContext, most: int) -> Array:
     """Selects each query block's own key block and the best earlier ones, by block means.
 
     Means ignore padding. With documents, query blocks select blocks of their own document. At most

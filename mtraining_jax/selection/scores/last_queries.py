@@ -11,7 +11,7 @@ stored by blocks of the pack: diagonal d of a document at its d-th block.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -33,7 +33,7 @@ class Probed(NamedTuple):
     by_distance: Array  # int32 or fp32 [2, R, NB, g], of columns, and of diagonals by distance
     heads: Array  # int32 [R], the query head of each row
     spans: Spans
-    mass_fraction: Array | None  # int32 [R, 1], `SelectionContext.mass_fraction` of each row
+    overrides: Mapping[str, Array]  # int32 [R, 1], `SelectionContext.overrides` of each row
 
 
 class Kept(NamedTuple):
@@ -64,9 +64,8 @@ def probe(
     slash = estimate.join_diagonals(own, tails)
     entries = collectives.entries_of(q.shape[0], q.shape[2], context.axis_names)
     spans = spans.rows(entries)
-    shares = context.mass_fraction
-    shares = None if shares is None else shares[entries][:, None]
-    return Probed(_by_distance(vertical, slash, spans), heads, spans, shares)
+    overrides = {name: values[entries][:, None] for name, values in context.overrides.items()}
+    return Probed(_by_distance(vertical, slash, spans), heads, spans, overrides)
 
 
 def _by_distance(vertical: Array, slash: Array, spans: Spans) -> Array:

@@ -4,14 +4,23 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.selection.row_lists import Keys
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_scores
-from pallas_kernels.coded import CodedKeys, CodedScores
+from pallas_kernels import backends
+from pallas_kernels.coded import CodedKeys, CodedScores, encode_keys
 from pallas_kernels.index import bits as sets
 
 
-def block_masses(q: Array, k: Array, context: SelectionContext, count: int) -> Array:
+def coded(q: Array, k: Array, context: SelectionContext) -> Keys:
+    """Returns the local keys in 8 bits where a kernel scores these."""
+    return k if _kernels(q, context) is None else encode_keys(k)
+
+
+def block_masses(q: Array, k: Keys, context: SelectionContext, count: int) -> Array:
     """Computes the mean softmax mass that probe queries of each block give to key blocks.
+
+    With coded keys an estimate, undefined for blocks that a row does not see.
 
     Args:
         q, k, context: as in `RowPattern.scores`.
@@ -21,43 +30,56 @@ def block_masses(q: Array, k: Array, context: SelectionContext, count: int) -> A
         fp32 [B, Hq, n/g, NB].
     """
     rows, positions = probe_rows(q, context, count)
+    first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
+    if isinstance(k, CodedKeys):
+        return _coded_kernels(q, context).block_masses(rows, k, positions, first, scale=scale)
     return row_scores.block_masses(
         by_heads(rows),
         row_scores.by_blocks(k, k.shape[1] // context.num_blocks),
         positions,
-        context.first_blocks(context.block_ids),
-        scale=context.scale_for(q.shape[-1]),
+        first,
+        scale=scale,
         like=q,
         backend=context.backend,
     )
 
 
-def coded_masses(
-    q: Array, keys: CodedKeys, context: SelectionContext, count: int, kernels: CodedScores
-) -> Array:
-    """Estimates `block_masses` with coded keys; undefined for blocks that a row does not see."""
-    rows, positions = probe_rows(q, context, count)
-    first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
-    return kernels.block_masses(rows, keys, positions, first, scale=scale)
-
-
 def coded_bits(
-    q: Array,
-    keys: CodedKeys,
-    context: SelectionContext,
-    count: int,
-    rule: RowRule,
-    kernels: CodedScores,
-) -> Array:
-    """Applies a rule to `coded_masses`: bits as in `kept_blocks`."""
+    q: Array, k: Keys, context: SelectionContext, count: int, rule: RowRule
+) -> Array | None:
+    """Applies a rule to `block_masses` with a kernel, if there is one: bits as in `kept_blocks`."""
+    if not isinstance(k, CodedKeys):
+        return None
+    kernels = _coded_kernels(q, context)
+    if not kernels.keeps(count, context.num_blocks):
+        return None
     rows, positions = probe_rows(q, context, count)
     first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
     of_kernel = rule.of_kernel(context.block_ids, context.documents, count)
-    bits = kernels.kept(*kernels.score(rows, keys, positions, first, scale), of_kernel)
+    bits = kernels.kept(*kernels.score(rows, k, positions, first, scale), of_kernel)
     bits = bits[..., : sets.words_for(context.num_blocks)]
     if not rule.random_block_prob:
         return bits
     return bits | rule.drawn(context.block_ids, context.documents, q.shape[2], context.num_blocks)
+
+
+def coded_at_once(q: Array, k: Keys, context: SelectionContext, count: int) -> int | None:
+    """Returns how many rows of blocks the kernel for coded keys scores at a time, if it runs."""
+    if not isinstance(k, CodedKeys):
+        return None
+    sizes = q.shape[0], q.shape[2], count, context.block_ids.shape[0], context.num_blocks
+    return _coded_kernels(q, context).rows_at_once(*sizes)
+
+
+def _kernels(q: Array, context: SelectionContext) -> CodedScores | None:
+    block_size = q.shape[1] // context.block_ids.shape[0]
+    return backends.coded_score_kernels(context.backend, q, block_size)
+
+
+def _coded_kernels(q: Array, context: SelectionContext) -> CodedScores:
+    kernels = _kernels(q, context)
+    assert kernels is not None
+    return kernels
 
 
 def probe_rows(q: Array, context: SelectionContext, count: int) -> tuple[Array, Array]:

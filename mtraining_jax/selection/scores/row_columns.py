@@ -15,10 +15,11 @@ from jax import Array, lax
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.rules.row_rule import RowRule
+from mtraining_jax.selection.rules.row_rule import RowRule, kept_blocks
 from mtraining_jax.selection.scores import estimate, row_scores
-from mtraining_jax.selection.scores.probe_rows import by_heads
-from mtraining_jax.selection.spans import PackedSpans, Spans
+from mtraining_jax.selection.scores.probe_rows import by_heads, probe_rows
+from mtraining_jax.selection.spans import PackedSpans, Spans, sparse_spans
+from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.tiles import gather_columns
 
 # Probe queries for columns, evenly spaced over each document.
@@ -28,6 +29,42 @@ _QUERIES = 128
 # of one device's work.
 _LEAST_STEPS = 4
 _STEP_BYTES = 1 << 27  # of logits or gathered keys in memory at a time
+
+
+def index_with_columns(
+    q: Array,
+    k: Array,
+    context: SelectionContext,
+    rule: RowRule,
+    num_probes: int,
+    count: int,
+    most_documents: int,
+    max_columns: int,
+) -> BlockMaskIndex:
+    """Builds the index of `SampledRows` with columns.
+
+    Args:
+        q, k, context: as in `RowPattern.scores`.
+        rule: for the blocks.
+        num_probes: probe queries of each block.
+        count: columns of each document, at most.
+        most_documents: non-dense documents of a sequence, at most.
+        max_columns: room for the columns of all documents of a sequence.
+    """
+    rows, num_blocks, documents = context.block_ids, context.num_blocks, context.documents
+    size = q.shape[1] // rows.shape[0]
+    probes = probe_rows(q, context, num_probes)
+    spans = sparse_spans(context, most_documents, size)
+    tokens = heaviest_columns(q, k, context, spans, count, rule)
+    of_blocks, of_columns = masses_without(*probes, k, tokens, spans, context, like=q)
+    bits = kept_blocks(of_blocks, rows, rule, documents, of_columns)
+    index = BlockMaskIndex(bits, num_blocks, size)
+    index = index.with_columns(tokens.reshape(*tokens.shape[:2], -1), rows)
+    if not documents.packed:
+        return index
+    # The capacity covers as many documents as may be sparse; kernels gather all of it.
+    index = dataclasses.replace(index, max_columns=max_columns)
+    return index.columns_from(documents.of(rows).first[:, None])
 
 
 def heaviest_columns(

@@ -218,7 +218,7 @@ class Trainer:
     def history(self) -> History:
         return self._history
 
-    def _prepare(self) -> Mapping[str, jax.Array]:
+    def _prepare(self) -> Mapping[str, Any]:
         """Compiles, waits for the other processes, and returns the first batch."""
         self._goodput.started()
         arguments = self._state, (batch := self._next_batch())
@@ -242,16 +242,16 @@ class Trainer:
             self._signals.stop_after_a_step()
         return batch
 
-    def _next_batch(self) -> Mapping[str, jax.Array]:
+    def _next_batch(self) -> Mapping[str, Any]:
         with self._watchdog.watch(f"reading the batch of step {self._step + 1}"):
             begin = time.perf_counter()
-            batch: Mapping[str, jax.Array] = next(self._batches)
+            batch: Mapping[str, Any] = next(self._batches)
             self._data_seconds = time.perf_counter() - begin
         for callback in self._callbacks:
             batch = callback.batch(self._step + 1, batch)
         return batch
 
-    def _take_step(self, batch: Mapping[str, jax.Array]) -> None:
+    def _take_step(self, batch: Mapping[str, Any]) -> None:
         """Dispatches the next step; returns when the previous one is reported."""
         if self._profile.begins(self._step):
             with self._reporter.paused():

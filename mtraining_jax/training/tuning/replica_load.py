@@ -5,7 +5,6 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
-from jax import Array
 
 from mtraining_jax.callbacks import Callback, Record
 from mtraining_jax.config import Config
@@ -85,7 +84,7 @@ class ReplicaLoad(Callback):
         rate = matmul_rate(config.model.hidden_size, config.ranks)
         self._rest_ms = 1e3 * products / (config.devices * rate)
 
-    def batch(self, step: int, batch: Mapping[str, Array]) -> Mapping[str, Array]:
+    def batch(self, step: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Takes the loader's last batch; returns that of the step."""
         packs, sequences = self._loader.packs, self._loader.sequences
         assert packs is not None and sequences is not None  # there are documents and a batch

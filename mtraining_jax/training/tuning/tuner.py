@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
 from mtraining_jax.data.loader import Loader
-from mtraining_jax.parallel.mesh import MASS_FRACTION
+from mtraining_jax.parallel.mesh import OVERRIDES
 from mtraining_jax.training.tuning.density_response import (
     DensityResponse,
     ReplicaDocuments,
@@ -39,19 +38,19 @@ class Tuner(ReplicaLoad):
     def __init__(self, config: Config, loader: Loader, mesh: Mesh) -> None:
         super().__init__(config, loader)
         sparsity = config.sparsity
-        kept = sparsity.pattern.mass_fraction()
-        assert kept is not None  # `validate` requires it for sparsity.tune
-        self._kept, self._sharding = kept, NamedSharding(mesh, MASS_FRACTION)
+        # `validate` requires one for sparsity.tune.
+        ((self._option, self._bits),) = sparsity.pattern.overridable().items()
+        self._sharding = NamedSharding(mesh, OVERRIDES)
         self._tuning = FractionTuning(
             sparsity.tune_min, sparsity.tune_max, sparsity.tune, attention_size(config)
         )
-        base = getattr(sparsity.pattern, kept.name)
+        base = getattr(sparsity.pattern, self._option)
         start = DensityResponse.start(self._assumed, base, config.model.num_layers)
         self._after = {0: start}  # estimates after each of the last steps
         self._unfinished: dict[int, tuple[list[ReplicaDocuments], TunedFractions]] = {}
 
-    def batch(self, step: int, batch: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Adds `mass_fraction`, int32 [B, L], to the loader's last batch."""
+    def batch(self, step: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Adds `overrides` of the tuned option, int32 [B, L], to the loader's last batch."""
         super().batch(step, batch)
         config = self._config
         shortest = getattr(config.sparsity.pattern, "min_sparse_tokens", 0)
@@ -62,10 +61,10 @@ class Tuner(ReplicaLoad):
         ]
         tuned = self._tuning.tune(documents, self._after[max(step - DELAY, min(self._after))])
         self._unfinished[step] = documents, tuned
-        units = np.rint(tuned.fractions * (1 << self._kept.bits)).astype(np.int32)
+        units = np.rint(tuned.fractions * (1 << self._bits)).astype(np.int32)
         units = np.repeat(units, each, axis=0)
         array = jax.make_array_from_callback(units.shape, self._sharding, units.__getitem__)
-        return {**batch, "mass_fraction": array}
+        return {**batch, "overrides": {self._option: array}}
 
     def measured(self, metrics: MutableMapping[str, Any]) -> Record:
         """Learns from a finished step, and returns what was tuned in it.
@@ -81,7 +80,7 @@ class Tuner(ReplicaLoad):
         self._after = {**recent, step: before.after(documents, tuned.fractions, measured)}
         return {
             **super().measured(metrics),
-            "tuned": self._kept.name,
+            "tuned": self._option,
             "tuned_by_group": tuned.fractions.mean(1).tolist(),
             "tuned_per_layer": tuned.fractions.mean(0).tolist(),
             "infeasible": float(tuned.infeasible.mean()),

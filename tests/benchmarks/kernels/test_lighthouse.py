@@ -84,7 +84,7 @@ def test_refuses_lengths_without_whole_entries():
 
 def test_a_table_compares_it_with_patterns():
     tiny = ["--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1"]
-    replay = "replay,replay_of=sampled_rows,replay_density=0.3"
+    replay = "benchmarks.replay:Replay,replay_of=sampled_rows,replay_density=0.3"
     names = "dense", replay, "Lighthouse, top_k=128"
     options = ["--seq-len", "2048", "--top-k", "128", "--patterns", *names[:2], *tiny]
     rows = [x.strip("| ").split(" | ") for x in lighthouse.main(options).splitlines()[-3:]]

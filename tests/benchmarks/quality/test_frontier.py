@@ -14,7 +14,7 @@ from benchmarks.quality.patterns import BASELINES, FIELD, ROWS, Window, family, 
 from benchmarks.quality.stepped_model import SteppedModel, read_model
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.label_scores import label_scores
-from mtraining_jax.patterns.options.base import ModelSizes
+from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex, attention

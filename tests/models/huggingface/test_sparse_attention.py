@@ -14,22 +14,20 @@ import numpy as np
 import pytest
 
 from mtraining_jax import Engine, GenerateOptions
+from mtraining_jax.attention.select import select_pairs
 from mtraining_jax.models.huggingface import write
 from mtraining_jax.models.huggingface.config import SPARSE_ENTRY, sparse_entry
 from mtraining_jax.models.huggingface.write import save_hf
-from mtraining_jax.patterns.base import select_pairs
-from mtraining_jax.patterns.options.base import DenseOptions, ModelSizes
-from mtraining_jax.patterns.options.probes import VerticalSlashOptions
-from mtraining_jax.patterns.options.rows import SampledRowsOptions, XAttentionOptions
+from mtraining_jax.patterns.base import ModelSizes
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from tests.models.common import drawn, tiny_spec
 
 FILE = Path(write.__file__).with_name("sparse_attention.py")
-KINDS = {
-    "sampled_rows": SampledRowsOptions,
-    "xattention": XAttentionOptions,
-    "vertical_slash": VerticalSlashOptions,
-}
+KINDS = {"sampled_rows": SampledRows, "xattention": XAttention, "vertical_slash": VerticalSlash}
 NAME = "mtraining_sparse"
 LENGTH = 1000  # the last of eight blocks ends with padding
 VERTICALS = {
@@ -87,7 +85,7 @@ def test_the_folder_names_the_pattern_and_has_the_code(folder, tmp_path):
     assert {path.name for path in folder.iterdir()} == files
     assert (folder / FILE.name).read_text() == FILE.read_text()
     written = json.loads((folder / "config.json").read_text())[SPARSE_ENTRY]
-    pattern = SampledRowsOptions(**ROWS, dense_suffix_tokens=128)
+    pattern = SampledRows(**ROWS, dense_suffix_tokens=128)
     assert written == {"kind": "sampled_rows", **vars(pattern)}
 
     # The next training may be with another pattern.
@@ -97,11 +95,11 @@ def test_the_folder_names_the_pattern_and_has_the_code(folder, tmp_path):
 
 
 def test_entries_are_only_of_what_the_file_supports():
-    assert sparse_entry("dense", DenseOptions(), "llama") is None
-    assert sparse_entry("sampled_rows", SampledRowsOptions(), "gpt_oss") is None
-    assert sparse_entry("my:Pattern", SampledRowsOptions(), "llama") is None
-    assert sparse_entry("sampled_rows", SampledRowsOptions(columns=128), "llama") is None
-    suffix = sparse_entry("xattention", XAttentionOptions(dense_suffix_tokens=0), "llama")
+    assert sparse_entry("dense", Dense(), "llama") is None
+    assert sparse_entry("sampled_rows", SampledRows(), "gpt_oss") is None
+    assert sparse_entry("my:Pattern", SampledRows(), "llama") is None
+    assert sparse_entry("sampled_rows", SampledRows(columns=128), "llama") is None
+    suffix = sparse_entry("xattention", XAttention(dense_suffix_tokens=0), "llama")
     assert suffix is not None and suffix["dense_suffix_tokens"] == 0
 
     # The file, which cannot be imported without torch, lists the options of each kind.
@@ -126,7 +124,7 @@ def some_queries_and_keys(heads=(4, 2), length=LENGTH, dim=16):
 def test_the_selection_is_the_same(attention, torch, kind, options):
     q, k = some_queries_and_keys()
     num_blocks, padded = 8, 1024
-    pattern = KINDS[kind](**options).pattern(ModelSizes(1, 4, padded))
+    pattern = KINDS[kind](**options).bind(ModelSizes(1, 4, padded))
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
     context = SelectionContext(blocks, num_blocks, valid_len=jnp.int32(LENGTH))
     select = jax.jit(lambda q, k: select_pairs(pattern, q, k, context).index)

@@ -124,7 +124,8 @@ def test_fractions_do_not_depend_on_how_early_steps_are_finished(packed):
         with contextlib.closing(DeviceBatches(config, mesh, layout)) as batches:
             tuner, fractions = Tuner(config, batches.loader, mesh), []
             for step in range(1, 6):
-                fractions.append(np.asarray(tuner.batch(step, next(batches))["mass_fraction"]))
+                batch = tuner.batch(step, next(batches))
+                fractions.append(np.asarray(batch["overrides"]["tau"]))
                 # The previous step ends while this one runs, or as soon as it was dispatched.
                 if (ended := step if early else step - 1) > 0:
                     density = np.array([[0.2, 0.3], [0.5, 0.9]]) / ended

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.replay import Replay
 from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.attention.select import select_index
 from mtraining_jax.attention.sharded import make_attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.patterns.base import select_index
+from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.patterns.options.base import ModelSizes
-from mtraining_jax.patterns.options.probes import ReplayOptions
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.documents import Documents
@@ -24,6 +24,7 @@ from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import VerticalSlashIndex
 from pallas_kernels.reference import reference_attention
 from tests.pallas_kernels.helpers.brute_force import index_mask
+from tests.patterns.contract import PatternContract
 
 LIKE = VerticalSlash()
 SMALL = VerticalSlash(
@@ -31,6 +32,21 @@ SMALL = VerticalSlash(
     local_blocks=1, min_verticals=4, min_slashes=2,
 )  # fmt: skip
 SMALL_LEN = 256
+
+
+class TestReplay(PatternContract):
+    settings = Replay(
+        replay_density=0.3, **{**dataclasses.asdict(SMALL), "top_p": 0.9, "max_slashes": 32}
+    )
+
+
+class TestReplayOfLists(PatternContract):
+    settings = Replay(
+        replay_of="sampled_rows",
+        replay_density=0.3,
+        probe_queries_per_block=2,
+        **{**dataclasses.asdict(SMALL), "top_p": 0.9},
+    )
 
 
 def densities(replay, seq_len):
@@ -49,7 +65,7 @@ def drawn(seq_len=524288, num_layers=36, num_heads=16, **options):
     like = options.pop("like", LIKE)
     fields = {x.name: getattr(like, x.name) for x in dataclasses.fields(like)}
     sizes = ModelSizes(num_layers, num_heads, seq_len, options.pop("seed", 0))
-    return ReplayOptions(**fields, **options).pattern(sizes)
+    return Replay(**fields, **options).bind(sizes)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +146,7 @@ def test_an_impossible_density_raises():
 
 
 def test_lists_have_their_density_and_forced_blocks():
-    settings = ReplayOptions(
+    settings = Replay(
         replay_of="sampled_rows",
         replay_density=0.3,
         replay_estimate=False,
@@ -140,7 +156,7 @@ def test_lists_have_their_density_and_forced_blocks():
         sink_blocks=2,
     )
     assert settings.row_sharded(documents=False) and "lists for each row" in settings.describe()
-    whole = settings.pattern(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
+    whole = settings.bind(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
     layers, q = [], jnp.zeros((1, 2048, 4, 1))
 
     @jax.jit
@@ -161,10 +177,10 @@ def test_lists_have_their_density_and_forced_blocks():
     assert layers[0].mean() != pytest.approx(layers[1].mean(), rel=0.2)
     # Forced pairs: 256 blocks on the diagonal, 1 and 2 more in the next rows, 3 in all others.
     least = (256 * 8 * 9 / 2 + (1 + 2 + 253 * 3) * 8**2) / (2048 * 2049 / 2)
-    only = dataclasses.replace(settings, replay_density=least).pattern(ModelSizes(1, 1, 2048))
+    only = dataclasses.replace(settings, replay_density=least).bind(ModelSizes(1, 1, 2048))
     assert not only.thresholds.any()
     with pytest.raises(UserError, match="0.15 is below the density of the blocks that are always"):
-        dataclasses.replace(settings, replay_density=0.15, sink_blocks=60).pattern(
+        dataclasses.replace(settings, replay_density=0.15, sink_blocks=60).bind(
             ModelSizes(num_layers=1, num_heads=1, seq_len=2048)
         )
 
@@ -232,7 +248,7 @@ def test_attention_waits_for_the_selection_even_if_unused():
 
 
 def test_a_pack_replays_the_pairs_within_its_documents():
-    settings = ReplayOptions(
+    settings = Replay(
         replay_of="sampled_rows",
         replay_density=0.3,
         block_size=8,
@@ -241,11 +257,9 @@ def test_a_pack_replays_the_pairs_within_its_documents():
         min_sparse_tokens=64,
         replay_estimate=False,
     )
-    lists = settings.pattern(ModelSizes(1, 4, SMALL_LEN))
+    lists = settings.bind(ModelSizes(1, 4, SMALL_LEN))
     lists = jax.tree.map(lambda x: jnp.asarray(x[0]), lists)
-    columns = dataclasses.replace(
-        layer_of(True), estimate=dataclasses.replace(SMALL, min_sparse_tokens=64)
-    )
+    columns = dataclasses.replace(layer_of(True), min_sparse_tokens=64)
     documents = Documents.from_lengths([[100, 1, 90]], SMALL_LEN, 8)
 
     @functools.partial(jax.jit, static_argnames="packed")
@@ -254,7 +268,7 @@ def test_a_pack_replays_the_pairs_within_its_documents():
         context = SelectionContext(jnp.arange(32), 32, documents=own)
         found = [pattern.select(q, k, context) for pattern in (columns, lists)]
         if packed:
-            alone = columns.estimate.select(q, k, context).index
+            alone = columns.replayed().select(q, k, context).index
             return found, density(alone, SMALL_LEN, documents=own).mean()
         return found
 

@@ -1,1 +1,0 @@
-"""Options of sparse patterns: the fields of `[sparsity]`. Imports no JAX."""
