@@ -30,6 +30,7 @@ from benchmarks.quality.stepped_model import SteppedModel
 from experiments import measure, variants
 from experiments.data import FOLDER
 from experiments.result_lines import append_lines, read_lines
+from mtraining_jax.documents import Documents
 from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.patterns.base import ModelSizes, Pattern
@@ -110,7 +111,8 @@ class CutBlocks:
         at = (0, block * size, 0, 0)
         k, v = (jax.lax.dynamic_update_slice(x, y, at) for x, y in ((k_all, k), (v_all, v)))
         valid = block * size + end
-        context = SelectionContext(block[None], num_blocks, backend="xla", valid_len=valid)
+        documents = Documents.padded(valid, num_blocks * size, size)
+        context = SelectionContext(block[None], num_blocks, backend="xla", documents=documents)
         index = self.pattern.index(q, k, context)
         listed = sets.unpack(index.bits[0, :, 0], num_blocks)  # [Hq, NB]
         group = q.shape[2] // k.shape[2]

@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.api import sparse_attention as sparse_attention
     from mtraining_jax.attention.flax_modules import attention_fn as attention_fn
     from mtraining_jax.attention.inputs import Residuals as Residuals
-    from mtraining_jax.attention.inspection import Inspection as Inspection
-    from mtraining_jax.attention.inspection import inspect as inspect
     from mtraining_jax.attention.order import sequence_layout as sequence_layout
     from mtraining_jax.attention.order import stripe as stripe
     from mtraining_jax.attention.order import unstripe as unstripe
     from mtraining_jax.attention.placement import Sharding as Sharding
+    from mtraining_jax.audit.inspection import Inspection as Inspection
+    from mtraining_jax.audit.inspection import inspect as inspect
     from mtraining_jax.callbacks import Callback as Callback
     from mtraining_jax.callbacks import Result as Result
     from mtraining_jax.callbacks import Run as Run
     from mtraining_jax.config import Config as Config
+    from mtraining_jax.documents import Documents as Documents
     from mtraining_jax.evaluation.engine.engine import Engine as Engine
     from mtraining_jax.evaluation.engine.engine import generate as generate
     from mtraining_jax.evaluation.engine.options import GenerateOptions as GenerateOptions
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from mtraining_jax.patterns.sampled_rows import SampledRows as SampledRows
     from mtraining_jax.patterns.vertical_slash import VerticalSlash as VerticalSlash
     from mtraining_jax.patterns.xattention import XAttention as XAttention
+    from mtraining_jax.realignment import realign as realign
     from mtraining_jax.selection.context import Selection as Selection
     from mtraining_jax.selection.context import SelectionContext as SelectionContext
-    from mtraining_jax.selection.documents import Documents as Documents
     from mtraining_jax.training.fit import fit as fit
     from mtraining_jax.utils.fields import options as options
 
@@ -49,12 +50,12 @@ _MODULES = {
     "Callback": "callbacks",
     "Config": "config",
     "Dense": "patterns.dense",
-    "Documents": "selection.documents",
+    "Documents": "documents",
     "Engine": "evaluation.engine.engine",
     "FixedBudget": "patterns.budgets",
     "FlexPrefill": "patterns.flex_prefill",
     "GenerateOptions": "evaluation.engine.options",
-    "Inspection": "attention.inspection",
+    "Inspection": "audit.inspection",
     "Layout": "parallel.layout",
     "MoBA": "patterns.moba",
     "Pattern": "patterns.base",
@@ -71,9 +72,10 @@ _MODULES = {
     "attention_fn": "attention.flax_modules",
     "fit": "training.fit",
     "generate": "evaluation.engine.engine",
-    "inspect": "attention.inspection",
+    "inspect": "audit.inspection",
     "load_budgets": "patterns.budgets",
     "options": "utils.fields",
+    "realign": "realignment",
     "sequence_layout": "attention.order",
     "sparse_attention": "attention.api",
     "stripe": "attention.order",

@@ -120,8 +120,8 @@ class Callback:
         Args:
             hidden: [B, S, D] normalized hidden states of the last layer.
             lm_head: [V, D] weight of the output layer.
-            batch: int32 [B, S] `tokens`, `labels` (-100: not trained) and `positions`, all in the
-                order of the run's layout, and what else the run needs.
+            batch: int32 [B, S] `tokens` and `labels` (-100: not trained), in the order of the run's
+                layout, and what else the run needs.
         """
         del hidden, lm_head, batch
         return {}

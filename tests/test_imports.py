@@ -15,10 +15,13 @@ PACKAGES = ("pallas_kernels", "mtraining_jax")
 LAYERS = (
     "mtraining_jax.utils",
     "pallas_kernels",
+    "mtraining_jax.documents",
+    "mtraining_jax.realignment",
     "mtraining_jax.selection",
     "mtraining_jax.patterns",
     "mtraining_jax.parallel",
     "mtraining_jax.attention",
+    "mtraining_jax.audit",
     "mtraining_jax.models",
     "mtraining_jax.data",
     "mtraining_jax.config",

@@ -116,7 +116,7 @@ def _forward(loaded: Loaded, programs: Programs, ids: np.ndarray) -> Callable[[]
     """The model as in training, up to the input of the output layer."""
     network = loaded.network
     layout, (*arguments, inputs) = programs.inputs(ids, of_prompt=False)
-    arguments.append(dataclasses.replace(inputs, valid_len=None))
+    arguments.append(dataclasses.replace(inputs, documents=None))
 
     def forward(*arguments: Any) -> Array:
         return network.forward(layout, None, *arguments)[1]

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import Selection, SelectionContext
-from mtraining_jax.selection.document_blocks import DocumentBlocks
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import NonNegativeInt, PositiveInt
@@ -76,10 +76,10 @@ class DrawnLists(Pattern):
         if not context.documents.packed:
             raise UserError("DrawnLists draws by the length of documents: set data.mask_documents")
         rows, num_blocks = context.block_ids, context.num_blocks
-        min_blocks = -(-self.min_sparse_tokens // self.block_size)
-        own = context.documents.dense_below(min_blocks).of(rows)
+        own = context.documents.of(rows)
+        dense = own.shorter_than(-(-self.min_sparse_tokens // self.block_size))
         table = densities_by_length(self.draw, num_blocks * self.block_size, self.min_sparse_tokens)
-        density = jnp.where(own.dense, 1.0, jnp.asarray(table, jnp.float32)[own.tokens])
+        density = jnp.where(dense, 1.0, jnp.asarray(table, jnp.float32)[own.tokens])
         # No compiler knows whether the first query is NaN. So each layer draws and lists again, as
         # a selection would.
         key = jax.random.fold_in(jax.random.key(self.draw), jnp.isnan(q[0, 0, 0, 0]).astype(int))
@@ -93,7 +93,7 @@ class DrawnLists(Pattern):
         return Selection(BlockMaskIndex.from_block_mask(mask, self.block_size, rows))
 
 
-def _fraction_of_others(density: Array, own: DocumentBlocks, block_size: int) -> Array:
+def _fraction_of_others(density: Array, own: Documents, block_size: int) -> Array:
     """Fraction of the blocks that are neither first nor near to keep, fp32 [B, n]."""
     n = own.length.astype(jnp.float32)
     others = jnp.maximum((n - 2) * (n - 3) / 2, 1)

@@ -43,10 +43,9 @@ from benchmarks.step.drawn_lists import BLOCK, DrawnLists
 from benchmarks.timing import log
 from mtraining_jax.config import Config
 from mtraining_jax.data.balance import imbalance
-from mtraining_jax.data.packing.packs import block_table
+from mtraining_jax.documents import Documents
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
-from mtraining_jax.training.device_batches import positions_in_documents
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import set_platform
@@ -109,7 +108,6 @@ class ReplicaTimer:
 
     def __init__(self, run: Run, config: Config, mesh: Mesh) -> None:
         self._run, data = run, run.config.data
-        self._in_documents = positions_in_documents(mesh, BLOCK)
         self._text = np.random.default_rng(0).integers(
             0, run.config.model.vocab_size, (run.packs, data.seq_len + 1), np.int32
         )
@@ -135,18 +133,14 @@ class ReplicaTimer:
 
     def _batch(self, packs: Sequence[Pack]) -> dict[str, Array]:
         """The batch of a replica, with random tokens, in the form that `DeviceBatches` returns."""
-        blocks = self._run.config.data.seq_len // BLOCK
-        tables = np.stack([block_table(pack.lengths, BLOCK, blocks) for pack in packs])
-        first, _, tokens = np.repeat(tables, BLOCK, axis=1).transpose(2, 0, 1)
-        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        followed = positions - first * BLOCK + 1 < tokens
-        table = jnp.asarray(tables)
-        restarted, _ = self._in_documents(jnp.asarray(positions), table)
+        seq_len = self._run.config.data.seq_len
+        documents = Documents.from_lengths([pack.lengths for pack in packs], seq_len, BLOCK)
+        blocks = jnp.arange(seq_len // BLOCK)
+        followed = documents.positions(blocks) + 1 < documents.lengths(blocks)
         return {
             "tokens": jnp.asarray(self._text[:, :-1]),
-            "labels": jnp.asarray(np.where(followed, self._text[:, 1:], IGNORE_LABEL)),
-            "positions": restarted,
-            "documents": table,
+            "labels": jnp.where(followed, self._text[:, 1:], IGNORE_LABEL),
+            "documents": jax.tree.map(jnp.asarray, documents),
         }
 
 

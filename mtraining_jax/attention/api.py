@@ -9,9 +9,9 @@ from mtraining_jax.attention.inputs import AttentionInputs, AttentionSpec, Resid
 from mtraining_jax.attention.order import global_order, ring_layout
 from mtraining_jax.attention.placement import Sharding, find_placement, take
 from mtraining_jax.attention.sharded import attend
+from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.sampled_rows import SampledRows
-from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import Index
 
 
@@ -51,7 +51,7 @@ def sparse_attention(
         pattern: a `Pattern` (`SampledRows(...)`, `Dense()`, a custom one, ...) or an index to use
             unchanged. S must be a multiple of `block_size` times the number of devices that shard
             the sequence.
-        documents: `Documents` packed into the sequences: one table per sequence, or one for all.
+        documents: `Documents` packed into the sequences: one row per sequence, or one for all.
             Must have the pattern's block size. Queries attend only to their own document, and
             pairs are selected per document. Documents shorter than `pattern.min_sparse_tokens`
             use dense attention. Blocks without a document get output 0, lse -inf and zero
@@ -85,7 +85,7 @@ def sparse_attention(
     sharding = checks.check_sharding(sharding)
     checks.check_pattern(pattern, q, causal)
     block_size = pattern.block_size
-    blocks, valid_len = checks.check_documents(documents, q, block_size, causal)
+    documents = checks.check_documents(documents, q, block_size, causal)
     placement = find_placement(q, sharding)
     checks.check_division(q, k, block_size, placement, causal)
     batch_shape, seq_len = q.shape[:-3], q.shape[-3]
@@ -99,7 +99,7 @@ def sparse_attention(
         q, k, v = (take(x, order[0]) for x in (q, k, v))
     spec = AttentionSpec(placement, shard_layout, sharding.ring, scale, causal, backend)
     inputs = AttentionInputs(
-        pattern=pattern, documents=blocks, valid_len=valid_len, sinks=checks.check_sinks(sinks, q)
+        pattern=pattern, documents=documents, sinks=checks.check_sinks(sinks, q)
     )
     out, lse, index, _ = _attend(spec, q, k, v, inputs)
     if order is not None:

@@ -9,10 +9,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from mtraining_jax.attention.placement import Placement, Sharding
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.ring import check_ring
 from mtraining_jax.patterns.base import Pattern
-from mtraining_jax.selection.document_blocks import DocumentBlocks
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.fields import shortened
 from mtraining_jax.utils.text import nearest_multiples
 from pallas_kernels.index import Index
@@ -152,10 +151,10 @@ def check_pattern(pattern: object, q: Array, causal: bool) -> None:
 
 def check_documents(
     documents: Documents | None, q: Array, block_size: int, causal: bool
-) -> tuple[DocumentBlocks | None, Array | None]:
-    """Returns the document of each block of q's sequences, or the tokens of their only document."""
+) -> Documents | None:
+    """Returns the documents of q's sequences: one row per sequence if packed."""
     if documents is None:
-        return None, None
+        return None
     if not isinstance(documents, Documents):
         raise ValueError(
             f"documents is a {type(documents).__name__}; build it with "
@@ -169,19 +168,20 @@ def check_documents(
             f"documents have block_size={documents.block_size}, but the pattern has {block_size}; "
             "they must be equal"
         )
-    table, batch = documents.table, math.prod(q.shape[:-3])
-    # Under `jax.vmap` a single sequence may come with a table without a batch axis.
-    table = table[None] if q.ndim == 3 and jnp.ndim(table) == 2 else table
-    shape = jnp.shape(table)
-    num_blocks = q.shape[-3] // block_size
-    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1:] != (num_blocks, 3):
-        raise ValueError(
-            f"documents have a table of shape {list(shape)}; expected [{batch}, {num_blocks}, 3], "
-            f"for {batch} sequences of {q.shape[-3]} tokens, as in q"
-        )
+    batch, num_blocks = math.prod(q.shape[:-3]), q.shape[-3] // block_size
+    # Under `jax.vmap` a single sequence may come with arrays without a batch axis.
+    alone = q.ndim == 3 and jnp.ndim(documents.first) == 1
+    documents = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32)[None if alone else ...], documents)
+    assert documents is not None  # for the type checker
+    for shape in (x.shape for x in jax.tree.leaves(documents)):
+        if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != num_blocks:
+            raise ValueError(
+                f"documents have arrays of shape {list(shape)}; expected [{batch}, {num_blocks}], "
+                f"for {batch} sequences of {q.shape[-3]} tokens, as in q"
+            )
     if not documents.packed:
-        return None, jnp.asarray(table[0, 0, 2], jnp.int32)
-    return DocumentBlocks.from_table(jnp.broadcast_to(table, (batch, num_blocks, 3))), None
+        return documents
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, num_blocks)), documents)
 
 
 def _check_hashable(pattern: Pattern) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mtraining_jax.selection.documents import Documents
+from mtraining_jax.documents import Documents
 
 _MOST_ENTRIES = 1 << 22  # of a mask, read at a time
 

@@ -13,8 +13,8 @@ from jax.core import Tracer
 from mtraining_jax.attention.api import sparse_attention
 from mtraining_jax.attention.checks import check_is_pattern
 from mtraining_jax.attention.document_masks import documents_of, key_ranges
+from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.sampled_rows import SampledRows
-from mtraining_jax.selection.documents import Documents
 
 _REASON = "sparse attention never materializes attention weights"
 

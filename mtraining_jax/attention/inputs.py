@@ -1,21 +1,41 @@
 """Inputs of attention in addition to q, k and v, its configuration, and its results."""
 
 import dataclasses
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.placement import Placement
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.document_blocks import DocumentBlocks
 from pallas_kernels.index import Index
 
 Stats = dict[str, Any]
+
+
+class Observer(Protocol):
+    """Measures the attention of a layer, on the shards of one device; a pytree."""
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        index: Index,
+        context: SelectionContext,
+        batch_axes: tuple[str, ...],
+    ) -> tuple[Array, Stats]:
+        """Returns `out`, perhaps with another gradient, and statistics of the layer by name.
+
+        `out` and `index` are the results of attention, without sinks. `batch_axes` are the mesh
+        axes of other sequences and heads. Statistics are the same on all devices.
+        """
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -23,39 +43,33 @@ Stats = dict[str, Any]
 class AttentionInputs:
     """Inputs of attention in addition to q, k and v; a pytree.
 
-    As an input of a model, the first three fields have a leading layer axis [L, ...]. The others
-    are the same for all layers.
+    As an input of a model, pattern, mass fraction and observer have a leading layer axis [L, ...].
+    The others are the same for all layers.
 
     Attributes:
         pattern: a pattern with arrays [Hq, ...] or without arrays, or a global index with arrays
             [B, Hq, ...]; None for the pattern of `make_attention`.
-        grad_tap: zeros, fp32 [Hq, 2]; their cotangent is the result of `gradient_figures` for
-            `audit_rows`. None skips these metrics.
-        overrides, documents, valid_len: as in `SelectionContext`.
+        observer: measures attention.
+        overrides, documents: as in `SelectionContext`.
         window: keys that each query sees instead of those of the pattern; static. Such a layer is
-            not audited.
-        audit_rows: queries to measure the metrics of `attention.audit` on, at the cost of exact
-            attention of these rows; without sinks.
+            not observed.
         sinks: as in `sparse_attention`, fp32 [Hq]; those of a model are its parameters.
     """
 
     pattern: Pattern | Index | None = None
     overrides: dict[str, Array] | None = None
-    grad_tap: Array | None = None
-    documents: DocumentBlocks | None = None
-    valid_len: Array | None = None
-    audit_rows: AuditRows | None = None
+    observer: Observer | None = None
+    documents: Documents | None = None
     sinks: Array | None = None
     window: int | None = jax.tree.static(default=None)
 
     def per_layer(self) -> Self:
         """Keeps only what has a layer axis, for a scan over layers."""
-        same = ("documents", "valid_len", "audit_rows", "sinks")
-        return dataclasses.replace(self, **dict.fromkeys(same))
+        return dataclasses.replace(self, documents=None, sinks=None)
 
     def for_layer(self, layer: Self) -> Self:
         """Returns the inputs of one layer, a slice of `per_layer`."""
-        own = {name: getattr(layer, name) for name in ("pattern", "overrides", "grad_tap")}
+        own = {name: getattr(layer, name) for name in ("pattern", "overrides", "observer")}
         return dataclasses.replace(self, **own)
 
 
@@ -71,17 +85,22 @@ class AttentionSpec:
     backend: str | None = None
     statistics: bool = False  # whether to measure the index
     by_length: bool = False
-    mask_heads: tuple[int, ...] = ()
 
     def context(self, q: Array, inputs: AttentionInputs) -> SelectionContext:
         """Describes the shard of queries [B, n, Hq, D] to a selection."""
         assert inputs.pattern is not None
+        block_size, documents = inputs.pattern.block_size, inputs.documents
         if self.layout is None or self.placement.ranks == 1:
-            axes, num_blocks = (), q.shape[1] // inputs.pattern.block_size
+            axes, num_blocks = (), q.shape[1] // block_size
             block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
         else:
             axes, num_blocks = self.placement.sequence, self.layout.num_blocks
             block_ids = self.layout.block_ids(lax.axis_index(axes))
+        if documents is None:
+            documents = Documents.whole(num_blocks, block_size)
+        elif not documents.packed:  # its boundaries become constants again
+            valid_len, seq_len = documents.tokens[0, 0], num_blocks * block_size
+            documents = Documents.padded(valid_len, seq_len, block_size)
         return SelectionContext(
             block_ids,
             num_blocks,
@@ -89,9 +108,8 @@ class AttentionSpec:
             self.scale,
             self.backend,
             self.causal,
-            inputs.valid_len,
-            cast(DocumentBlocks, inputs.documents),  # None makes it one document
-            inputs.overrides or {},
+            documents,
+            overrides=inputs.overrides or {},
         )
 
 

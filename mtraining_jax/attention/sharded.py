@@ -12,7 +12,6 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention.audit.auditing import audit
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionOutput, AttentionSpec, Stats
 from mtraining_jax.attention.placement import Placement, take
 from mtraining_jax.attention.schedules import schedule_over
@@ -38,8 +37,7 @@ def attend(
     """Computes attention over the pairs that `inputs.pattern` selects or lists.
 
     q, k, v: [B, S, Hq or Hk, D] in the order of `spec.layout`, after rotary embedding. Zeros extend
-    a head dim without kernels, such as 96, to the next one with kernels, if these run. An audit is
-    not supported if a mesh axis shards the heads.
+    a head dim without kernels, such as 96, to the next one with kernels, if these run.
     """
     pattern, placement = inputs.pattern, spec.placement
     assert pattern is not None
@@ -52,7 +50,7 @@ def attend(
         return output._replace(out=output.out[..., :head_dim])
     if inputs.overrides and isinstance(pattern, Index):
         raise ValueError("overrides are options of a pattern, but pattern is an index")
-    batch = P(placement.batch)
+    batch, documents = P(placement.batch), inputs.documents
     heads = P(placement.batch, placement.sequence, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
     row_sharded = _row_sharded(inputs)
@@ -61,10 +59,8 @@ def attend(
     specs_of_inputs = {
         "pattern": of_pattern,
         "overrides": batch,
-        "grad_tap": P(),
-        "documents": batch,
-        "valid_len": P(),
-        "audit_rows": P(),
+        "observer": P(),
+        "documents": batch if documents is None or documents.packed else P(),
         "sinks": P(placement.heads),
     }
     specs_of_output = {"out": heads, "lse": rows, "index": of_index, "statistics": P()}
@@ -101,9 +97,10 @@ def _attend_on_shard(
         statistics = lax.stop_gradient(statistics)
     how = spec.layout, spec.ring, q, k, v, index, spec.scale, spec.backend
     out, lse = attend_with(schedule_over(context.axis_names, *how), q, k, v, index)
-    if inputs.audit_rows is not None:
-        out, figures = audit(spec, (q, k, v), out, index, inputs)
-        statistics |= figures
+    if inputs.observer is not None:
+        observed = q, k, v, out, index, context, spec.placement.other_axes
+        out, found = inputs.observer(*observed)
+        statistics |= found
     if inputs.sinks is not None:
         out = _with_sinks(out, lse, inputs.sinks)
     return AttentionOutput(out, lse, index, statistics)
@@ -146,7 +143,8 @@ def _row_sharded(inputs: AttentionInputs) -> bool:
     assert pattern is not None
     if isinstance(pattern, Index):
         return pattern.row_sharded
-    return pattern.row_sharded(inputs.documents is not None)
+    documents = inputs.documents
+    return pattern.row_sharded(documents is not None and documents.packed)
 
 
 def _measure(selection: Selection, context: SelectionContext, by_length: bool) -> Stats:
@@ -163,7 +161,7 @@ def _measure(selection: Selection, context: SelectionContext, by_length: bool) -
     }
     if documents.packed:
         # In floating point: from 65536 tokens on, the pair count overflows an int32.
-        share = documents.causal_pairs(block_size) / float(causal_pairs(seq_len))
+        share = documents.causal_pairs() / float(causal_pairs(seq_len))
         numbers |= {
             "document_pairs": share,
             "computed_pairs": numbers["density"] * share,
@@ -182,7 +180,6 @@ def make_attention(
     ring: str = "gather",
     backend: str | None = None,
     scale: float | None = None,
-    mask_heads: tuple[int, ...] = (),
     by_length: bool = False,
 ) -> Callable[..., tuple[Array, Stats]]:
     """Builds the causal attention function of a model's layers.
@@ -193,7 +190,6 @@ def make_attention(
         pattern: the default sparse pattern.
         ring: as in `Sharding`.
         backend, scale: as in `sparse_attention`.
-        mask_heads: query heads with their masks included in an audit.
         by_length: also count computed pairs by document length.
 
     Returns:
@@ -202,9 +198,8 @@ def make_attention(
         means over heads and batch: `density` (computed pairs over causal pairs within documents),
         `executed` (pairs in executed tiles over the same), and `Selection.statistics`. With
         documents also `document_pairs`, `computed_pairs` and `executed_pairs`, relative to all
-        causal pairs of the sequence, and the counts of `pairs_by_length`. With
-        `inputs.audit_rows` also `audit`, the metrics of `forward_figures`, and `masks`, the index
-        of `mask_heads` of the first sequence with all of its rows.
+        causal pairs of the sequence, and the counts of `pairs_by_length`.
+        `inputs.observer` adds its own.
     """
     placement = Placement(mesh, (DATA_AXIS,), SEQUENCE_AXES)
     if placement.ranks != layout.num_ranks:
@@ -220,7 +215,6 @@ def make_attention(
         backend=backend,
         statistics=True,
         by_length=by_length,
-        mask_heads=mask_heads,
     )
 
     def attention(
@@ -230,7 +224,7 @@ def make_attention(
             inputs = dataclasses.replace(inputs or AttentionInputs(), pattern=pattern)
         if inputs.window is not None:
             window = SlidingWindow(inputs.window, pattern.block_size)
-            none = {"overrides": None, "grad_tap": None, "audit_rows": None, "window": None}
+            none = dict.fromkeys(("overrides", "observer", "window"))
             inputs = dataclasses.replace(inputs, pattern=window, **none)
         output = attend(spec, q, k, v, inputs)
         return output.out, output.statistics

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from mtraining_jax.data.loader import local_slice
 from mtraining_jax.data.spec import DataSpec
+from mtraining_jax.documents import Documents
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.errors import UserError
 
 _WHERE = "fit(data=...)"
@@ -47,10 +48,10 @@ class GivenBatches:
         del steps
         return "batches from Python" + ("" if self.resumes else ", which a resumed run begins anew")
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> dict[str, Any]:
         """The arrays of `Loader`, at the local rows and columns."""
         try:
             given = next(self._batches)
@@ -68,8 +69,8 @@ class GivenBatches:
             labels = np.roll(tokens, -1, axis=1)
             labels[:, -1] = IGNORE_LABEL
             if documents is not None:
-                labels[_last_or_padding(documents, self._block_size)] = IGNORE_LABEL
-        batch = {"tokens": tokens[:, self._order], "labels": labels[:, self._order]}
+                labels[_last_or_padding(documents)] = IGNORE_LABEL
+        batch: dict[str, Any] = {"tokens": tokens[:, self._order], "labels": labels[:, self._order]}
         if documents is not None:
             batch["documents"] = documents
         if self._weighted:
@@ -101,9 +102,9 @@ class GivenBatches:
         self.step = state["step"]
 
     def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """One device's shard of an array of a batch, by its global rows and columns."""
+        """One device's shard of an array of a batch, by its global rows, or rows and columns."""
         local = array[local_slice("rows", self.rows, index[0], self._data.batch_size)]
-        if array.ndim > 2:
+        if len(index) == 1:
             return local
         return local[:, local_slice("columns", self.columns, index[1], self._data.seq_len)]
 
@@ -136,7 +137,7 @@ class GivenBatches:
             )
         return array
 
-    def _documents(self, given: Mapping[str, Any]) -> np.ndarray | None:
+    def _documents(self, given: Mapping[str, Any]) -> Documents | None:
         documents, wanted = given.get("documents"), self._data.has_documents
         if (documents is not None) != wanted:
             raise self._wrong(
@@ -146,22 +147,23 @@ class GivenBatches:
             )
         if documents is None:
             return None
-        needed = self.rows.size, self._data.seq_len // self._block_size, 3
+        needed = self.rows.size, self._data.seq_len // self._block_size
         if not isinstance(documents, Documents) or documents.block_size != self._block_size:
             raise self._wrong(
                 "has documents that are no mtraining_jax.Documents of block size "
                 f"{self._block_size} (sparsity.block_size)"
             )
-        table = np.asarray(documents.table)
-        if table.shape != needed:
-            raise self._wrong(f"has documents of shape {table.shape}, but {needed} is needed")
-        return table.astype(np.int32)
+        if documents.first.shape != needed:
+            shape = documents.first.shape
+            raise self._wrong(f"has documents of shape {shape}, but {needed} is needed")
+        return jax.tree.map(lambda x: np.asarray(x, np.int32), documents)
 
     def _wrong(self, what: str) -> UserError:
         return UserError(f"batch {self.step} of {_WHERE} {what}")
 
 
-def _last_or_padding(table: np.ndarray, block_size: int) -> np.ndarray:
+def _last_or_padding(documents: Documents) -> np.ndarray:
     """Whether each position is the last token of its document, or padding, bool [b, S]."""
-    first, _, tokens = (np.repeat(x, block_size, axis=1) for x in np.moveaxis(table, -1, 0))
-    return (tokens == 0) | (np.arange(first.shape[1]) - first * block_size >= tokens - 1)
+    size = documents.block_size
+    first, tokens = (np.repeat(x, size, axis=1) for x in (documents.first, documents.tokens))
+    return (tokens == 0) | (np.arange(first.shape[1]) - first * size >= tokens - 1)

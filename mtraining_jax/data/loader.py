@@ -14,14 +14,15 @@ import numpy as np
 
 from mtraining_jax.data.balance import Balance
 from mtraining_jax.data.corpus import packs_of, starts_of
-from mtraining_jax.data.packing.packs import Packs, Parts, block_table, stream_positions
+from mtraining_jax.data.packing.packs import Packs, Parts, stream_positions
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.data.stream import TokenStream
+from mtraining_jax.documents import Documents
 from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]  # NumPy arrays, and `Documents` of them
 
 _SAMPLE = "checksum of a sample of its tokens"
 _MASK_SAMPLE = "checksum of a sample of its label mask"
@@ -30,15 +31,14 @@ _BOS = "data.bos"
 
 
 class Loader:
-    """Endless iterator over the local part of the global batches: dicts of arrays.
+    """Endless iterator over the local part of the global batches: dicts of NumPy arrays.
 
     - ``tokens``: int32 [b, s], local rows and columns; 0 in padding.
     - ``labels``: int32 [b, s], next tokens; `IGNORE_LABEL` at the last token of a sequence (as in
       MTraining's collate function) or of a document, in padding, and for tokens that the label mask
       does not train.
-    - ``documents``, with `data.has_documents`: int32 [b, NB, 3] over all NB blocks in global order:
-      first block and end block (exclusive) of the block's document, and its tokens without padding;
-      NB, 0, 0 for padding.
+    - ``documents``, with `data.has_documents`: `Documents` of the local rows, int32 [b, NB] over
+      all NB blocks.
     - ``weights``, if `weighted`: fp32 [b, s], equal for the labels of a document, with sum 1.
 
     Documents begin at block boundaries. An epoch visits every sequence once, in a new order if
@@ -244,9 +244,9 @@ class Loader:
         self._iterator.set_state(iterator)
 
     def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """One device's shard of an array of a batch, by its global rows and columns."""
+        """One device's shard of an array of a batch, by its global rows, or rows and columns."""
         local = array[local_slice("rows", self.rows, index[0], self._data.batch_size)]
-        if array.ndim > 2:
+        if len(index) == 1:
             return local
         return local[:, local_slice("columns", self.columns, index[1], self._data.seq_len)]
 
@@ -269,14 +269,14 @@ class Loader:
 
     def _read_rows(self, sequences: np.ndarray) -> Batch:
         shape = self.rows.size, self.columns.size
-        num_blocks = self._data.seq_len // self._block_size
         tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
-        documents = np.empty((self.rows.size, num_blocks, 3), np.int32)
+        pieces = [self._pieces(sequence) for sequence in sequences.tolist()]
+        size = self._block_size
+        documents = Documents.from_lengths([own for _, own in pieces], self._data.seq_len, size)
         weights = np.zeros(shape, np.float32)
-        for i, sequence in enumerate(sequences.tolist()):
-            starts, lengths = self._pieces(sequence)
-            documents[i] = table = block_table(lengths, self._block_size, num_blocks)
-            places, left = stream_positions(starts, table, self._needed, self._block_size)
+        for i, (starts, lengths) in enumerate(pieces):
+            first, real = (np.asarray(x[i]) for x in (documents.first, documents.tokens))
+            places, left = stream_positions(starts, first, real, self._needed, size)
             ids = np.zeros(places.shape, np.int32)
             ids[left > 0] = self.corpus.stream.take(places[left > 0])
             tokens[i] = ids[self._of_tokens]
@@ -288,9 +288,9 @@ class Loader:
                 followed &= trained[self._of_labels]
             labels[i] = np.where(followed, ids[self._of_labels], IGNORE_LABEL)
             if self._weighted:
-                blocks = -(-lengths // self._block_size)
+                blocks = -(-lengths // size)
                 of_block = np.repeat(self._label_counts(starts, lengths), blocks)
-                block = self._needed[self._of_tokens] // self._block_size
+                block = self._needed[self._of_tokens] // size
                 weights[i, followed] = 1 / of_block[block[followed]]
         batch: Batch = {"tokens": tokens, "labels": labels}
         if self.packs is not None:

@@ -21,7 +21,7 @@ SEQUENCE_AXES = (NODE_AXIS, DEVICE_AXIS)
 
 # Partition specs by logical array. Sequence axes are in layout order (see layout.py).
 TOKENS = P(DATA_AXIS, SEQUENCE_AXES)  # [B, S]: tokens, labels, positions
-DOCUMENTS = P(DATA_AXIS, None, None)  # [B, NB, 3]: document of each block, in global order
+DOCUMENTS = P(DATA_AXIS, None)  # [B, NB]: document of each block, in global order
 OVERRIDES = P(DATA_AXIS, None)  # [B, L]: of each layer for a sequence
 ACTIVATIONS = P(DATA_AXIS, SEQUENCE_AXES, None)  # [B, S, E]
 HEADS = P(DATA_AXIS, SEQUENCE_AXES, None, None)  # [B, S, H, D]: queries, keys, values

@@ -97,7 +97,7 @@ class FlexPrefill(BlockPattern):
             pooled = flex_steps.pooled_lists(q, k, context, self.gamma, spans)
             listed = listed | (pooled & local.spread(aware)[..., None])
         if documents.packed:
-            listed = listed | documents.of(rows).dense[:, None, :, None]
+            listed = listed | documents.of(rows).shorter_than(least)[:, None, :, None]
         index = BlockMaskIndex.from_block_mask(listed, size, rows)
         if documents.packed:
             index = index.within_documents(*documents.spans(), rows)

@@ -104,16 +104,22 @@ class RowPattern(BlockPattern):
             self.min_block_mass,
             self.blocks(self.dense_prefix_tokens),
             self.random_block_prob,
-            self._dense_suffix_rows(context) if self.dense_suffix_tokens else None,
+            self._dense_rows(context),
         )
 
-    def _dense_suffix_rows(self, context: SelectionContext) -> Array:
-        """Whether each local row is in a dense suffix, bool [B or 1, n]; not in dense documents."""
-        size, ends = self.block_size, context.ends(context.block_ids, self.block_size)
+    def _dense_rows(self, context: SelectionContext) -> Array | None:
+        """Whether each local row is in a short document or a dense suffix, bool [B or 1, n]."""
+        short = None
+        if context.documents.packed:
+            short = context.documents.of(context.block_ids).shorter_than(context.dense_below)
+        if not self.dense_suffix_tokens:
+            return short
+        size, ends = self.block_size, context.ends(context.block_ids)
         if ends is None:
             ends = context.num_blocks * size
         first = context.block_ids[None] * size
-        return (first < ends) & (first + size > ends - (self.dense_suffix_tokens or 0))
+        suffix = (first < ends) & (first + size > ends - self.dense_suffix_tokens)
+        return suffix if short is None else short | suffix
 
     def select(self, q, k, context):
         from mtraining_jax.selection.checks import with_dense_documents

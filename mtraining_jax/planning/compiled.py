@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.mesh import DOCUMENTS, OVERRIDES, TOKENS, make_mesh
 from mtraining_jax.planning.hardware import Gpu
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
-from mtraining_jax.training.device_batches import reads_lengths
 from mtraining_jax.training.guard.guard import abstract_inputs
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -93,12 +93,11 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, Any]:
 
     data = config.data
     tokens = array(config.batch_shape, TOKENS)
-    batch: dict[str, Any] = {"tokens": tokens, "labels": tokens, "positions": tokens}
+    batch: dict[str, Any] = {"tokens": tokens, "labels": tokens}
     if data.has_documents:
-        num_blocks = data.seq_len // config.sparsity.block_size
-        batch["documents"] = array((data.batch_size, num_blocks, 3), DOCUMENTS)
-    if reads_lengths(config):
-        batch["document_lengths"] = tokens
+        size = config.sparsity.block_size
+        blocks: Any = array((data.batch_size, data.seq_len // size), DOCUMENTS)
+        batch["documents"] = Documents(blocks, blocks, blocks, size)
     if config.loss.weighting == "document":
         batch["weights"] = array(config.batch_shape, TOKENS, jnp.float32)
     if config.sparsity.tune != "none":

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from mtraining_jax.attention.picture import Panel, check_pictures, draw
+from mtraining_jax.audit.picture import Panel, check_pictures, draw
 from mtraining_jax.callbacks import Callback, Record, Result
 from mtraining_jax.config import Config
 from mtraining_jax.reporting.writers import written

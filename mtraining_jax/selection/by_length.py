@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection.metrics import causal_pairs
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import Index, Rows
@@ -19,7 +19,7 @@ _PART = 14
 
 
 def pairs_by_length(
-    index: Index, rows: Rows, documents: DocumentBlocks, seq_len: int
+    index: Index, rows: Rows, documents: Documents, seq_len: int
 ) -> dict[str, Array]:
     """Counts the computed pairs in documents of each length class, relative to the sequence.
 

@@ -43,4 +43,4 @@ def with_dense_documents(
 ) -> SelectionContext:
     """Checks a selection, and returns its context with documents of fewer blocks dense."""
     check_selection(q, k, context, block_size)
-    return dataclasses.replace(context, documents=context.documents.dense_below(blocks))
+    return dataclasses.replace(context, dense_below=blocks)

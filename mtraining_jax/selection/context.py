@@ -5,10 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks, OneDocument
+from mtraining_jax.documents import Documents
 from pallas_kernels.index import Index
 
 
@@ -24,12 +25,12 @@ class SelectionContext:
         scale: scale of the logits; None is 1/sqrt(D).
         backend: kernel backend a selection may use; None is the fastest available one.
         causal: whether queries see only keys at or before their position.
-        valid_len: int32 scalar, number of tokens before the padding; may be traced. Patterns that
-            probe the last queries use the last valid ones and must ignore padding. None is the
-            whole sequence.
         documents: documents of each batch entry. Queries see their own document only, and each
-            document gets the same selection as on its own. Defaults to one document of `valid_len`
-            tokens; with packed documents (`documents.packed`) `valid_len` is None.
+            document gets the same selection as on its own. Defaults to one document without
+            padding. Patterns that probe the last queries use the last real ones and must ignore
+            padding, also that of a single document (`Documents.padded`).
+        dense_below: blocks (static). Packed documents of fewer blocks use dense attention: their
+            tokens need no scores.
         overrides: values of options for each sequence, by name: int32 [B], in the units of
             `Pattern.overridable`; may be traced.
     """
@@ -40,31 +41,32 @@ class SelectionContext:
     scale: float | None = None
     backend: str | None = None
     causal: bool = True
-    valid_len: Array | None = None
-    documents: DocumentBlocks = cast(Any, None)
+    documents: Documents = cast(Any, None)
+    dense_below: int = 0
     overrides: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.documents is None:
-            document = OneDocument.of_sequence(self.num_blocks, self.valid_len)
-            object.__setattr__(self, "documents", document)
+            object.__setattr__(self, "documents", Documents.whole(self.num_blocks))
+        if self.documents.packed:
+            object.__setattr__(self, "documents", jax.tree.map(jnp.asarray, self.documents))
 
     @property
     def shards(self) -> tuple[Array, int, tuple[str, ...]]:
         """`block_ids`, `num_blocks` and `axis_names`, the last arguments of collectives."""
         return self.block_ids, self.num_blocks, self.axis_names
 
-    def ends(self, blocks: Array, block_size: int) -> Array | None:
+    def ends(self, blocks: Array) -> Array | None:
         """Returns where readable tokens end, for the document of each block int32 [n].
 
         int32 [B or 1, n], global positions, one past the last token; before the document's first
         token if nothing is to be read (dense or no document). None if all are valid: masks then
         cost nothing.
         """
-        if not self.documents.packed and self.valid_len is None:
+        if self.documents.is_whole:
             return None
         documents = self.documents.of(blocks)
-        return jnp.where(documents.dense, 0, documents.ends(block_size))
+        return jnp.where(documents.shorter_than(self.dense_below), 0, documents.ends())
 
     def first_blocks(self, blocks: Array) -> Array | None:
         """Returns the first block of the document of each given block int32 [n]: int32 [B, n].

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection.row_attention import Keys, attend_rows
 from pallas_kernels.index import Index, Rows
 
@@ -16,7 +16,7 @@ def causal_pairs(seq_len: int) -> int:
 
 
 def pairs_to_share(
-    seq_len: int, block_size: int, documents: DocumentBlocks | None = None
+    seq_len: int, block_size: int, documents: Documents | None = None
 ) -> float | Array:
     """Returns the causal pairs in the sequence, or float [B, 1] in its documents: at least 1.
 
@@ -24,11 +24,11 @@ def pairs_to_share(
     """
     if documents is None or not documents.packed:
         return float(causal_pairs(seq_len))
-    return jnp.maximum(documents.causal_pairs(block_size), 1)
+    return jnp.maximum(documents.causal_pairs(), 1)
 
 
 def density(
-    index: Index, seq_len: int, rows: Rows | None = None, documents: DocumentBlocks | None = None
+    index: Index, seq_len: int, rows: Rows | None = None, documents: Documents | None = None
 ) -> Array:
     """Returns the density of a causal index: computed pairs over causal pairs.
 
@@ -54,7 +54,7 @@ def attention_recall(
     block_ids: Array,
     axis_names: Sequence[str] = (),
     scale: float | None = None,
-    documents: DocumentBlocks | None = None,
+    documents: Documents | None = None,
 ) -> Array:
     """Returns the softmax mass of the given query rows on pairs that the index computes.
 

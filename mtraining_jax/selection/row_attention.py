@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection import collectives
-from mtraining_jax.selection.document_blocks import DocumentBlocks, OneDocument
 from mtraining_jax.selection.scores.estimate import relative_exp
 from pallas_kernels.index import Index
 
@@ -28,7 +28,7 @@ class Keys(NamedTuple):
     num_blocks: int
     axis_names: tuple[str, ...]
     scale: float
-    documents: DocumentBlocks
+    documents: Documents
 
     @classmethod
     def of(
@@ -40,7 +40,7 @@ class Keys(NamedTuple):
         block_ids: Array,
         axis_names: Sequence[str] = (),
         scale: float | None = None,
-        documents: DocumentBlocks | None = None,
+        documents: Documents | None = None,
     ) -> "Keys":
         """Builds it from local shards; a `row_sharded` index has the local rows.
 
@@ -56,7 +56,7 @@ class Keys(NamedTuple):
         num_blocks = block_ids.shape[0] * (lax.axis_size(axes) if axes else 1)
         index = collectives.all_rows(index, block_ids, num_blocks, axes)
         scale = 1.0 / math.sqrt(k.shape[3]) if scale is None else scale
-        documents = documents or OneDocument.of_sequence(num_blocks)
+        documents = documents or Documents.whole(num_blocks, index.block_size)
         return cls(k, v, index, block_ids, num_blocks, axes, scale, documents)
 
     @property
@@ -77,7 +77,7 @@ class Keys(NamedTuple):
     def counts(self, positions: Array) -> Array:
         """Whether each row is a real token: bool [B or 1, 1, R]."""
         of_rows = self.documents.of(positions // self.block_size)
-        return (positions < of_rows.ends(self.block_size))[:, None]
+        return (positions < of_rows.ends())[:, None]
 
 
 class RowAttention(NamedTuple):

@@ -209,12 +209,11 @@ def sparse_spans(context: SelectionContext, slots: int, block_size: int) -> Span
     documents, num_blocks = context.documents, context.num_blocks
     if not documents.packed:
         # A number rather than an array without padding, so that nothing is moved or masked.
-        valid_len = context.valid_len
-        whole = num_blocks * block_size
-        return OneSpan(num_blocks, whole if valid_len is None else jnp.int32(valid_len))
+        whole = documents.is_whole
+        return OneSpan(num_blocks, num_blocks * block_size if whole else documents.tokens[0, 0])
     batch = documents.first.shape[0]
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
-    sparse = (documents.length > 0) & ~documents.dense
+    sparse = (documents.length > 0) & ~documents.shorter_than(context.dense_below)
     begins = sparse & (documents.first == numbers)
     slot = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
     into = jnp.arange(batch)[:, None], jnp.where(begins, slot, slots)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,20 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
-from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.attention.inputs import AttentionInputs, Observer
 from mtraining_jax.config import Config
+from mtraining_jax.documents import Documents
 from mtraining_jax.models.experts.mixture import balance_loss
 from mtraining_jax.models.huggingface.checksums import checksum
 from mtraining_jax.models.lora.projection import seeds_from
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
-from mtraining_jax.models.spec import layer_windows
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.compiler import ring_compiler_options
-from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, OVERRIDES, TOKENS
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, OVERRIDES, SEQUENCE_AXES, TOKENS
 from mtraining_jax.parallel.ordering import join
-from mtraining_jax.parallel.replicas import constrain, per_replica
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.parallel.replicas import constrain, per_replica, shard_map_remaining
+from mtraining_jax.training.build import build_layout
 from mtraining_jax.training.guard.decision import Findings, GuardInputs, is_held
 from mtraining_jax.training.guard.sums import StateSums, digest, gradient_sums
 from mtraining_jax.training.optimizer import (
@@ -39,7 +39,7 @@ from mtraining_jax.training.optimizer import (
 )
 from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
 
-Batch = dict[str, Any]  # arrays; of each option in "overrides"
+Batch = dict[str, Any]  # arrays, `Documents`, and of each option in "overrides"
 Metrics = dict[str, Any]
 
 AUXILIARY_LOSS, LOSS_TERMS = "auxiliary_loss", "loss_terms"
@@ -48,13 +48,33 @@ _NOT_OF_LAYERS = "audit", "masks", AUXILIARY_LOSS, LOSS_TERMS
 LossTerms = Sequence[Callable[[Array, Array, Batch], Mapping[str, Array]]]
 
 
+class StepObserver(Protocol):
+    """Observes the attention of all layers in a step; static. The audit is one."""
+
+    def draw(self, key: Array) -> Any:
+        """Draws what to observe in a step, a pytree."""
+        ...
+
+    def taps(self) -> Any:
+        """Returns inputs that do not change the loss, for what the backward pass measures."""
+        ...
+
+    def observer(self, drawn: Any, taps: Any) -> Observer:
+        """Returns the observers of all layers, with a leading layer axis."""
+        ...
+
+    def results(self, layers: dict[str, Any], of_taps: Any) -> dict[str, Any]:
+        """Returns the statistics of layers, [L, ...] by name, given the cotangent of the taps."""
+        ...
+
+
 def make_train_step(
     config: Config,
     builder: StateBuilder,
     attention: Attention,
     mesh: Mesh,
     attention_inputs: AttentionInputs | None = None,
-    audited: bool = False,
+    observer: StepObserver | None = None,
     loss_terms: LossTerms = (),
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Builds one jitted training step: (state, batch[, guard]) -> (next state, metrics).
@@ -64,8 +84,7 @@ def make_train_step(
     Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. A step with a
     loss or gradient norm that is not finite, or a norm above `optimizer.skip_norm`, is skipped and
     counted: parameters and optimizer state stay unchanged, as they do in a batch without labels, of
-    loss 0. With `audited`, attention is
-    measured in every step, as `[audit]` says.
+    loss 0. An observer measures attention in every step.
 
     With `GuardInputs`, a step may be held: then all of its state, also its counters, stays as it
     was, and the same step can be taken again.
@@ -79,20 +98,22 @@ def make_train_step(
     `skipped` (so far) and `skipped_in_row`; `layers`, statistics by name, fp32 [L] each, mean over
     the batch; with experts `auxiliary_loss`, the mean over sequences, which is not part of `loss`;
     with `loss_terms` each of them, likewise; with `overrides` `density_by_group`, fp32 [M, L];
-    if audited, `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an index with a
-    leading layer axis; with `guard` `guard`, its `Findings`.
+    with a `StepAudit` `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an index
+    with a leading layer axis; with `guard` `guard`, its `Findings`.
     """
     schedule = make_schedule(config.optimizer, config.run.steps)
-    gradients_of = make_gradients(config, builder, attention, attention_inputs, audited, loss_terms)
+    gradients_of = make_gradients(
+        config, builder, attention, attention_inputs, observer, loss_terms
+    )
 
     def train_step(
         state: TrainState, batch: Batch, guard: GuardInputs | None = None
     ) -> tuple[TrainState, Metrics]:
         trained, frozen = builder.split(state.model)
-        rows = draw_rows(config, state) if audited else None
+        drawn = None if observer is None else observer.draw(key_of_step(state))
         if config.lora.dropout and config.lora.rank:
             batch = batch | {"dropout": draw_dropout(state, batch["tokens"].shape, mesh)}
-        loss, gradients, by_group = gradients_of(trained, frozen, batch, rows)
+        loss, gradients, by_group = gradients_of(trained, frozen, batch, drawn)
         several = config.parallel.replicas > 1
         layers = jax.tree.map(mean_over_parts, by_group) if several else dict(by_group)
         others = {x: layers.pop(x) for x in _NOT_OF_LAYERS if x in layers}
@@ -163,31 +184,19 @@ def count_real_tokens(batch: Batch) -> Array:
     """The number of tokens of a batch without padding, an int32 scalar."""
     if "documents" not in batch:
         return jnp.asarray(batch["tokens"].size, jnp.int32)
-    first, _, tokens = jnp.moveaxis(batch["documents"], -1, 0)
-    begins = first == jnp.arange(first.shape[1])  # once per document
-    return jnp.sum(jnp.where(begins, tokens, 0), dtype=jnp.int32)
-
-
-def audits_steps(config: Config) -> bool:
-    """Whether steps of a run are audited; dense attention and windows are not."""
-    selects = config.sparsity.pattern.sparse and None in layer_windows(config.model)
-    return bool(config.audit.interval) and selects
-
-
-def draw_rows(config: Config, state: TrainState) -> AuditRows:
-    """Draws the queries to audit, given the state before the step; new ones for each step."""
-    # With documents, the end of a sequence is the end of one document, or padding.
-    last, seq_len = not config.data.has_documents, config.data.seq_len
-    return AuditRows.draw(_key_of_step(state), seq_len, config.audit.num_queries, last=last)
+    documents: Documents = batch["documents"]
+    begins = documents.first == jnp.arange(documents.first.shape[1])  # once per document
+    return jnp.sum(jnp.where(begins, documents.tokens, 0), dtype=jnp.int32)
 
 
 def draw_dropout(state: TrainState, shape: tuple[int, ...], mesh: Mesh) -> Array:
     """Draws the dropout seeds of all tokens, fp32 [B, S], given the state before the step."""
-    bits = jax.random.bits(jax.random.fold_in(_key_of_step(state), 1), shape, jnp.uint32)
+    bits = jax.random.bits(jax.random.fold_in(key_of_step(state), 1), shape, jnp.uint32)
     return constrain(seeds_from(bits), mesh, TOKENS)
 
 
-def _key_of_step(state: TrainState) -> Array:
+def key_of_step(state: TrainState) -> Array:
+    """Returns the random key of a step, given the state before it."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl=PRNG_IMPL), state.step)
 
 
@@ -196,21 +205,22 @@ def make_gradients(
     builder: StateBuilder,
     attention: Attention,
     attention_inputs: AttentionInputs | None = None,
-    audited: bool = False,
+    observer: StepObserver | None = None,
     loss_terms: LossTerms = (),
 ):
-    """Builds a function (trained, frozen, batch, rows) -> loss, gradients, layer stats.
+    """Builds a function (trained, frozen, batch, drawn) -> loss, gradients, layer stats.
 
-    `rows` are those of an audit, or None. Stats are [L, ...], or [M, L, ...] with several replicas.
+    `drawn` is that of the observer. Stats are [L, ...], or [M, L, ...] with several replicas.
     """
     model, mesh, parts = config.model, builder.mesh, config.optimizer.accumulation_steps
-    of_run = attention_inputs or AttentionInputs()
+    of_run, layout = attention_inputs or AttentionInputs(), build_layout(config)
 
-    def loss_of(trained: Parameters, taps: Array | None, frozen, batch, counts, rows):
+    def loss_of(trained: Parameters, taps: Any, frozen, batch, counts, drawn):
         count, sequences = counts
-        inputs = dataclasses.replace(of_run, grad_tap=taps, audit_rows=rows)
+        of_layers = None if observer is None else observer.observer(drawn, taps)
+        inputs = dataclasses.replace(of_run, observer=of_layers)
         hidden, lm_head, layers = run_layers(
-            builder, attention, inputs, {**trained, **frozen}, batch
+            builder, layout, attention, inputs, {**trained, **frozen}, batch
         )
         total = linear_cross_entropy(
             hidden,
@@ -238,14 +248,10 @@ def make_gradients(
     value_and_grad = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
 
     def differentiate(trained: Parameters, *args: Any):
-        tap_shape = model.num_layers, model.num_heads, len(GRADIENT_FIGURES)
-        taps = jnp.zeros(tap_shape, jnp.float32) if audited else None
+        taps = None if observer is None else observer.taps()
         (_, (loss, layers)), (gradients, of_taps) = value_and_grad(trained, taps, *args)
-        if of_taps is not None:
-            unknown = jnp.isnan(layers["audit"]["recall"])  # as in layers with a window
-            of_taps = jnp.where(unknown[..., None], jnp.nan, of_taps)
-            figures = zip(GRADIENT_FIGURES, jnp.moveaxis(of_taps, -1, 0), strict=True)
-            layers = layers | {"audit": layers["audit"] | dict(figures)}
+        if observer is not None:
+            layers = observer.results(layers, of_taps)
         return loss, gradients, layers
 
     def of_replica(trained: Parameters, frozen: Parameters, batch: Batch, *rest: Any):
@@ -274,51 +280,74 @@ def make_gradients(
         in_specs, out_specs = (P(), P(), P(DATA_AXIS), P(), P()), (P(), P(), P(DATA_AXIS))
         of_batch = per_replica(summed_over_replicas, mesh, in_specs, out_specs)
 
-    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, rows: AuditRows | None):
+    def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, drawn: Any):
         labels, weights = batch["labels"], batch.get("weights")
         # The weights of a document sum to 1.
         count = count_labels(labels) if weights is None else jnp.sum(weights)
-        return of_batch(trained, frozen, batch, (count, len(labels)), rows)
+        return of_batch(trained, frozen, batch, (count, len(labels)), drawn)
 
     return gradients_of
 
 
 def run_layers(
     builder: StateBuilder,
+    layout: Layout,
     attention: Attention,
     inputs: AttentionInputs,
     parameters: Parameters,
     batch: Batch,
 ) -> tuple[Array, Array, dict[str, Any]]:
     """Returns hidden states of a batch, the LM head's weight, and statistics of the layers."""
-    table = batch.get("documents")
     inputs = dataclasses.replace(
         inputs,
-        documents=None if table is None else DocumentBlocks.from_table(table),
+        documents=batch.get("documents"),
         overrides=jax.tree.map(jnp.transpose, batch.get("overrides")),
     )
+    positions, lengths = positions_and_lengths(batch, layout, builder.mesh)
     model = nnx.merge(builder.graphdef, builder.unflatten(parameters))
     hidden, layers = model(
         batch["tokens"],
-        batch["positions"],
+        positions,
         attention,
         attention_inputs=inputs,
         mesh=builder.mesh,
         fsdp=builder.fsdp,
-        length=batch.get("document_lengths"),
+        length=lengths,
         dropout_seeds=batch.get("dropout"),
     )
     return hidden, model.lm_head_weight(), layers
 
 
+def positions_and_lengths(batch: Batch, layout: Layout, mesh: Mesh) -> tuple[Array, Array | None]:
+    """Returns the position of each token in its document, and the document's real tokens.
+
+    int32 [B, S] in layout order, both 0 in blocks without a document. The lengths are None for
+    whole sequences.
+    """
+    documents: Documents | None = batch.get("documents")
+
+    def on_shard(tokens: Array, packed: Documents | None) -> tuple[Array, Array | None]:
+        blocks = layout.block_ids(lax.axis_index(SEQUENCE_AXES))
+        if packed is not None:
+            return packed.positions(blocks), packed.lengths(blocks)
+        whole = Documents.whole(layout.num_blocks, layout.block_size)
+        return jnp.broadcast_to(whole.positions(blocks), tokens.shape), None
+
+    specs = (TOKENS, DOCUMENTS), (TOKENS, TOKENS)
+    return shard_map_remaining(on_shard, mesh, *specs)(batch["tokens"], documents)
+
+
 def micro_batches(batch: Batch, parts: int, mesh: Mesh) -> Batch:
     """Splits the batch of a replica, [B, ...], into micro-batches [parts, B / parts, ...]."""
 
-    def cut(name: str, x: Array) -> Array:
-        spec = {"documents": DOCUMENTS, "overrides": OVERRIDES}.get(name, TOKENS)
+    def cut(x: Array, spec: P) -> Array:
         return constrain(x.reshape(parts, -1, *x.shape[1:]), mesh, P(None, *spec))
 
-    return {name: jax.tree.map(functools.partial(cut, name), x) for name, x in batch.items()}
+    specs = {"documents": DOCUMENTS, "overrides": OVERRIDES}
+    return {
+        name: jax.tree.map(functools.partial(cut, spec=specs.get(name, TOKENS)), x)
+        for name, x in batch.items()
+    }
 
 
 def mean_over_parts(x: Array) -> Array:

@@ -25,7 +25,7 @@ from mtraining_jax.training.build import build_attention, build_layout, build_pa
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.memory_check import check_memory
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import Batch, run_layers
+from mtraining_jax.training.step import Batch, positions_and_lengths, run_layers
 from mtraining_jax.utils.errors import UserError
 
 
@@ -127,10 +127,10 @@ def _make_sums(
     config: Config, builder: StateBuilder, attention: Attention, inputs: AttentionInputs
 ) -> Callable[[dict[str, Array], Batch], tuple[Array, Array]]:
     """Jits a function (parameters, batch) -> fp32 loss sums and int32 counts by row and bucket."""
-    buckets = num_buckets(config.data.seq_len)
+    buckets, layout = num_buckets(config.data.seq_len), build_layout(config)
 
     def sums(parameters: dict[str, Array], batch: Batch) -> tuple[Array, Array]:
-        hidden, lm_head, _ = run_layers(builder, attention, inputs, parameters, batch)
+        hidden, lm_head, _ = run_layers(builder, layout, attention, inputs, parameters, batch)
         scores = label_scores(
             hidden,
             lm_head,
@@ -139,6 +139,7 @@ def _make_sums(
             mesh=builder.mesh,
             weight_spec=builder.lm_head_spec,
         )
-        return sums_by_bucket(scores.loss, batch["labels"], batch["positions"], buckets)
+        positions, _ = positions_and_lengths(batch, layout, builder.mesh)
+        return sums_by_bucket(scores.loss, batch["labels"], positions, buckets)
 
     return jax.jit(sums, out_shardings=NamedSharding(builder.mesh, P()))

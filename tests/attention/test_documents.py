@@ -374,10 +374,10 @@ def test_invalid_combinations_with_documents_raise():
         ),
         (dict(documents=of_128), "documents have block_size=128, but the pattern has 8"),
         (dict(documents=[[0, 8]]), "documents is a list; build it with"),
-        (dict(documents=Documents(np.zeros((3, 1, 3), int), BLOCK)), r"a table of shape \[3"),
+        (dict(documents=Documents(*np.zeros((3, 3, 1), int), BLOCK)), r"arrays of shape \[3, 1\]"),
         (
             dict(documents=Documents.from_lengths([[9]], 264, BLOCK)),
-            r"documents have a table of shape \[1, 33, 3\]; expected \[2, 32, 3\]",
+            r"documents have arrays of shape \[1, 33\]; expected \[2, 32\]",
         ),
         (dict(pattern=Dense(BLOCK), causal=False), "causal=True; .* would cross documents"),
         (

@@ -20,16 +20,17 @@ from mtraining_jax import (
     stripe,
     unstripe,
 )
-from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.audit.auditing import Audit
+from mtraining_jax.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.names import SAVED_NAMES
-from tests.attention import audit_oracle
 from tests.attention.inputs import with_residuals
+from tests.audit import audit_oracle
 from tests.parallel import indices
 
 PATTERN = SampledRows(tau=0.6, probe_queries_per_block=2, block_size=indices.BLOCK_SIZE)
@@ -72,7 +73,7 @@ def test_statistics_and_an_audit_cover_the_rows_of_all_ranks():
     found = inspect(index, q, k, rows=[0])
     rows = AuditRows(jnp.array([0, 77, 100, 200, 255]), jnp.array([203, 240]))
     layout = Layout("striped", indices.SEQ_LEN, 4, indices.BLOCK_SIZE, 2)
-    attention = make_attention(make_mesh(2, 2, 2), layout, PATTERN, mask_heads=(2, 0))
+    attention = make_attention(make_mesh(2, 2, 2), layout, PATTERN)
     order = layout.permutation()
 
     @jax.jit
@@ -80,7 +81,7 @@ def test_statistics_and_an_audit_cover_the_rows_of_all_ranks():
         # As in a model's layer that is rematerialized in the backward pass.
         @functools.partial(jax.checkpoint, policy=SAVE)
         def loss(grad_tap):
-            inputs = AttentionInputs(grad_tap=grad_tap, audit_rows=rows)
+            inputs = AttentionInputs(observer=Audit(rows, grad_tap, mask_heads=(2, 0)))
             out, stats = attention(q, k, v, inputs)
             return (out * d_out).sum(), stats
 

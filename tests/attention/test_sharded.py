@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.attention.audit.figures import AuditRows
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.select import select_index
 from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.audit.auditing import Audit
+from mtraining_jax.audit.figures import AuditRows
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
-from mtraining_jax.selection.documents import Documents
 from pallas_kernels.reference import reference_attention
 from tests.parallel import indices
 
@@ -80,7 +81,7 @@ def test_the_index_matches_one_device_and_recall_is_measured():
     mask = chosen("top_p")
     positions = jnp.array([0, 100, 200, 255], jnp.int32)
     rows = AuditRows(positions)
-    out, stats = run(PATTERN, AttentionInputs(audit_rows=rows))
+    out, stats = run(PATTERN, AttentionInputs(observer=Audit(rows)))
     check(out, stats, mask)
     q, k, *_ = indices.inputs()
     keys = jnp.repeat(k, indices.HEADS // indices.KV_HEADS, axis=2)
@@ -126,7 +127,7 @@ def test_documents_with_more_pairs_than_an_int32_holds_are_measured():
         SampledRows(block_size=block),
         by_length=True,
     )
-    documents = Documents.from_lengths([[seq_len // 2]], seq_len, block).blocks()
+    documents = Documents.from_lengths([[seq_len // 2]], seq_len, block)
     q = jax.ShapeDtypeStruct((1, seq_len, 1, 8), jnp.float32)
     out, stats = jax.eval_shape(attention, q, q, q, AttentionInputs(documents=documents))
     assert out.shape == q.shape

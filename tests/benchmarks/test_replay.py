@@ -12,13 +12,13 @@ from benchmarks.replay import Replay
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.select import select_index
 from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import density
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import VerticalSlashIndex
@@ -264,7 +264,7 @@ def test_a_pack_replays_the_pairs_within_its_documents():
 
     @functools.partial(jax.jit, static_argnames="packed")
     def select(q, k, columns, lists, packed):
-        own = documents.blocks() if packed else None
+        own = documents if packed else None
         context = SelectionContext(jnp.arange(32), 32, documents=own)
         found = [pattern.select(q, k, context) for pattern in (columns, lists)]
         if packed:

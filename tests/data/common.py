@@ -7,6 +7,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.config.sections import DataConfig
 from mtraining_jax.data.corpus import starts_of
 from mtraining_jax.data.loader import Loader
+from mtraining_jax.documents import Documents
 from mtraining_jax.utils.errors import UserError
 
 VOCAB = 257
@@ -30,6 +31,11 @@ def section(vocab_size: int = VOCAB, **fields) -> DataConfig:
         "data": {"shuffle": False, "seq_len": 4} | fields,
     }
     return Config.from_dict(table, "a test").data
+
+
+def tables_of(documents: Documents) -> np.ndarray:
+    """First block, end and tokens of each block's document: int32 [B, NB, 3]."""
+    return np.stack([documents.first, documents.end, documents.tokens], axis=-1)
 
 
 def loader_of(data: DataConfig, vocab_size: int = VOCAB, permutation=None, **local) -> Loader:

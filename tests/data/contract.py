@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -47,10 +48,12 @@ class SourceContract:
         loader = loader_of(section(**corpus, mode=mode, batch_size=3), block_size=block_size)
         assert loader.num_sequences >= 3
         batch = next(loader)
-        documents = {} if block_size is None else {"documents": (3, 2, 3)}
-        assert set(batch) == {"tokens", "labels", *documents}
-        for name, array in batch.items():
-            assert array.shape == documents.get(name, (3, 4)) and array.dtype == np.int32
+        documents = batch.pop("documents", None)
+        assert set(batch) == {"tokens", "labels"} and (documents is None) == (block_size is None)
+        for array in batch.values():
+            assert array.shape == (3, 4) and array.dtype == np.int32
+        for array in jax.tree.leaves(documents):
+            assert array.shape == (3, 2) and array.dtype == np.int32
         assert batch["tokens"].min() >= 0
         assert batch["tokens"].max() < loader.corpus.vocab_size <= VOCAB
         labels, following = batch["labels"][:, :-1], batch["tokens"][:, 1:]

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from mtraining_jax.data.sources.token_parts import TOKENIZER, close_folder, open
 from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.data.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
-from tests.data.common import VOCAB, error_of, loader_of, section
+from tests.data.common import VOCAB, error_of, loader_of, section, tables_of
 from tests.data.contract import SourceContract
 from tests.data.test_sources import save_tokenizer
 
@@ -100,7 +101,7 @@ def test_weights_of_documents_and_upsampling_of_long_ones(tmp_path):
     found = []
     for _ in range(30):
         batch = next(loader)
-        for letter, table in zip(letters_of(batch), batch["documents"], strict=True):
+        for letter, table in zip(letters_of(batch), tables_of(batch["documents"]), strict=True):
             found += [(letter, n) for first, _, n in np.unique(table[table[:, 2] > 0], axis=0)]
     of_b = [n for letter, n in found if letter == "b"]
     assert len(of_b) / len(found) == pytest.approx(0.8, abs=0.02)
@@ -117,8 +118,7 @@ def test_a_run_resumes_with_the_same_parts_and_weights(tmp_path):
     resumed = loader_of(section(**mixed(parts, {"a": 3})), block_size=G)
     resumed.set_state(state)
     for left in expected:
-        for name, array in next(resumed).items():
-            np.testing.assert_array_equal(array, left[name])
+        jax.tree.map(np.testing.assert_array_equal, next(resumed), left)
     other = loader_of(section(**mixed(parts, {"a": 2.5})), block_size=G)
     with pytest.raises(UserError, match=r'had weights of data.parts = \{"a": 3.0, "b": 1.0\}, but'):
         other.set_state(state)

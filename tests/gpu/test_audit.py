@@ -7,7 +7,13 @@ import numpy as np
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
-from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
+from mtraining_jax.training.build import (
+    build_attention,
+    build_audit,
+    build_layout,
+    build_mesh,
+    build_pattern,
+)
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -31,7 +37,8 @@ def first_step(backend, audited, **changes):
     pattern = build_pattern(config)
     batches, builder = DeviceBatches(config, mesh, layout), StateBuilder(config, mesh)
     attention = build_attention(config, mesh, layout, pattern)
-    step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern), audited)
+    how = AttentionInputs(pattern), build_audit(config)
+    step = make_train_step(config, builder, attention, mesh, *how)
     _, metrics = step(builder.fresh(), next(batches))
     batches.close()
     return jax.device_get(metrics)

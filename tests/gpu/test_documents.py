@@ -88,7 +88,7 @@ def run(number, q, k, v, dout, documents):
 @functools.partial(jax.jit, static_argnums=0)
 def select(number, q, k, documents):
     context = SelectionContext(
-        jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=BACKEND, documents=documents.blocks()
+        jnp.arange(NUM_BLOCKS), NUM_BLOCKS, backend=BACKEND, documents=documents
     )
     return EVERY[number].select(q, k, context).index
 
@@ -141,7 +141,7 @@ def test_eight_ranks_select_the_rows_of_one(number):
 
         def on_rank(q, k, block_ids):
             context = SelectionContext(
-                block_ids, NUM_BLOCKS, ("device",), backend=BACKEND, documents=documents.blocks()
+                block_ids, NUM_BLOCKS, ("device",), backend=BACKEND, documents=documents
             )
             return EVERY[number].select(q, k, context).index
 

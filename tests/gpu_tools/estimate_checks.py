@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtraining_jax.attention.select import select_index
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
@@ -25,8 +26,9 @@ def _scores(q, k, backend, valid_len=None):
     num_blocks = q.shape[1] // BLOCK
     end = q.shape[1] if valid_len is None else valid_len
     last = jax.lax.dynamic_slice_in_dim(q, end - LAST_Q, LAST_Q, 1)[:, None].swapaxes(2, 3)
+    documents = None if valid_len is None else Documents.padded(valid_len, q.shape[1], BLOCK)
     context = SelectionContext(
-        jnp.arange(num_blocks), num_blocks, backend=backend, valid_len=valid_len
+        jnp.arange(num_blocks), num_blocks, backend=backend, documents=documents
     )
     columns, *diagonals = estimate.softmax_scores(last, k, context)
     return columns, estimate.join_diagonals(*diagonals)

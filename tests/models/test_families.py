@@ -96,8 +96,8 @@ class TestPhi3(FamilyContract):
         lengths, size = [60, 100, 13], 20  # short factors up to 64 tokens, then long ones
         total = sum(-(-n // size) * size for n in lengths)
         documents = Documents.from_lengths([lengths], total, size)
-        first, _, tokens_of = np.moveaxis(documents.table, -1, 0).repeat(size, axis=2)
-        positions = (np.arange(total) - first * size).astype(np.int32)
+        blocks = jnp.arange(total // size)
+        positions, lengths_of = documents.positions(blocks), documents.lengths(blocks)
         graphdef, tokens = graph_definition(spec), some_tokens(spec, (1, total))
 
         def attention(q, k, v):
@@ -108,7 +108,7 @@ class TestPhi3(FamilyContract):
             model = nnx.merge(graphdef, state)
             return model.logits(model(tokens, positions, attention, length=length)[0])
 
-        found, start = packed(state, jnp.asarray(tokens_of)), 0
+        found, start = packed(state, lengths_of), 0
         for n in lengths:
             own = slice(start, start + n)
             _, alone = forward(graphdef, state, tokens[:, own], jnp.arange(n, dtype=jnp.int32))

@@ -175,13 +175,13 @@ def test_each_layer_gets_its_own_inputs(remat):
 
     def attention(q, k, v, inputs):
         out, _ = dense_attention(positions)(q, k, v)
-        stats = {"gain": inputs.grad_tap, "sum": (inputs.overrides["tau"] * inputs.valid_len).sum()}
-        return out * inputs.grad_tap, stats
+        stats = {"gain": inputs.observer, "sum": (inputs.overrides["tau"] * inputs.sinks).sum()}
+        return out * inputs.observer, stats
 
     inputs = AttentionInputs(
-        grad_tap=jnp.array([1.0, 2.0, 0.5]),
+        observer=jnp.array([1.0, 2.0, 0.5]),
         overrides={"tau": jnp.ones((3, 4), jnp.int32)},
-        valid_len=jnp.int32(2),
+        sinks=jnp.int32(2),
     )
 
     @jax.jit
@@ -191,7 +191,7 @@ def test_each_layer_gets_its_own_inputs(remat):
 
     _, stats = run(inputs)
     np.testing.assert_array_equal(stats["gain"], [1.0, 2.0, 0.5])
-    np.testing.assert_array_equal(stats["sum"], [8, 8, 8])  # valid_len is that of all layers
+    np.testing.assert_array_equal(stats["sum"], [8, 8, 8])  # sinks are those of all layers
     assert stats["gain"].dtype == jnp.float32 and stats["sum"].dtype == jnp.int32
 
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.scores.flex_steps import _quotient
 from tests.patterns import inputs, oracle
 
@@ -21,10 +21,9 @@ CLOSE = 2e-6  # mass differences whose order rounding may change
 @functools.partial(jax.jit, static_argnums=0)
 def chosen(pattern, q, k, valid_len=None, documents=None):
     num_blocks = q.shape[1] // pattern.block_size
-    documents = None if documents is None else documents.blocks()
-    context = SelectionContext(
-        jnp.arange(num_blocks), num_blocks, valid_len=valid_len, documents=documents
-    )
+    if valid_len is not None:
+        documents = Documents.padded(valid_len, q.shape[1], pattern.block_size)
+    context = SelectionContext(jnp.arange(num_blocks), num_blocks, documents=documents)
     selection = pattern.select(q, k, context)
     mask = selection.index.computes(
         jnp.arange(num_blocks) * pattern.block_size, jnp.arange(num_blocks)
@@ -178,7 +177,7 @@ def test_eight_ranks_select_in_documents_the_same_as_one_device():
     rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
 
     def on_rank(q, k, rows):
-        where = SelectionContext(rows, NUM_BLOCKS, ("rank",), documents=DOCUMENTS.blocks())
+        where = SelectionContext(rows, NUM_BLOCKS, ("rank",), documents=DOCUMENTS)
         selection = PACK.select(q, k, where)
         return selection.index.bits, selection.statistics["query_aware"]
 

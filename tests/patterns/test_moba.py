@@ -9,13 +9,13 @@ import pytest
 
 from mtraining_jax import Sharding, sparse_attention, stripe
 from mtraining_jax.cost_model.pattern_costs import expected_density
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.block_topk import BlockTopK
 from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import density
 from pallas_kernels.reference import reference_attention
 from tests.attention.inputs import with_lse
@@ -35,9 +35,8 @@ DOCUMENTS = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
 @jax.jit
 def chosen(q, k, documents=None):
     num_blocks = q.shape[1] // BLOCK
-    own = None if documents is None else documents.blocks()
     return PATTERN.select(
-        q, k, SelectionContext(jnp.arange(num_blocks), num_blocks, documents=own)
+        q, k, SelectionContext(jnp.arange(num_blocks), num_blocks, documents=documents)
     ).index
 
 
@@ -82,7 +81,7 @@ def test_documents_select_among_chunks_that_begin_with_each():
 
     @jax.jit
     def counted(index):
-        share = density(index, SEQ_LEN, documents=DOCUMENTS.blocks())
+        share = density(index, SEQ_LEN, documents=DOCUMENTS)
         counts = index.computed_pairs(SEQ_LEN), index.pairs_of_rows(), index.executed_pairs(SEQ_LEN)
         return index.to_mask(SEQ_LEN), share, *counts
 
@@ -114,7 +113,7 @@ def test_eleven_ranks_select_in_documents_the_same_as_one_device():
     rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
 
     def on_rank(q, k, rows):
-        where = SelectionContext(rows, SEQ_LEN // BLOCK, ("rank",), documents=DOCUMENTS.blocks())
+        where = SelectionContext(rows, SEQ_LEN // BLOCK, ("rank",), documents=DOCUMENTS)
         index = PATTERN.select(q, k, where).index
         held = collectives.rows_of(rows, ("rank",))
         return index, index.computed_pairs(SEQ_LEN, held), index.pairs_of_rows(held)
@@ -229,7 +228,8 @@ def test_padding_at_the_end_changes_no_valid_block():
 
     @jax.jit
     def lists(q, k):
-        context = SelectionContext(rows, len(rows), valid_len=jnp.int32(valid))
+        documents = Documents.padded(jnp.int32(valid), SEQ_LEN, BLOCK)
+        context = SelectionContext(rows, len(rows), documents=documents)
         return BlockTopK(4, BLOCK).select(q, k, context).index.bits[:, :, :11]
 
     other = q.at[:, valid:].set(9.0), k.at[:, valid:].set(-9.0)

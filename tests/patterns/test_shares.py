@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.select import select_pairs
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.collectives import all_rows
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from tests.patterns import inputs
 
 BLOCK, NUM_BLOCKS, HEADS, RANKS = 8, 16, 3, 4
@@ -53,8 +53,7 @@ def untuned(name):
 
     @jax.jit
     def run(q, k, documents):
-        blocks = None if documents is None else documents.blocks()
-        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
         return select_pairs(pattern, q, k, context).index
 
     return run(*arrays(), documents_of(packed)).to_mask(SEQ_LEN)
@@ -68,9 +67,8 @@ def tuned(name):
     layout = Layout("striped", SEQ_LEN, RANKS, BLOCK, 2)
 
     def local(q, k, documents, shares):
-        blocks = None if documents is None else documents.blocks()
         own = layout.block_ids(jax.lax.axis_index(AXES))
-        context = SelectionContext(own, NUM_BLOCKS, AXES, documents=blocks, overrides=shares)
+        context = SelectionContext(own, NUM_BLOCKS, AXES, documents=documents, overrides=shares)
         index = select_pairs(pattern, q, k, context).index
         return jax.tree.map(lambda x: x[None], all_rows(index, own, NUM_BLOCKS, AXES))
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mtraining_jax.attention.select import select_index
+from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.selection.spans import sparse_spans
 from pallas_kernels import names
@@ -57,7 +57,7 @@ SMALL = dict(block_size=16, num_probe_queries=16)
 def test_columns_of_packed_documents_are_limited_by_their_share_of_the_pack():
     """Otherwise all documents together would have more than a list has room for."""
     pattern = VerticalSlash(0.9, 64, 8, "paper", **SMALL)
-    documents = Documents.from_lengths([[16, 32, 80, 128], [256]], 256, 16).blocks()
+    documents = Documents.from_lengths([[16, 32, 80, 128], [256]], 256, 16)
     context = SelectionContext(jnp.arange(16), 16, documents=documents)
     limits = np.asarray(pattern.most_columns(sparse_spans(context, 4, 16)))
     assert limits[0].tolist() == [8, 16, 40, 64]  # of 2 * 64, and of 64 alone

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.data.densities import length_classes, num_classes
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection.by_length import pairs_by_length, take_pairs_by_length
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import BlockMaskIndex, DenseIndex, Rows
 
@@ -30,7 +30,7 @@ def pairs_in_a_loop(mask):
 
 
 def test_pairs_by_length_on_one_device_and_over_ranks():
-    documents = Documents.from_lengths(LENGTHS, NB * G, G).blocks()
+    documents = Documents.from_lengths(LENGTHS, NB * G, G)
     mask = np.random.default_rng(0).random((2, 3, NB, NB)) < 0.6
     blocks = jnp.asarray(mask)
     inside = documents.causal_blocks(jnp.arange(NB), NB)
@@ -54,7 +54,7 @@ def test_pairs_by_length_on_one_device_and_over_ranks():
 
 def test_pair_counts_may_exceed_an_int32():
     seq_len, size = 131072, 2048
-    documents = Documents.from_lengths([[seq_len // 4, seq_len // 2]], seq_len, size).blocks()
+    documents = Documents.from_lengths([[seq_len // 4, seq_len // 2]], seq_len, size)
 
     @jax.jit
     def counted(documents):
@@ -80,7 +80,7 @@ def test_statistics_are_extracted_by_class():
 
 
 def test_an_index_without_row_counts_raises():
-    documents = Documents.from_lengths(LENGTHS, NB * G, G).blocks()
+    documents = Documents.from_lengths(LENGTHS, NB * G, G)
     rows = Rows(jnp.arange(NB), lambda x: x)
     with pytest.raises(UserError, match='cannot be measured with a DenseIndex: data.balance = "le'):
         pairs_by_length(DenseIndex(G), rows, documents, NB * G)

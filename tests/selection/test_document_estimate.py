@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.scores import estimate
 from mtraining_jax.selection.spans import sparse_spans
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
@@ -27,8 +27,7 @@ def test_kernels_score_each_block_by_its_own_document(monkeypatch):
 
         @jax.jit
         def of(q, k, documents):
-            blocks_of = documents.blocks()
-            context = SelectionContext(jnp.arange(blocks), blocks, documents=blocks_of)
+            context = SelectionContext(jnp.arange(blocks), blocks, documents=documents)
             spans = sparse_spans(context, 3, size)
             q_last = estimate.last_queries(q, context, spans, 64)
             return estimate.softmax_scores(q_last, k, context, spans)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mtraining_jax.cost_model.pattern_costs import capacities
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.budgets import FixedBudget, MInference
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs
 
@@ -76,14 +76,9 @@ def arrays():
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def select(name, q, k, documents=None, valid_len=None):
-    pattern = EVERY[name]
-    if documents is not None:
-        documents = documents.blocks()
-    context = SelectionContext(
-        jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
-    )
-    return pattern.select(q, k, context)
+def select(name, q, k, documents):
+    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
+    return EVERY[name].select(q, k, context)
 
 
 @functools.cache
@@ -109,7 +104,9 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own(name):
                 np.where(counts, np.roll(np.asarray(x)[row], -start * BLOCK, 0), noise)[None]
                 for x in arrays()
             ]
-            selection = jax.device_get(select(name, *alone, None, jnp.int32(length)))
+            selection = jax.device_get(
+                select(name, *alone, Documents.padded(length, SEQ_LEN, BLOCK))
+            )
             mask = index_mask(selection.index, SEQ_LEN)[0, :, :size, :size]
             assert not mask.all((1, 2)).any() and mask.sum() < 4 * np.tri(size).sum()
             wanted[row, :, own, own] = mask
@@ -171,7 +168,7 @@ def test_ranks_select_the_same_rows_as_one_device(name, ranks):
     documents = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
 
     def on_rank(q, k, block_ids):
-        context = SelectionContext(block_ids, NUM_BLOCKS, ("rank",), documents=documents.blocks())
+        context = SelectionContext(block_ids, NUM_BLOCKS, ("rank",), documents=documents)
         return pattern.select(q, k, context)
 
     # Distributed with NumPy; JAX would compile each step for each number of ranks.

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection import metrics
-from mtraining_jax.selection.documents import Documents
 from pallas_kernels.index import BlockSparseIndex, DenseIndex, VerticalSlashIndex
 from tests.patterns import inputs, oracle
 
@@ -87,7 +87,7 @@ def test_a_sequence_without_a_valid_row_has_recall_one():
         jnp.broadcast_to(jnp.eye(4, dtype=bool), (2, 1, 4, 4)), 16
     )
     recall = jax.jit(metrics.attention_recall)(
-        q, k, index, np.array([25, 40]), block_ids=jnp.arange(4), documents=documents.blocks()
+        q, k, index, np.array([25, 40]), block_ids=jnp.arange(4), documents=documents
     )
     assert recall[0, 0] == 1 and 0 < recall[1, 0] < 0.9
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mtraining_jax.cost_model.pattern_costs import capacities
+from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_columns
 from mtraining_jax.selection.scores.probe_rows import probe_rows
@@ -35,7 +35,8 @@ def heads():
 
 @jax.jit
 def heaviest(q, k, valid_len):
-    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+    documents = Documents.padded(valid_len, SEQ_LEN, SIZE)
+    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
     spans = sparse_spans(context, 1, SIZE)
     return row_columns.heaviest_columns(q, k, context, spans, COLUMNS, RULE)[:, :, 0]
 
@@ -101,11 +102,8 @@ def test_a_document_has_the_columns_of_a_separate_sequence(heads):
     documents = Documents.from_lengths([lengths], SEQ_LEN, SIZE)
 
     @jax.jit
-    def select(q, k, documents=None, valid_len=None):
-        documents = None if documents is None else documents.blocks()
-        context = SelectionContext(
-            jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len, documents=documents
-        )
+    def select(q, k, documents):
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
         return pattern.select(q, k, context).index
 
     found = index_mask(select(*heads, documents), SEQ_LEN)
@@ -116,7 +114,7 @@ def test_a_document_has_the_columns_of_a_separate_sequence(heads):
         wanted[:, :, own, own] = np.tri(size, dtype=bool)
         if length > 40:
             moved = (jnp.roll(x, -start * SIZE, 1) for x in heads)
-            alone = select(*moved, None, jnp.int32(length))
+            alone = select(*moved, Documents.padded(length, SEQ_LEN, SIZE))
             wanted[:, :, own, own] = index_mask(alone, SEQ_LEN)[:, :, :size, :size]
             assert wanted[:, :, own, own].mean() < 0.4
     np.testing.assert_array_equal(found, wanted)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.block_topk import BlockTopK
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import attention_recall, density
 from tests.patterns import inputs
 
@@ -53,7 +53,7 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own():
     @jax.jit
     def choose_all(q, k, documents):
         blocks = jnp.arange(NUM_BLOCKS)
-        context = SelectionContext(blocks, NUM_BLOCKS, documents=documents.blocks())
+        context = SelectionContext(blocks, NUM_BLOCKS, documents=documents)
         return {name: pattern.select(q, k, context).index for name, pattern in PATTERNS.items()}
 
     for name, index in choose_all(q, k, documents).items():
@@ -86,14 +86,15 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own():
 
 def test_densities_and_recall_are_relative_to_documents():
     q, k, documents = sequences()
-    blocks = documents.blocks()
-    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=blocks)
+    context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
 
     @jax.jit
     def measure(q, k, rows):
         index = PATTERNS["sampled"].select(q, k, context).index
-        found = attention_recall(q, k, index, rows, block_ids=context.block_ids, documents=blocks)
-        return index.bits, density(index, SEQ_LEN, documents=blocks), found
+        found = attention_recall(
+            q, k, index, rows, block_ids=context.block_ids, documents=documents
+        )
+        return index.bits, density(index, SEQ_LEN, documents=documents), found
 
     rows = np.array([2, 30, 50, 100, 120, 130, 150, 190])
     bits, share, recall = measure(q, k, jnp.asarray(rows))

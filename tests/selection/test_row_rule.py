@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.selection.document_blocks import OneDocument
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection.rules.row_rule import RowRule, kept_blocks, whole_masses
 from mtraining_jax.utils.limits import MAX_BLOCKS
 from pallas_kernels.index import bits as sets
@@ -33,8 +33,7 @@ def masses_of(scores):
 
 
 keep = jax.jit(
-    functools.partial(kept_blocks, documents=OneDocument.of_sequence(NUM_BLOCKS)),
-    static_argnames="rule",
+    functools.partial(kept_blocks, documents=Documents.whole(NUM_BLOCKS)), static_argnames="rule"
 )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
@@ -97,7 +98,8 @@ def test_padding_at_the_end_changes_no_score(pattern):
 
     @jax.jit
     def scores(q, k, valid_len):
-        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        documents = Documents.padded(valid_len, SEQ_LEN, BLOCK)
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
         return pattern.scores(q, k, context)
 
     found, whole = scores(q, k, valid), scores(q, k, SEQ_LEN)
@@ -113,7 +115,8 @@ def test_the_samples_of_a_block_with_padding_are_real_queries():
 
     @jax.jit
     def of_block_five(valid_len):
-        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        documents = Documents.padded(valid_len, SEQ_LEN, BLOCK)
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
         return pattern.scores(q, k, context)[0, 0, 5]
 
     logits = np.asarray(q, np.float64)[0, :, 0] @ np.asarray(k, np.float64)[0, :, 0].T / DIM**0.5
@@ -130,7 +133,8 @@ def test_strides_with_a_real_token_give_mass_and_those_of_padding_give_none():
 
     @jax.jit
     def of_block_five(valid_len):
-        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, valid_len=valid_len)
+        documents = Documents.padded(valid_len, SEQ_LEN, BLOCK)
+        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
         return pattern.scores(q, k, context)[0, 0, 5]
 
     for real, strides in ((1, 1), (4, 1), (5, 2), (8, 2), (13, 4), (16, 4)):

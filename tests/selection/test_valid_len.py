@@ -30,7 +30,10 @@ PATTERNS = {
 @jax.jit
 def choose_all(q, k, valid_len):
     num_blocks = q.shape[1] // BLOCK
-    context = SelectionContext(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+    documents = None
+    if valid_len is not None:
+        documents = Documents.padded(valid_len, q.shape[1], BLOCK)
+    context = SelectionContext(jnp.arange(num_blocks), num_blocks, documents=documents)
     return {name: select_pairs(pattern, q, k, context).index for name, pattern in PATTERNS.items()}
 
 
@@ -103,7 +106,8 @@ def test_rows_at_the_end_of_a_prompt_keep_all_of_their_blocks(heads):
     @jax.jit
     def choose_both(q, k, valid_len):
         num_blocks = SEQ_LEN // BLOCK
-        context = SelectionContext(jnp.arange(num_blocks), num_blocks, valid_len=valid_len)
+        documents = Documents.padded(valid_len, SEQ_LEN, BLOCK)
+        context = SelectionContext(jnp.arange(num_blocks), num_blocks, documents=documents)
         patterns = SampledRows(**settings), SampledRows(dense_suffix_tokens=30, **settings)
         return [select_pairs(pattern, q, k, context).index.bits for pattern in patterns]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from mtraining_jax.config import Config, validate
-from mtraining_jax.models.rope import LongRopeScaling
 from mtraining_jax.training.fit import fit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,10 +18,6 @@ VERTICAL_SLASH = {
     "kind": "vertical_slash", "num_probe_queries": 8, "min_verticals": 2, "min_slashes": 2,
     "max_verticals": 8, "max_slashes": 4, "sink_tokens": 2,
 }  # fmt: skip
-# For heads of 16: the short factors up to 32 tokens, the long ones above.
-LONGROPE = LongRopeScaling(
-    factor=4.0, original_max_position_embeddings=32, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8
-)
 
 
 def tiny_config(folder: Path, **sections: dict) -> Config:

@@ -20,24 +20,23 @@ _made: OrderedDict[str, Any] = OrderedDict()
 
 
 def made_once(
-    config, builder, attention, mesh, attention_inputs=None, audited=False, loss_terms=()
+    config, builder, attention, mesh, attention_inputs=None, observer=None, loss_terms=()
 ):
     """`make_train_step`, or its earlier result for equal arguments."""
+    how = attention, mesh, attention_inputs, observer, loss_terms
     if builder.own_rate or loss_terms:
-        how = attention_inputs, audited, loss_terms
-        return make_train_step(config, builder, attention, mesh, *how)
+        return make_train_step(config, builder, *how)
     devices, each_layer = mesh.device_ids.tolist(), attention_inputs is not None
-    of_step = _of_step(config, audited)
-    key = repr((of_step, _of_attention(attention), devices, each_layer))
+    key = repr((_of_step(config), observer, _of_attention(attention), devices, each_layer))
     step = _made.pop(key, None)
-    step = step or make_train_step(config, builder, attention, mesh, attention_inputs, audited)
+    step = step or make_train_step(config, builder, *how)
     _made[key] = step
     if len(_made) > _KEPT:
         _made.popitem(last=False)
     return step
 
 
-def _of_step(config: Config, audited: bool) -> tuple:
+def _of_step(config: Config) -> tuple:
     """Returns what a step may read from a configuration."""
     optimizer = dataclasses.replace(config.optimizer, max_skipped_steps=0)
     sparsity = dataclasses.replace(
@@ -52,7 +51,6 @@ def _of_step(config: Config, audited: bool) -> tuple:
         optimizer,
         config.loss,
         sparsity,
-        audited and config.audit,
     )
 
 

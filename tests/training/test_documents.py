@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import make_train_step
+from mtraining_jax.training.step import make_train_step, positions_and_lengths
 from mtraining_jax.utils.errors import UserError
-from tests.training.common import LONGROPE, VOCAB, changed, tiny_config
+from tests.training.common import VOCAB, changed, tiny_config
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
@@ -48,7 +48,7 @@ class Run:
 
     def batch(self, lengths):
         """A batch with documents of these lengths; their tokens do not depend on their position."""
-        tokens, labels, positions = (np.zeros((len(lengths), SEQ_LEN), np.int32) for _ in range(3))
+        tokens, labels = (np.zeros((len(lengths), SEQ_LEN), np.int32) for _ in range(2))
         labels -= 100
         documents = Documents.from_lengths(lengths, SEQ_LEN, BLOCK)
         for row, own in enumerate(lengths):
@@ -57,16 +57,14 @@ class Run:
                 ids = np.random.default_rng(n).integers(VOCAB, size=n)
                 tokens[row, start : start + n] = ids
                 labels[row, start : start + n - 1] = ids[1:]
-                size = -(-n // BLOCK) * BLOCK
-                positions[row, start : start + size] = np.arange(size)
-                start += size
+                start += -(-n // BLOCK) * BLOCK
         order, tokens_at = self.layout.permutation(), jax.NamedSharding(self.mesh, TOKENS)
-        arrays = dict(tokens=tokens, labels=labels, positions=positions)
+        arrays = dict(tokens=tokens, labels=labels)
         if self.weighted:
             arrays["weights"] = np.where(labels == -100, 0, 1).astype(np.float32)
         batch = {name: jax.device_put(x[:, order], tokens_at) for name, x in arrays.items()}
         at = jax.NamedSharding(self.mesh, DOCUMENTS)
-        return batch | {"documents": jax.device_put(documents.table, at)}
+        return batch | {"documents": jax.device_put(documents, at)}
 
     def first(self, lengths):
         """Metrics of one step from the start, and the parameters after it."""
@@ -142,12 +140,15 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     batches = DeviceBatches(packed.config, packed.mesh, packed.layout)
     batch = next(batches)
     batches.close()
-    found = {name: np.asarray(x) for name, x in batch.items()}
-    table, back = found.pop("documents"), packed.layout.inverse()
-    tokens, labels, positions = (found[x][:, back] for x in ("tokens", "labels", "positions"))
-    first, tokens_of = table[..., 0].repeat(BLOCK, 1), table[..., 2].repeat(BLOCK, 1)
+    back = packed.layout.inverse()
+    of_rope = jax.jit(lambda batch: positions_and_lengths(batch, packed.layout, packed.mesh))
+    arrays = batch["tokens"], batch["labels"], *of_rope(batch)
+    tokens, labels, positions, found = (np.asarray(x)[:, back] for x in arrays)
+    documents = batch["documents"]
+    first, tokens_of = (np.repeat(x, BLOCK, 1) for x in (documents.first, documents.tokens))
     places = np.arange(SEQ_LEN) - first * BLOCK
     np.testing.assert_array_equal(positions, np.where(tokens_of > 0, places, 0))
+    np.testing.assert_array_equal(found, tokens_of)
     counted = (tokens_of > 0) & (places < tokens_of - 1)
     np.testing.assert_array_equal(labels != -100, counted)
     following = np.roll(tokens, -1, axis=1)
@@ -161,13 +162,6 @@ def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_th
     weights = np.asarray(by_document["weights"])
     np.testing.assert_allclose(weights[:, back][counted], 1 / (tokens_of[counted] - 1))
     assert (weights > 0).sum() == counted.sum()
-    assert "document_lengths" not in batch
-    batches = DeviceBatches(
-        changed(packed.config, model={"rope_scaling": LONGROPE}), packed.mesh, packed.layout
-    )
-    found = np.asarray(next(batches)["document_lengths"])
-    batches.close()
-    np.testing.assert_array_equal(found[:, back], tokens_of)
 
 
 def test_patterns_that_cannot_keep_documents_apart_are_refused(tmp_path):

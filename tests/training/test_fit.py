@@ -65,7 +65,6 @@ def test_labels_follow_from_tokens_and_documents(config):
         config, run={"steps": 1}, data={"mask_documents": True}, sparsity={"min_sparse_tokens": 0}
     )
     documents = Documents.from_lengths([lengths] * B, S, 8)
-    documents = dataclasses.replace(documents, table=np.asarray(documents.table))
     ids = np.random.default_rng(0).integers(1, VOCAB, (B, S))
     labels = np.full((B, S), -100)
     for begin, length in ((0, 12), (16, 20), (40, 5)):

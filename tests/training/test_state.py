@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtraining_jax.training.build import build_mesh
+from mtraining_jax.training.build import build_audit, build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import draw_rows
+from mtraining_jax.training.step import key_of_step
 from tests.training.common import changed, tiny_config
 
 HF_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / "qwen2_tiny"
@@ -48,8 +48,8 @@ def test_the_generator_of_a_state_does_not_depend_on_the_default_one(tmp_path):
         assert other.abstract().rng.shape == state.rng.shape == (2,)
         np.testing.assert_array_equal(other.fresh().rng, state.rng)
         audited = changed(config, audit={"interval": 1, "num_queries": 4})
-        rows = draw_rows(audited, state)
-    assert_equal(rows, draw_rows(audited, state))
+        rows = build_audit(audited).draw(key_of_step(state))
+    assert_equal(rows, build_audit(audited).draw(key_of_step(state)))
 
 
 def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):

@@ -6,18 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.attention.audit.figures import GRADIENT_FIGURES
+from mtraining_jax.audit.figures import GRADIENT_FIGURES
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.parallel.replicas import per_replica
-from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
+from mtraining_jax.training.build import (
+    build_attention,
+    build_audit,
+    build_layout,
+    build_mesh,
+    build_pattern,
+)
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import (
-    audits_steps,
-    make_train_step,
-    mean_over_parts,
-    micro_batches,
-)
+from mtraining_jax.training.step import make_train_step, mean_over_parts, micro_batches
 from tests.parallel.hlo_meetings import meetings
 from tests.training.common import VERTICAL_SLASH, changed, tiny_config
 
@@ -43,8 +44,8 @@ class Parts:
         self.builder = StateBuilder(config, self.mesh)
         pattern = build_pattern(config)
         attention = build_attention(config, self.mesh, layout, pattern)
-        audited = audits_steps(config)
-        self.step = make_train_step(config, self.builder, attention, self.mesh, audited=audited)
+        audit = build_audit(config)
+        self.step = make_train_step(config, self.builder, attention, self.mesh, observer=audit)
 
     def train(self, steps):
         """Returns the metrics of each step, and the last state."""

@@ -161,29 +161,17 @@ def _nothing(data: DataSpec, lengths: np.ndarray, kept: np.ndarray, block_size: 
     )
 
 
-def block_table(lengths: np.ndarray, block_size: int, num_blocks: int) -> np.ndarray:
-    """The `documents` of `Loader`, int32 [NB, 3], from lengths in tokens, int64 [d]."""
-    blocks = -(-lengths // block_size)
-    ends = np.cumsum(blocks)
-    if ends[-1] > num_blocks:
-        raise ValueError(f"documents of {ends[-1]} blocks do not fit a sequence of {num_blocks}")
-    table = np.empty((num_blocks, 3), np.int32)
-    table[:] = num_blocks, 0, 0
-    table[: ends[-1]] = np.repeat(np.stack([ends - blocks, ends, lengths], axis=1), blocks, axis=0)
-    return table
-
-
 def stream_positions(
-    starts: np.ndarray, table: np.ndarray, positions: np.ndarray, block_size: int
+    starts: np.ndarray, first: np.ndarray, tokens: np.ndarray, positions: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Maps positions in a sequence, int64 [n], to positions in the stream and tokens left.
 
-    Documents have `starts` [d] and a `block_table`. Tokens left are those of the document from each
-    position, inclusive; 0 for padding, where the position in the stream is undefined.
+    Documents have `starts` [d]; `first` and `tokens`, int32 [NB], are a row of `Documents` with
+    blocks of `size` tokens. Tokens left are those of the document from each position, inclusive; 0
+    for padding, where the position in the stream is undefined.
     """
-    block = positions // block_size
-    # A document begins where the table names the block itself.
-    number = np.cumsum(table[:, 0] == np.arange(table.shape[0])) - 1
-    first, _, tokens = table[block].T.astype(np.int64)
-    within = positions - first * block_size
+    block = positions // size
+    number = np.cumsum(first == np.arange(first.size)) - 1  # counts the documents that begin
+    first, tokens = first[block].astype(np.int64), tokens[block]
+    within = positions - first * size
     return starts[number[block]] + within, np.where(tokens, np.maximum(tokens - within, 0), 0)

@@ -72,14 +72,14 @@ def make_prefill(network: Network, layout: Layout, length: int) -> Any:
             layout, length, state, tokens, positions, inputs, capture_kv=lambda k, v: (k, v)
         )
         keys, values = statistics["kv"]
-        assert inputs.valid_len is not None  # see `Programs.inputs`
+        assert inputs.documents is not None  # see `Programs.inputs`
         logits = jax.shard_map(
             last_logits,
             mesh=network.mesh,
             in_specs=(ACTIVATIONS, weight_spec, P()),
             out_specs=P(),
             check_vma=False,
-        )(hidden, model.lm_head_weight().astype(hidden.dtype), inputs.valid_len)
+        )(hidden, model.lm_head_weight().astype(hidden.dtype), inputs.documents.tokens[0, 0])
         return Prompt(logits, keys, values, statistics["density"].mean())
 
     stacked = NamedSharding(network.mesh, STACKED)

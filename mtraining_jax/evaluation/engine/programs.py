@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
 from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.documents import Documents
 from mtraining_jax.evaluation.engine.decode import Cache, Stepped, make_cache, make_step
 from mtraining_jax.evaluation.engine.options import GenerateOptions
 from mtraining_jax.evaluation.engine.passes import Prompt, make_prefill, make_score
@@ -112,7 +112,8 @@ class Programs:
         padded = self._network.padded_length(len(ids))
         layout = self._network.sequence_layout(padded)
         tokens, positions = self._place(ids, layout, 0), self._place(np.arange(padded), layout, 0)
-        inputs = AttentionInputs(self._pattern(padded, of_prompt), valid_len=jnp.int32(len(ids)))
+        documents = Documents.padded(len(ids), padded, self._network.settings.block_size)
+        inputs = AttentionInputs(self._pattern(padded, of_prompt), documents=documents)
         return layout, (self._state, tokens, positions, inputs)
 
     def _pattern(self, padded: int, of_prompt: bool) -> Pattern:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks
+from mtraining_jax.documents import Documents
 from mtraining_jax.utils.random_bits import hash_uint32
 from pallas_kernels.coded import TAU_BITS, KeepRule
 from pallas_kernels.index import bits as sets
@@ -32,8 +32,8 @@ class RowRule:
     keep few blocks.
 
     The fields are those of `RowPattern`, in blocks. `tau` is rounded to a multiple of 2^-15, or per
-    sequence, int32 [B] in units of 2^-15. `dense_rows`, bool [B or 1, n], are further rows with all
-    blocks forced.
+    sequence, int32 [B] in units of 2^-15. `dense_rows`, bool [B or 1, n], are rows with all blocks
+    forced: of short documents, and of a dense suffix.
     """
 
     tau: float | Array
@@ -44,22 +44,22 @@ class RowRule:
     random_block_prob: float = 0.0
     dense_rows: Array | None = None
 
-    def forced_ends(self, rows: Array, documents: DocumentBlocks) -> Array:
+    def forced_ends(self, rows: Array, documents: Documents) -> Array:
         """Returns the end of the forced blocks at the start of a row's document: int32 [B or 1, n].
 
         Where all blocks of a row are forced, that is the number of the row.
         """
-        first, _, _, dense = documents.of(rows)
+        first, dense = documents.of(rows).first, self.dense_rows
         if self.dense_prefix_blocks:
-            dense |= rows - first < self.dense_prefix_blocks
-        if self.dense_rows is not None:
-            dense |= self.dense_rows
-        return jnp.where(dense, rows, first + self.sink_blocks)
+            prefix = rows - first < self.dense_prefix_blocks
+            dense = prefix if dense is None else dense | prefix
+        ends = first + self.sink_blocks
+        return ends if dense is None else jnp.where(dense, rows, ends)
 
     def least_mass(self) -> int:
         return max(round(self.min_block_mass * (1 << _MASS_BITS)), 1)
 
-    def of_kernel(self, rows: Array, documents: DocumentBlocks, num_rows: int) -> KeepRule:
+    def of_kernel(self, rows: Array, documents: Documents, num_rows: int) -> KeepRule:
         """Returns the rule, without random blocks, for the kernels that keep blocks."""
         tau = self.tau
         if not isinstance(tau, Array):
@@ -69,7 +69,7 @@ class RowRule:
         numbers = self.local_blocks, self.least_mass(), num_rows
         return KeepRule(rows[None], first, ends, tau, *numbers)
 
-    def drawn(self, rows: Array, documents: DocumentBlocks, heads: int, num_blocks: int) -> Array:
+    def drawn(self, rows: Array, documents: Documents, heads: int, num_blocks: int) -> Array:
         """Returns the bits of the randomly drawn blocks, uint32 [B or 1, Hq, n, w]."""
         numbers = jnp.arange(num_blocks, dtype=jnp.int32)
         first = documents.of(rows).first[:, None, :, None]
@@ -82,13 +82,13 @@ def kept_blocks(
     scores: Array,
     rows: Array,
     rule: RowRule,
-    documents: DocumentBlocks,
+    documents: Documents,
     column_mass: Array | None = None,
 ) -> Array:
     """Selects the key blocks of each row of blocks: uint32 bits as in `BlockMaskIndex`.
 
     Rows, int32 [n] block numbers, keep blocks of their own document only, all of them up to their
-    own if it is dense; rows without a document keep none.
+    own where the rule has dense rows; rows without a document keep none.
 
     Args:
         scores: fp32 [B, Hq, n, NB], at least 0; blocks after a row's own and NaNs are ignored.
@@ -98,7 +98,8 @@ def kept_blocks(
     num_blocks = scores.shape[-1]
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     distance = rows[:, None] - numbers
-    first, length = (x[:, None, :, None] for x in documents.of(rows)[:2])
+    of_rows = documents.of(rows)
+    first, length = (x[:, None, :, None] for x in (of_rows.first, of_rows.length))
     causal = (distance >= 0) & (numbers >= first)
     sinks = numbers < rule.forced_ends(rows, documents)[:, None, :, None]
     forced = causal & (sinks | (distance < rule.local_blocks))

@@ -73,7 +73,7 @@ def _best_blocks(q: Array, k: Array, context: SelectionContext, most: int) -> Ar
         uint32 [B, Hq, n/g, ceil(NB/32)], bits as in `BlockMaskIndex`; undefined for blocks without
         a document.
     """
-    ends = context.ends(context.block_ids, q.shape[1] // context.block_ids.shape[0])
+    ends = context.ends(context.block_ids)
     rows = pooling.block_means(q, context.block_ids, ends).astype(q.dtype)
     rows = rows.transpose(0, 2, 1, 3)  # one token per block
     first = context.first_blocks(context.block_ids)

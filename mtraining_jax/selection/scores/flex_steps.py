@@ -147,7 +147,7 @@ def pooled_lists(
     blocks of other documents than the row's.
     """
     size, positions = q.shape[1] // context.block_ids.shape[0], context.block_ids
-    ends = context.ends(positions, size)
+    ends = context.ends(positions)
     if ends is not None:
         positions = jnp.where(positions * size < ends, positions, -1)
     queries = pooling.block_means(q, context.block_ids, ends)
@@ -168,7 +168,7 @@ def pooled_lists(
 
 def key_means(k: Array, context: SelectionContext) -> Array:
     """Computes the mean key of every key block: fp32 [B, Hk, NB, D], replicated."""
-    ends = context.ends(context.block_ids, k.shape[1] // context.block_ids.shape[0])
+    ends = context.ends(context.block_ids)
     means = pooling.block_means(k, context.block_ids, ends).transpose(0, 2, 1, 3)
     return collectives.all_blocks(means, *context.shards).transpose(0, 2, 1, 3)
 

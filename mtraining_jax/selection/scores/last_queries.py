@@ -168,7 +168,8 @@ def marks(
 
     assert documents.packed
     first = documents.of(rows).first  # [B, n]
-    listed = sets.unpack(diagonals, num_blocks) | documents.dense[:, None]
+    listed = sets.unpack(diagonals, num_blocks)
+    listed |= documents.shorter_than(context.dense_below)[:, None]
     seen = on_diagonals(listed, first, rows)
     bits = sets.pack(seen) & documents.causal_blocks(rows, num_blocks)
     index = BlockMaskIndex(bits, num_blocks, size)

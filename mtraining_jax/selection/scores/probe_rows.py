@@ -95,7 +95,7 @@ def probe_rows(q: Array, context: SelectionContext, count: int) -> tuple[Array, 
     block_size = q.shape[1] // context.block_ids.shape[0]
     numbers = jnp.arange(1, count + 1, dtype=jnp.int32)
     first = context.block_ids[:, None] * block_size
-    real, ends = block_size, context.ends(context.block_ids, block_size)
+    real, ends = block_size, context.ends(context.block_ids)
     if ends is not None:
         real = jnp.clip(ends[..., None] - first, 0, block_size)
     # [B or 1, n/g, r]; -1 if a block has no real query, or fewer than r.

@@ -20,11 +20,11 @@ def stride_masses(
     """
     per_block = block_size // stride
     positions = context.block_ids[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)
-    ends = context.ends(context.block_ids, block_size)
+    ends = context.ends(context.block_ids)
     if ends is not None:  # padding adds nothing to the stride it completes
         blocks = jnp.arange(context.num_blocks, dtype=jnp.int32)
         q = row_scores.without_padding(q, context.block_ids, ends)
-        ends_of_keys = context.ends(blocks, block_size)
+        ends_of_keys = context.ends(blocks)
         assert ends_of_keys is not None
         k = row_scores.without_padding(k, blocks, ends_of_keys)
         positions = jnp.where(positions * stride < ends[..., None], positions, -1)

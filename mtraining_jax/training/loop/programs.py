@@ -13,10 +13,10 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.training.build import build_attention
+from mtraining_jax.training.build import build_attention, build_audit
 from mtraining_jax.training.memory_check import check_memory, pinning_notice
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import LossTerms, audits_steps, make_train_step
+from mtraining_jax.training.step import LossTerms, make_train_step
 
 _DESCRIPTIONS = {
     "train_step": "a training step",  # audited if every step is audited
@@ -44,10 +44,10 @@ def make_programs(
         attention = build_attention(config, mesh, layout, pattern)
         inputs = AttentionInputs(pattern)
         how = {"attention": attention, "attention_inputs": inputs}
-        audits, always = audits_steps(config), config.audit.interval == 1
-        programs["train_step"] = make_step(**how, audited=audits and always)
-        if audits and not always:
-            programs["audited_step"] = make_step(**how, audited=True)
+        audit, always = build_audit(config), config.audit.interval == 1
+        programs["train_step"] = make_step(**how, observer=audit if always else None)
+        if audit is not None and not always:
+            programs["audited_step"] = make_step(**how, observer=audit)
     if num_dense:
         attention = build_attention(config, mesh, layout, Dense(pattern.block_size))
         programs["dense_step"] = make_step(attention=attention)

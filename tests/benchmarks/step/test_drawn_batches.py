@@ -14,8 +14,8 @@ from benchmarks.step.drawn_lists import DrawnLists, densities_by_length
 from benchmarks.step.replicas import found_of
 from mtraining_jax.cost_model.kernel_times import documents_ms
 from mtraining_jax.data.balance import imbalance
+from mtraining_jax.documents import Documents
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.utils.errors import UserError
 
 SIZES = (
@@ -83,7 +83,7 @@ def drawn(lengths: list[int]) -> tuple[np.ndarray, float]:
     """The mask bool [Hq, NB, NB] that is drawn, and computed pairs over those wanted."""
     seq_len, block = 8192, 128
     pattern = DrawnLists(min_sparse_tokens=1024)
-    documents = Documents.from_lengths([lengths], seq_len, block).blocks()
+    documents = Documents.from_lengths([lengths], seq_len, block)
     blocks = jnp.arange(seq_len // block, dtype=jnp.int32)
     context = SelectionContext(blocks, seq_len // block, documents=documents)
     q = jnp.zeros((1, seq_len, 4, 8))

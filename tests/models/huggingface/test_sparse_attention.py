@@ -15,6 +15,7 @@ import pytest
 
 from mtraining_jax import Engine, GenerateOptions
 from mtraining_jax.attention.select import select_pairs
+from mtraining_jax.documents import Documents
 from mtraining_jax.models.huggingface import write
 from mtraining_jax.models.huggingface.config import SPARSE_ENTRY, sparse_entry
 from mtraining_jax.models.huggingface.write import save_hf
@@ -126,7 +127,8 @@ def test_the_selection_is_the_same(attention, torch, kind, options):
     num_blocks, padded = 8, 1024
     pattern = KINDS[kind](**options).bind(ModelSizes(1, 4, padded))
     blocks = jnp.arange(num_blocks, dtype=jnp.int32)
-    context = SelectionContext(blocks, num_blocks, valid_len=jnp.int32(LENGTH))
+    documents = Documents.padded(LENGTH, padded)
+    context = SelectionContext(blocks, num_blocks, documents=documents)
     select = jax.jit(lambda q, k: select_pairs(pattern, q, k, context).index)
     padding = ((0, 0), (0, padded - LENGTH), (0, 0), (0, 0))
     index = select(*(jnp.pad(x, padding) for x in (q, k)))

@@ -5,10 +5,11 @@ import pytest
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.training.build import build_layout, build_mesh
 from mtraining_jax.training.device_batches import DeviceBatches
+from mtraining_jax.training.step import positions_and_lengths
 from tests.training.common import tiny_config
 
 
-def test_batches_are_in_layout_order_and_positions_stay_on_the_devices(tmp_path):
+def test_batches_are_in_layout_order(tmp_path):
     config = tiny_config(tmp_path, data={"shuffle": False})
     mesh, layout = build_mesh(config), build_layout(config)
     batches = DeviceBatches(config, mesh, layout)
@@ -22,11 +23,15 @@ def test_batches_are_in_layout_order_and_positions_stay_on_the_devices(tmp_path)
         np.testing.assert_array_equal(batch["tokens"], rows[:, order])
         labels = np.concatenate([rows[:, 1:], np.full((2, 1), -100)], axis=1)
         np.testing.assert_array_equal(batch["labels"], labels[:, order])
-        np.testing.assert_array_equal(batch["positions"], [order, order])
+        positions, lengths = jax.jit(lambda batch: positions_and_lengths(batch, layout, mesh))(
+            batch
+        )
+        np.testing.assert_array_equal(positions, [order, order])
+        assert positions.sharding.is_equivalent_to(jax.NamedSharding(mesh, TOKENS), 2)
+        assert lengths is None
         for array in batch.values():
             assert array.sharding == jax.NamedSharding(mesh, TOKENS)
             assert array.dtype == np.int32
-    assert first["positions"] is second["positions"]  # not sent again
 
 
 def test_closed_batches_are_not_read_ahead(tmp_path):

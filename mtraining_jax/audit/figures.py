@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.attention.audit.starved_keys import starved_keys
+from mtraining_jax.audit.starved_keys import starved_keys
 from mtraining_jax.selection.row_attention import Keys, RowAttention, attend_rows, query_gradients
 
 # The last queries, which several patterns use as probe queries for the whole sequence.

@@ -1,4 +1,4 @@
-"""Documents packed into sequences."""
+"""Documents packed into sequences: one type from the loader to the rows of an index."""
 
 import dataclasses
 import functools
@@ -12,15 +12,17 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from mtraining_jax.selection.document_blocks import DocumentBlocks, OneDocument
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
+from pallas_kernels.index import bits as sets
 
 Integers = Sequence[int] | np.ndarray | Array
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["block_size", "packed"]
+    jax.tree_util.register_dataclass,
+    data_fields=["first", "end", "tokens"],
+    meta_fields=["block_size", "packed"],
 )
 @dataclasses.dataclass(frozen=True)
 class Documents:
@@ -28,21 +30,29 @@ class Documents:
 
     A document begins at a multiple of the block size. Its last block may end with padding, which
     its tokens never see because it comes after them. Blocks without a document are padding and
-    compute nothing. A pytree, so it can be an argument of a jitted function. The class methods
-    validate their input; `Documents(table, block_size)` does not, for tables built by a program.
+    compute nothing. A pytree of NumPy or JAX arrays, one row per sequence and one entry per block
+    in sequence order, whatever the layout. The class methods validate their input; the constructor
+    does not, for arrays computed by a program.
 
     Attributes:
-        table: int32 [B, NB, 3], one row per block in sequence order, whatever the layout: first
-            block of its document, one past the last block, and the document's number of real
-            tokens; (NB, 0, 0) for a block without a document.
+        first: int32 [B, NB], first block of the block's document; NB without a document.
+        end: int32 [B, NB], one past its last block; 0 without a document.
+        tokens: int32 [B, NB], its number of real tokens; 0 without a document.
         block_size: g, tokens per block (static).
-        packed: False if made by `padded` (static). The document of each block is then a constant of
-            the program.
+        packed: False if made by `padded` or `whole` (static): a sequence is one document, and all
+            of its blocks have the same entries. NumPy arrays are then constants of the program.
     """
 
-    table: Array | np.ndarray
+    first: Array
+    end: Array
+    tokens: Array
     block_size: int = 128
     packed: bool = True
+
+    @classmethod
+    def whole(cls, num_blocks: int, block_size: int = 128) -> "Documents":
+        """Describes sequences of one document each, without padding."""
+        return cls.padded(num_blocks * block_size, num_blocks * block_size, block_size)
 
     @classmethod
     def padded(cls, valid_len: ArrayLike, seq_len: int, block_size: int = 128) -> "Documents":
@@ -69,14 +79,15 @@ class Documents:
             raise UserError(
                 f"valid_len={valid_len} is not in 1 .. {seq_len}, the tokens of the sequence"
             )
-        num_blocks = seq_len // block_size
-        numbers: Any = np if known else jnp
-        row = numbers.stack([numbers.asarray(x, np.int32) for x in (0, num_blocks, valid_len)])
-        return cls(numbers.broadcast_to(row, (1, num_blocks, 3)), block_size, packed=False)
+        shape = 1, seq_len // block_size
+        first, end = (np.full(shape, block, np.int32) for block in (0, shape[1]))
+        tokens = np.full(shape, valid_len) if known else jnp.full(shape, valid_len)
+        tokens = tokens.astype(np.int32)
+        return cls(*cast(Any, (first, end, tokens)), block_size=block_size, packed=False)
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[Sequence[int]], seq_len: int, block_size: int = 128
+        cls, lengths: Sequence[Integers], seq_len: int, block_size: int = 128
     ) -> "Documents":
         """Packs documents one after another, each padded to whole blocks; pads the end.
 
@@ -93,7 +104,8 @@ class Documents:
         for row, tokens in enumerate(lengths):
             tokens = _integers(f"lengths[{row}]", tokens)
             ends = np.cumsum(-(-tokens // block_size)) * block_size
-            rows.append(_spans(np.append(0, ends)[:-1], tokens, seq_len, block_size, "lengths"))
+            starts = np.append(0, ends)[:-1]
+            rows.append(_blocks_of(starts, tokens, seq_len, block_size, "lengths"))
         return cls._from_rows(rows, seq_len, block_size)
 
     @classmethod
@@ -155,7 +167,7 @@ class Documents:
                     "cu_seqlens"
                 )
             name = f"cu_seqlens of sequence {row}"
-            rows.append(_spans(offsets[:-1], own, seq_len, block_size, name))
+            rows.append(_blocks_of(offsets[:-1], own, seq_len, block_size, name))
         return cls._from_rows(rows, seq_len, block_size)
 
     @classmethod
@@ -195,24 +207,93 @@ class Documents:
                     "time; the tokens of a document must be contiguous"
                 )
             name = f"segment_ids of sequence {row}"
-            rows.append(_spans(starts, lengths, seq_len, block_size, name))
+            rows.append(_blocks_of(starts, lengths, seq_len, block_size, name))
         return cls._from_rows(rows, seq_len, block_size)
 
     @classmethod
     def _from_rows(cls, rows: list[np.ndarray], seq_len: int, block_size: int) -> "Documents":
-        table = np.zeros((len(rows), seq_len // block_size, 3), np.int32)
-        table[..., 0] = seq_len // block_size
-        for into, row in zip(table, rows, strict=True):
-            for first, end, tokens in row:
-                into[first:end] = first, end, tokens
-        return cls(table, block_size)
+        """Builds documents from the `_blocks_of` each sequence."""
+        num_blocks = seq_len // block_size
+        arrays = np.zeros((3, len(rows), num_blocks), np.int32)
+        arrays[0] = num_blocks
+        for row, (first, end, tokens) in enumerate(rows):
+            count = end - first
+            blocks = np.repeat(end - np.cumsum(count), count) + np.arange(count.sum())
+            arrays[:, row, blocks] = np.repeat([first, end, tokens], count, axis=1)
+        return cls(*cast(Any, arrays), block_size=block_size)
 
-    def blocks(self) -> DocumentBlocks:
-        """Returns the table by fields, for use on the device."""
-        table = jnp.asarray(self.table)
-        if not self.packed:
-            return OneDocument.of_sequence(table.shape[1], table[0, 0, 2])
-        return DocumentBlocks.from_table(table)
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is known at trace time that a sequence is one document without padding."""
+        known = not self.packed and isinstance(self.tokens, np.ndarray)
+        return known and int(self.tokens[0, 0]) == self.tokens.shape[1] * self.block_size
+
+    @property
+    def length(self) -> Array:
+        """Number of blocks of each block's document, int32 [B, NB]; 0 without a document."""
+        return (self.end - self.first).clip(min=0)
+
+    def of(self, blocks: Array) -> "Documents":
+        """Returns the entries of the given blocks, int32 [n]: arrays [B, n]."""
+        if self.packed:
+            return jax.tree.map(lambda x: jnp.asarray(x)[:, blocks], self)
+        # Not a lookup, which would hide from the compiler that they are constants.
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[:, :1], (1, *blocks.shape)), self)
+
+    def spans(self) -> tuple[Array, Array]:
+        """Returns first and one past the last block of each block's document: NB and 0 for none."""
+        return self.first, self.end
+
+    def ends(self) -> Array:
+        """Returns one past the document's last real token, int32 [B, NB]; 0 without a document."""
+        size, length = self.block_size, self.length
+        return jnp.where(length > 0, self.first * size + jnp.minimum(self.tokens, length * size), 0)
+
+    def shorter_than(self, blocks: int) -> Array:
+        """Whether the document of each block has fewer blocks, or it has none: bool [B, NB].
+
+        Never if not packed: the caller selected a sparse pattern for the sequence.
+        """
+        return (self.length < blocks) & self.packed
+
+    def contain(self, blocks: Array) -> Array:
+        """Whether the document of each block contains each given block: bool [B, NB, C]."""
+        return (blocks >= self.first[..., None]) & (blocks < self.end[..., None])
+
+    def causal_blocks(self, rows: Array, num_blocks: int) -> Array:
+        """Returns the blocks of each row's document up to the row, int32 [n]: uint32 [B, 1, n, w].
+
+        Bits as in `BlockMaskIndex`.
+        """
+        return sets.ranges(self.of(rows).first, rows, num_blocks)[:, None]
+
+    def causal_pairs(self) -> Array:
+        """Counts the causal pairs within documents, including their padding: float [B, 1].
+
+        Rounded, since it may exceed 2^31.
+        """
+        size, inside = self.block_size, self.length > 0
+        blocks = jnp.arange(inside.shape[1], dtype=jnp.int32)
+        whole = jnp.where(inside, blocks - self.first, 0).sum(-1, dtype=jnp.int32)
+        cut = inside.sum(-1, dtype=jnp.int32)
+        to_float = jnp.result_type(float)
+        pairs = whole.astype(to_float) * size**2
+        pairs += cut.astype(to_float) * (size * (size + 1) // 2)
+        return pairs[:, None]
+
+    def positions(self, blocks: Array) -> Array:
+        """Returns the position in its document of each token of blocks int32 [n]: int32 [B, n g].
+
+        0 without a document.
+        """
+        own = self.of(blocks)
+        begins = (blocks[None] - own.first) * self.block_size
+        within = begins[..., None] + jnp.arange(self.block_size, dtype=jnp.int32)
+        return jnp.where(own.length[..., None] > 0, within, 0).reshape(len(within), -1)
+
+    def lengths(self, blocks: Array) -> Array:
+        """Returns the real tokens of the document of each token, as in `positions`."""
+        return jnp.repeat(self.of(blocks).tokens, self.block_size, axis=1)
 
 
 def _integers(name: str, x: Any, axes: tuple[int, ...] = (1,)) -> np.ndarray:
@@ -233,16 +314,21 @@ def _integers(name: str, x: Any, axes: tuple[int, ...] = (1,)) -> np.ndarray:
 
 def _check_sizes(seq_len: int, block_size: int) -> None:
     for name, value in (("block_size", block_size), ("seq_len", seq_len)):
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise UserError(f"{name}={value!r} must be an integer, at least 1")
+        check_positive(name, value)
     if seq_len % block_size:
         raise UserError(f"seq_len={seq_len} must be a multiple of block_size={block_size}")
 
 
-def _spans(
+def check_positive(name: str, value: Any) -> None:
+    """Raises a UserError if a number is not a positive integer."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise UserError(f"{name}={value!r} must be an integer, at least 1")
+
+
+def _blocks_of(
     starts: np.ndarray, lengths: np.ndarray, seq_len: int, block_size: int, name: str
 ) -> np.ndarray:
-    """Returns first block, one past the last block, and real tokens per document: int32 [M, 3]."""
+    """Returns first block, one past the last block, and real tokens per document: int64 [3, M]."""
     if (lengths < 1).any():
         bad = int(np.argmax(lengths < 1))
         raise UserError(
@@ -262,4 +348,4 @@ def _spans(
             f"{seq_len} tokens of the sequence"
         )
     ends = -(-(starts + lengths) // block_size)
-    return np.stack([starts // block_size, ends, lengths], axis=-1).astype(np.int32)
+    return np.stack([starts // block_size, ends, lengths])

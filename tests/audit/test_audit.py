@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention.audit.figures import (
+from mtraining_jax.audit.figures import (
     GRADIENT_FIGURES,
     AuditRows,
     forward_figures,
     gradient_figures,
 )
-from mtraining_jax.attention.audit.starved_keys import starved_keys
+from mtraining_jax.audit.starved_keys import starved_keys
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.row_attention import Keys
 from pallas_kernels.index import BlockMaskIndex
-from tests.attention import audit_oracle as oracle
+from tests.audit import audit_oracle as oracle
 from tests.patterns import inputs
 
 BATCH, HEADS, KV_HEADS, DIM, BLOCK, NUM_BLOCKS = 2, 4, 2, 16, 8, 10
@@ -108,7 +108,7 @@ def test_metrics_are_the_same_over_a_mesh():
 
 def test_metrics_within_documents_match_each_document_on_its_own():
     lengths = [[33, 21], [16, 40]]  # 5 and 3 blocks, 2 and 5; then padding
-    documents = Documents.from_lengths(lengths, SEQ_LEN, BLOCK).blocks()
+    documents = Documents.from_lengths(lengths, SEQ_LEN, BLOCK)
     rng = np.random.default_rng(3)
     blocks = np.tril(rng.random((BATCH, HEADS, NUM_BLOCKS, NUM_BLOCKS)) < 0.4)
     blocks |= np.eye(NUM_BLOCKS, dtype=bool)
@@ -130,8 +130,8 @@ def test_keys_are_processed_in_chunks(monkeypatch):
     index = on_one_device()[1]
     keys = Keys.of(k, None, index, block_ids=jnp.arange(NUM_BLOCKS))
     whole = starved_keys(keys, HEADS)
-    monkeypatch.setattr("mtraining_jax.attention.audit.starved_keys._QUERY_BLOCKS", 4)
-    monkeypatch.setattr("mtraining_jax.attention.audit.starved_keys._KEY_BLOCKS", 3)
+    monkeypatch.setattr("mtraining_jax.audit.starved_keys._QUERY_BLOCKS", 4)
+    monkeypatch.setattr("mtraining_jax.audit.starved_keys._KEY_BLOCKS", 3)
     for some, expected in zip(starved_keys(keys, HEADS), whole, strict=True):
         np.testing.assert_array_equal(some, expected)
 

@@ -51,5 +51,5 @@ def _could(keys: Keys) -> Array:
     size = keys.block_size
     places = (keys.block_ids[:, None] * size + jnp.arange(size)).reshape(-1)
     own = keys.documents.of(keys.block_ids)
-    ends = jnp.minimum(own.ends(size), (own.first + own.length - 1) * size)
+    ends = jnp.minimum(own.ends(), (own.first + own.length - 1) * size)
     return (places < jnp.repeat(jnp.where(own.length > 0, ends, 0), size, axis=-1))[:, None]

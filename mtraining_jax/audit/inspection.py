@@ -13,10 +13,9 @@ from jax import Array
 from jax.core import Tracer
 
 from mtraining_jax.attention.checks import check_arrays, check_scale
-from mtraining_jax.attention.picture import Panel, block_shares, draw, of_one_head
+from mtraining_jax.audit.picture import Panel, block_shares, draw, of_one_head
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
-from mtraining_jax.selection.document_blocks import DocumentBlocks
-from mtraining_jax.selection.documents import Documents
 from mtraining_jax.selection.metrics import attention_recall, pairs_to_share
 from pallas_kernels.index import Index
 
@@ -112,9 +111,10 @@ class Inspection:
             panels.append(Panel(self.index, batch, head, title))
         borders: Sequence[int] = ()
         if self.documents is not None:
-            # A single table applies to all batch entries.
-            table = np.asarray(self.documents.table)[batch % len(self.documents.table)]
-            borders = (np.unique(table[table[:, 2] > 0, :2]) * self.index.block_size).tolist()
+            # A single row applies to all batch entries.
+            first, end = (np.asarray(x)[batch % len(x)] for x in self.documents.spans())
+            blocks = np.unique(np.stack([first, end])[:, end > 0])
+            borders = (blocks * self.index.block_size).tolist()
         draw(path, panels, self.seq_len, borders)
 
 
@@ -187,16 +187,14 @@ def inspect(
         raise ValueError(
             f"seq_len={seq_len!r} must be a multiple of the index's block_size={index.block_size}"
         )
-    blocks_of = None
     if documents is not None:
         num_blocks = seq_len // index.block_size
-        if documents.block_size != index.block_size or documents.table.shape[1] != num_blocks:
+        if documents.block_size != index.block_size or documents.first.shape[1] != num_blocks:
             raise ValueError(
-                f"documents have {documents.table.shape[1]} blocks of {documents.block_size} "
+                f"documents have {documents.first.shape[1]} blocks of {documents.block_size} "
                 f"tokens, but the index has {num_blocks} of {index.block_size}"
             )
-        blocks_of = documents.blocks()
-    pairs, executed, total = jax.device_get(_counts(index, seq_len, blocks_of))
+    pairs, executed, total = jax.device_get(_counts(index, seq_len, documents))
     found: dict[str, Any] = {"density": pairs / total, "executed": executed / total, "pairs": pairs}
     if q is not None and k is not None:
         # The counts of a dense index have no head axis.
@@ -207,7 +205,7 @@ def inspect(
         order = np.arange(seq_len) if layout is None else layout.permutation()
         q, k = (jnp.asarray(jax.device_get(x)) for x in (q, k))
         blocks = jnp.asarray(order[:: index.block_size] // index.block_size, jnp.int32)
-        recall = _recall(q, k, index, positions, block_ids=blocks, scale=scale, documents=blocks_of)
+        recall = _recall(q, k, index, positions, block_ids=blocks, scale=scale, documents=documents)
         found |= {"recall": np.asarray(recall), "rows": positions}
     budgets = {name: np.asarray(x) for name, x in index.budgets().items()}
     return Inspection(index, seq_len, budgets=budgets, documents=documents, **found)
@@ -219,7 +217,7 @@ _recall = jax.jit(attention_recall)
 
 @functools.partial(jax.jit, static_argnames="seq_len")
 def _counts(
-    index: Index, seq_len: int, documents: DocumentBlocks | None
+    index: Index, seq_len: int, documents: Documents | None
 ) -> tuple[Array, Array, float | Array]:
     """Returns computed pairs, executed pairs and the denominator of both densities."""
     total = pairs_to_share(seq_len, index.block_size, documents)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax import Dense, Layout, MoBA, VerticalSlash, inspect, stripe
-from mtraining_jax.attention.picture import block_shares
+from mtraining_jax.audit.picture import block_shares
 from pallas_kernels.index import BlockSparseIndex, DenseIndex, VerticalSlashIndex
 from tests.attention.inputs import BLOCK, HEADS, KV_HEADS, PATTERN, TOKENS, inputs, with_residuals
 
