@@ -185,8 +185,8 @@ def test_a_block_sparse_index_is_accepted_as_pattern():
 
 def test_fixed_budgets_keep_the_given_number_of_columns():
     budget = FixedBudget(
-        verticals=np.array([0, 5, 20, 9], np.int32),
-        slashes=np.array([30, 3, 0, 12], np.int32),
+        verticals=np.array([0, 5, 20, 9, 1, 24], np.int32),
+        slashes=np.array([30, 3, 0, 12, 32, 7], np.int32),
         max_verticals=24,
         max_slashes=32,
         num_probe_queries=BLOCK,
@@ -279,13 +279,13 @@ class Mistaken(mtraining_jax.Pattern):
 @pytest.mark.parametrize(
     ("arrays", "options", "sentence"),
     [
-        (shaped((2, 100, 4, 8)), {}, "q has 100 tokens; expected a multiple of 8 .block_size=8., "
+        (shaped((2, 100, 6, 8)), {}, "q has 100 tokens; expected a multiple of 8 .block_size=8., "
                                      "such as 96 or 104"),
-        (shaped((2, 5, 4, 8)), {}, "q has 5 tokens; .* such as 8"),
-        (shaped((2, 64, 4, 8)), {"pattern": mtraining_jax.VerticalSlash()},
+        (shaped((2, 5, 6, 8)), {}, "q has 5 tokens; .* such as 8"),
+        (shaped((2, 64, 6, 8)), {"pattern": mtraining_jax.VerticalSlash()},
          "q has 64 tokens; expected a multiple of 128 .* such as 128"),
         (shaped((64, 8)), {}, r"q has shape \(64, 8\); expected \[batch, tokens, heads, dim\]"),
-        (shaped((2, 64, 3, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k.* 2 or 4"),
+        (shaped((2, 64, 4, 8)), {}, "q has 4 heads; .* multiple of the 3 heads of k.* 3 or 6"),
         (shaped((64, 3, 8), k=(64, 2, 8)), {}, "q has 3 heads; .* multiple of the 2 heads of k"),
         (shaped(dtype=jnp.int32), {}, "q has dtype int32; it must be bfloat16, float16 or float32"),
         (shaped(dtype=jnp.float8_e4m3fn), {}, "q has dtype float8_e4m3fn; it must be bfloat16"),
@@ -320,8 +320,8 @@ class Mistaken(mtraining_jax.Pattern):
         (shaped(), {"sharding": Sharding(sequence="x")},
          "sharding.sequence=..x',. but no mesh: set sharding.mesh"),
         (shaped(), {"pattern": FixedBudget(np.zeros(3, int), np.zeros(3, int), 8, 8)},
-          r"pattern.verticals has shape \(3,\); expected one entry for each of the 4 query"),
-        (shaped(), {"pattern": FixedBudget(np.zeros(4), np.zeros(4, int), 8, 8)},
+          r"pattern.verticals has shape \(3,\); expected one entry for each of the 6 query"),
+        (shaped(), {"pattern": FixedBudget(np.zeros(6), np.zeros(6, int), 8, 8)},
          "verticals or slashes are float.*; they must be integers"),
     ],
 )  # fmt: skip
@@ -381,17 +381,17 @@ def test_traced_settings_and_an_index_of_another_batch_raise():
     with pytest.raises(ValueError, match="sharding.order is a traced array; .* such as a Layout"):
         jax.eval_shape(lambda x: attend(Sharding(order=x), "sharding"), jnp.arange(TOKENS))
     _, _, index, _ = expected()
-    with pytest.raises(ValueError, match=r"pattern.slash_blocks has .*\(2, 4, .* = \[1, 4\]"):
+    with pytest.raises(ValueError, match=r"pattern.slash_blocks has .*\(2, 6, .* = \[1, 6\]"):
         sparse_attention(*(x[:1] for x in inputs()), pattern=index)
     with pytest.raises(ValueError, match="pattern is an index of 128 tokens, but q has 64"):
-        jax.eval_shape(functools.partial(sparse_attention, pattern=index), *shaped((2, 64, 4, 8)))
+        jax.eval_shape(functools.partial(sparse_attention, pattern=index), *shaped((2, 64, 6, 8)))
 
 
 def traced_for(device_kind, dtype, head_dim, tokens):
     """Traces a call for a GPU that does not have to exist on this machine."""
     device = jax.sharding.AbstractDevice(device_kind, 132, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    arrays = shaped((1, tokens, 2, head_dim), dtype=dtype)
+    arrays = shaped((1, tokens, 6, head_dim), dtype=dtype)
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(functools.partial(sparse_attention, pattern=Dense(block_size=32)), *arrays)
 
@@ -412,7 +412,7 @@ def test_a_cpu_is_not_warned(caplog):
     with caplog.at_level(logging.INFO):
         jax.eval_shape(
             functools.partial(sparse_attention, pattern=Dense(block_size=32)),
-            *shaped((1, 96, 2, 24)),
+            *shaped((1, 96, 6, 24)),
         )
     assert not warnings_in(caplog)
 

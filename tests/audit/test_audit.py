@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.audit.figures import (
@@ -22,6 +23,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.row_attention import Keys
 from pallas_kernels.index import BlockMaskIndex
 from tests.audit import audit_oracle as oracle
+from tests.models.common import equations
 from tests.patterns import inputs
 
 BATCH, HEADS, KV_HEADS, DIM, BLOCK, NUM_BLOCKS = 2, 4, 2, 16, 8, 10
@@ -88,6 +90,19 @@ def test_metrics_match_their_definitions():
     assert (expected["output_error"] > 0.05).all()
     assert (expected["local_gradient_cosine"] < 0.99).all()
     assert 0 < expected["starved_keys"].max() < 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_fp32_are_exact_on_all_devices(dtype):
+    """CPUs always compute them exactly; for bf16, fewer passes are as exact."""
+    index, where = on_one_device()[1], {"block_ids": jnp.arange(NUM_BLOCKS)}
+    traced = jax.make_jaxpr(lambda *x: measure(*x, index, where))(*arrays(dtype))
+    products = [x for x in equations(traced.jaxpr) if x.primitive.name == "dot_general"]
+    exact = (jax.lax.Precision.HIGHEST,) * 2
+    for product in products:
+        expected = exact if product.invars[0].aval.dtype == jnp.float32 else None
+        assert product.params["precision"] == expected
+    assert products
 
 
 def test_metrics_are_the_same_over_a_mesh():

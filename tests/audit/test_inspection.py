@@ -85,7 +85,7 @@ def test_recall_is_the_softmax_mass_on_the_mask(layout):
     wanted = (weights * mask[:, :, rows]).sum(-1).mean(-1)
     if layout is not None:
         q, k = stripe((q, k), layout)
-    found = inspect(index, q, k, rows=rows, scale=0.5, layout=layout)
+    found = inspect(index, q, k, rows=rows, scale=0.5, layout=layout, seq_len=TOKENS)
     np.testing.assert_allclose(found.recall, wanted, rtol=1e-5)
     assert 0.1 < found.recall.mean() < 0.999
     assert "recall" in str(found)
@@ -171,7 +171,7 @@ def test_pictures_without_matplotlib_name_the_package_to_install(tmp_path, monke
     [
         (("pattern",), {}, "index is a VerticalSlash; pass an index"),
         (("index", "q"), {}, "pass both q and k to measure recall"),
-        (("index", "k", "q"), {}, "q has 2 heads; .* multiple of the 4 heads of k"),
+        (("index", "k", "q"), {}, "q has 3 heads; .* multiple of the 6 heads of k"),
         (("listed", "q", "k"), {}, "q has shape .*; .* as in the index"),
         (("index", "q", "k"), {"seq_len": 64}, "seq_len=64 but q has 128 tokens"),
         (("index",), {"seq_len": 100}, "seq_len=100 must be a multiple of the index's block_size"),
@@ -205,7 +205,7 @@ def test_invalid_arguments_raise(arguments, options, sentence):
     [
         ("mask.pdf", {}, "must end in .png"),
         ("mask.png", {"batch": 2}, "batch=2 must be in 0 .. 1"),
-        ("mask.png", {"heads": [4]}, "head=4 must be in 0 .. 3"),
+        ("mask.png", {"heads": [6]}, "head=6 must be in 0 .. 5"),
         ("mask.png", {"heads": []}, "heads=.. must be a list of one or more heads"),
         ("mask.png", {"heads": 0}, "heads=0 must be a list of one or more heads"),
     ],

@@ -45,3 +45,13 @@ class _OwnProbes(ProbePattern):
 def test_the_density_of_own_patterns_is_not_known(options):
     density, why = pattern_costs.expected_density(options, 4096)
     assert 0 < density < 1 and why.startswith("ASSUMED: not known for this pattern")
+
+
+@pytest.mark.parametrize(
+    ("most", "blocks", "room"), [(24, 64, 128), (128, 64, 128), (129, 64, 256), (129, 16, 128)]
+)
+def test_the_room_for_columns_is_a_multiple_of_128_up_to_all_tokens(most, blocks, room):
+    options = VerticalSlash(
+        max_verticals=most, min_verticals=2, sink_tokens=2, num_probe_queries=8, block_size=8
+    )
+    assert options.list_capacities(blocks)[0] == room

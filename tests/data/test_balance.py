@@ -195,6 +195,20 @@ def test_sequences_are_reordered_within_a_batch_only(data):
     assert min(gains) >= 1 and max(gains) > 1.1
 
 
+def test_batches_are_ordered_by_the_step_that_reads_them(data):
+    steps = []
+
+    class Recorded(Balance):
+        def order(self, step, lengths, generation=None):
+            steps.append(step)
+            return super().order(step, lengths, generation)
+
+    loader = loader_of(data, 10_000, block_size=G, balance=Recorded("length", 2, 2, G, squares))
+    next(loader), next(loader)
+    loader.close()
+    assert steps[:2] == [1, 2]
+
+
 def test_balancing_by_measured_density_agrees_between_processes(data):
     whole = balanced(data, "density")
     batches = batches_of(whole, 12)

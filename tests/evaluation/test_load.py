@@ -75,6 +75,7 @@ def test_the_newest_checkpoint_of_a_run_is_read_with_its_configuration(run):
     assert network.spec.max_position_embeddings == 128
     # The run had 4 devices, the test has 8.
     assert network.mesh.devices.shape == (1, 1, 8)
+    assert network.unit == 8 * 8  # stripes of one block
     assert found.tokenizer is None  # the run read token ids
 
 

@@ -186,6 +186,8 @@ def test_metrics():
     assert rouge_l("a b c.", "a c d. e f.") == pytest.approx(2 * (2 / 3) * 0.4 / (2 / 3 + 0.4))
     # By lines: "a c" and "e" are common, 3 of 5 and 3 of 5.
     assert rouge_l_sum("A b c.\nx e", "a, c d\ne f") == pytest.approx(3 / 5)
+    # Words of the answer remain before the one that is common.
+    assert rouge_l_sum("y x", "x y") == pytest.approx(1 / 2)
     assert rouge_l_sum("", "a") == 0
 
 

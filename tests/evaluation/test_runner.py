@@ -188,6 +188,8 @@ def test_samples_longer_than_the_measured_one_are_found_too(monkeypatch):
     with pytest.raises(UserError) as error:
         needle.check_length(100, 1, 0, ByteTokenizer())
     smallest = int(re.findall("take ([0-9]+) tokens", str(error.value))[0])
+    one_piece = ByteTokenizer().encode(needle.build(1, 100, -1, 0).prompt)
+    assert smallest == len(one_piece) + needle.max_new_tokens
     build = type(needle).build
 
     def longer(self, size, length, number, seed):
@@ -264,6 +266,27 @@ def test_only_a_terminal_has_a_progress_bar(terminal):
     printed = console.file.getvalue()
     assert printed.startswith("1 of 3 samples are already evaluated for this model: samples.jsonl")
     assert ("1/3" in printed) == terminal
+
+
+def test_progress_adds_up_over_models_and_prints_means_of_each_task():
+    console = Console(file=io.StringIO(), width=200)
+    with Watch(console) as watch:
+        for start in (3, 0), (4, 1):
+            watch.start(*start, "samples.jsonl")
+            for task, scores in {"needle": (0.25, 1.0), "text": (0.5,)}.items():
+                watch.at(task)
+                for score in scores:
+                    watch.add({"attention": "sparse", "loss" if task == "text" else "score": score})
+        assert (watch.done, watch.total) == (7, 7)
+        watch.add({"attention": "dense", "loss": 8.0, "score": 9.0})
+        watch.add({"attention": "dense", "loss": 8.0})
+    assert console.file.getvalue().splitlines() == [
+        "needle: sparse 0.625 (2 samples)",
+        "text: sparse 0.500 (1 sample)",
+        "1 of 4 samples are already evaluated for this model: samples.jsonl",
+        "needle: sparse 0.625 (2 samples)",
+        "text: sparse 0.500, dense 8.500 (2 samples)",
+    ]
 
 
 def test_results_are_utf8_in_every_locale(tmp_path):

@@ -19,7 +19,7 @@ from pallas_kernels.index import Index
 from pallas_kernels.reference import reference_attention
 from tests.patterns import inputs
 
-SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM, LAYERS = 256, 8, 4, 2, 16, 1
+SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM, LAYERS = 256, 8, 6, 3, 16, 1
 NUM_BLOCKS = SEQ_LEN // BLOCK
 AXES = ("node", "device")
 

@@ -32,40 +32,43 @@ SPANS = [[(0, 16), (16, 160), (160, 168)], [(0, SEQ_LEN)]]
 DOCUMENTS = Documents.from_lengths(LENGTHS, SEQ_LEN, BLOCK)
 
 
-@jax.jit
-def chosen(q, k, documents=None):
+@functools.partial(jax.jit, static_argnames="pattern")
+def chosen(q, k, documents=None, pattern=PATTERN):
     num_blocks = q.shape[1] // BLOCK
-    return PATTERN.select(
+    return pattern.select(
         q, k, SelectionContext(jnp.arange(num_blocks), num_blocks, documents=documents)
     ).index
 
 
-def wanted(q, k):
-    """The definition for one head: bool [S, NC], and the gate."""
-    chunks = -(-len(q) // CHUNK)
-    means = np.array([k[c * CHUNK : (c + 1) * CHUNK].mean(0) for c in range(chunks)])
+def wanted(q, k, chunk=CHUNK):
+    """The definition for one head: bool [S, NC]."""
+    chunks = -(-len(q) // chunk)
+    means = np.array([k[c * chunk : (c + 1) * chunk].mean(0) for c in range(chunks)])
     gate = q @ means.T
     seen = np.zeros((len(q), chunks), bool)
     for t in range(len(q)):
-        own = t // CHUNK
+        own = t // chunk
         seen[t, own] = True
         seen[t, sorted(range(own), key=lambda c: (-gate[t, c], c))[: TOP_K - 1]] = True
     return seen
 
 
-def test_each_token_selects_by_the_definition():
-    q, k = inputs.random(0, 2, SEQ_LEN, 4, 2, DIM)
-    # Two chunks with equal means: the first is selected.
-    k = k.at[:, 64:96].set(k[:, 32:64])
-    index = chosen(q, k)
-    mask = np.asarray(index.to_mask(SEQ_LEN))
-    causal = np.tri(SEQ_LEN, dtype=bool)
+# With 129 chunks, a step computes two rows of blocks.
+@pytest.mark.parametrize(("seq_len", "chunk"), [(SEQ_LEN, CHUNK), (129 * BLOCK, BLOCK)])
+def test_each_token_selects_by_the_definition(seq_len, chunk):
+    q, k = inputs.random(0, 2, seq_len, 4, 2, DIM)
+    if chunk == CHUNK:  # two chunks with equal means: the first is selected
+        k = k.at[:, 64:96].set(k[:, 32:64])
+    pattern = MoBA(chunk, TOP_K, BLOCK)
+    index = chosen(q, k, pattern=pattern)
+    mask = np.asarray(index.to_mask(seq_len))
+    causal = np.tri(seq_len, dtype=bool)
     for b, h in np.ndindex(2, 4):
-        seen = wanted(np.asarray(q)[b, :, h], np.asarray(k)[b, :, h // 2])
-        expected = np.repeat(seen, CHUNK, axis=1)[:, :SEQ_LEN] & causal
+        seen = wanted(np.asarray(q)[b, :, h], np.asarray(k)[b, :, h // 2], chunk)
+        expected = np.repeat(seen, chunk, axis=1)[:, :seq_len] & causal
         np.testing.assert_array_equal(mask[b, h], expected)
-    found = np.asarray(density(index, SEQ_LEN))
-    np.testing.assert_allclose(found, expected_density(PATTERN, SEQ_LEN)[0], rtol=1e-6)
+    found = np.asarray(density(index, seq_len))
+    np.testing.assert_allclose(found, expected_density(pattern, seq_len)[0], rtol=1e-6)
 
 
 def test_documents_select_among_chunks_that_begin_with_each():

@@ -62,7 +62,7 @@ class TestMInference(ChoiceContract):
     @classmethod
     def _file(cls, tmp_path_factory):
         path = tmp_path_factory.mktemp("budgets") / "budgets.json"
-        heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 2
+        heads = [["vertical_and_slash", 40, 60, 1.0]] * 2 + [["stream_llm", 10, 20, 1.0]] * 4
         path.write_text(json.dumps([heads] * LAYERS))
         cls.settings = MInference(
             budget_file=str(path),

@@ -27,8 +27,8 @@ def test_abstract_batch_and_index_with_documents(tmp_path):
     for array in jax.tree.leaves(found):
         assert array.shape == (2, 128 // 8) and array.dtype == jnp.int32
         assert array.sharding == jax.NamedSharding(mesh, DOCUMENTS)
-    # Two numbers per block: 16 blocks, 2 sequences, 2 heads, on every rank.
-    assert index_bytes(config) == 4 * 2 * 16 * 2 * 2
+    # Two numbers per block: 16 blocks, 2 sequences, 6 heads, on every rank.
+    assert index_bytes(config) == 4 * 2 * 16 * 2 * 6
     assert "documents" not in abstract_batch(changed(config, data={"mode": "concat"}), mesh)
 
 
@@ -52,7 +52,7 @@ def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
     short = (pairs[32] + pairs[8]) / total
     assert found.density == pytest.approx(short + (1 - short) * chosen)
     flops = count_flops(config)
-    assert flops.attention_dense == pytest.approx(2 * 2 * 2 * 14 * 16 * total / 3)
+    assert flops.attention_dense == pytest.approx(2 * 2 * 6 * 14 * 16 * total / 3)
     assert flops.attention_executed == pytest.approx(found.density * flops.attention_dense)
     lines = "\n".join(report(config, H200, estimate_memory(config), "estimated by formulas", found))
     assert "nothing is trained, data is only counted" in lines

@@ -73,7 +73,7 @@ def budgets(folder):
     """An MInference file for 2 layers of 2 heads."""
     path = folder / "budgets.json"
     path.write_text(
-        json.dumps([{str(head): ["vertical_and_slash", 40, 20, 1.0] for head in range(2)}] * 2)
+        json.dumps([{str(head): ["vertical_and_slash", 40, 20, 1.0] for head in range(6)}] * 2)
     )
     return str(path)
 
@@ -209,7 +209,7 @@ def test_flops_match_the_traced_products(config, remat, kept, rank, monkeypatch)
     def loss(trained, frozen):
         model = nnx.merge(builder.graphdef, builder.unflatten(trained | frozen))
         # Has no matrix products but uses all three inputs.
-        hidden, _ = model(tokens, tokens, lambda q, k, v: (q * k * v, {}))
+        hidden, _ = model(tokens, tokens, lambda q, k, v: (q * jnp.repeat(k * v, 2, axis=2), {}))
         weight = model.lm_head_weight()
         return linear_cross_entropy(
             hidden, weight, tokens, chunk_size=128, trains_weight=not frozen
@@ -223,8 +223,8 @@ def test_flops_match_the_traced_products(config, remat, kept, rank, monkeypatch)
 def test_attention_is_counted_at_the_density(config):
     dense = count_flops(changed(config, sparsity={"kind": "dense"}))
     sparse = count_flops(config)
-    # 2 sequences, 2 layers, 2 heads of 16; 4 D forward and 10 D backward per pair.
-    assert dense.attention_executed == dense.attention_dense == 2 * 2 * 2 * 14 * 16 * 128 * 129 / 2
+    # 2 sequences, 2 layers, 6 heads of 16; 4 D forward and 10 D backward per pair.
+    assert dense.attention_executed == dense.attention_dense == 2 * 2 * 6 * 14 * 16 * 128 * 129 / 2
     # The density of short sequences.
     assert sparse.attention_executed == pytest.approx(0.441 * dense.attention_dense)
     again = count_flops(changed(config, model={"remat": "full"}))

@@ -59,12 +59,12 @@ def test_a_record_in_numbers(config):
     assert found["tokens"] == 3 * 2 * 128 and found["tokens_per_second"] == 512
     assert found["density"] == 0.375 and found["density_per_layer"] == [0.25, 0.5]
     # Two products forward, five backward, 2 D FLOP per pair each.
-    pairs = 2 * 2 * 2 * (128 * 129 // 2)  # sequences, layers, heads
+    pairs = 2 * 2 * 6 * (128 * 129 // 2)  # sequences, layers, heads
     dense = 7 * 2 * 16 * pairs
     assert found["attention_flops_dense_equivalent"] == dense
     assert found["attention_flops_executed"] == dense * 0.625
-    # Two layers: q, o of 32 x 32, k, v of 32 x 16, three of 32 x 48; and the output layer.
-    matrices = 6 * 256 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 61)
+    # Two layers: q, o of 32 x 96, k, v of 32 x 48, three of 32 x 40; and the output layer.
+    matrices = 6 * 256 * (2 * (2 * 32 * 96 + 2 * 32 * 48 + 3 * 32 * 40) + 32 * 61)
     assert found["flops_executed"] == matrices + dense * 0.625
     assert found["flops_dense_equivalent"] == matrices + dense
     # One of the five backward products is a recomputation, not model FLOP.

@@ -12,7 +12,7 @@ from tests.training.common import changed, written
 
 pytestmark = pytest.mark.usefixtures("drawn_alone")
 
-HEADS = [["vertical_and_slash", 8, 16, 1.0], ["stream_llm", 4, 24, 1.0]]
+HEADS = [["vertical_and_slash", 8, 16, 1.0], ["stream_llm", 4, 24, 1.0]] * 3
 OPTIONS = {
     "minference": ["budget_file={file}", "num_probe_queries=8"],
     "flex_prefill": ["gamma=0.5", "min_budget=8", "js_threshold=0.2"],

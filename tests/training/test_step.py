@@ -121,10 +121,10 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
     np.testing.assert_array_equal(sparse[0]["layers"]["density"], [1, 1])
     np.testing.assert_array_equal(dense[1][0]["layers"]["density"], [1, 1])
     for metrics in sparse:  # an audit measures full recall
-        np.testing.assert_allclose(metrics["audit"]["recall"], np.ones((2, 2)), rtol=1e-5)
-        np.testing.assert_allclose(metrics["audit"]["output_error"], np.zeros((2, 2)), atol=1e-5)
+        np.testing.assert_allclose(metrics["audit"]["recall"], np.ones((2, 6)), rtol=1e-5)
+        np.testing.assert_allclose(metrics["audit"]["output_error"], np.zeros((2, 6)), atol=1e-5)
         for name in GRADIENT_FIGURES:
-            np.testing.assert_allclose(metrics["audit"][name], np.ones((2, 2)), rtol=1e-4)
+            np.testing.assert_allclose(metrics["audit"][name], np.ones((2, 6)), rtol=1e-4)
     np.testing.assert_allclose(loss_and_norm(sparse), loss_and_norm(dense[1]), rtol=2e-5)
 
 

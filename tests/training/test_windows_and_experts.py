@@ -18,8 +18,8 @@ WINDOW = 21
 # The first layer has a window, the second one has not. gpt-oss also has sinks and biases.
 MODEL = {
     "family": "gpt_oss", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24,
-    "router_aux_loss_coef": 0.1, "mlp_chunk_size": 24, "num_heads": 8, "sliding_window": WINDOW,
-    "full_attention_interval": 2,
+    "router_aux_loss_coef": 0.1, "mlp_chunk_size": 24, "num_heads": 8, "num_kv_heads": 2,
+    "sliding_window": WINDOW, "full_attention_interval": 2,
 }  # fmt: skip
 OTHERS = {
     # Windows have a RoPE of their own.

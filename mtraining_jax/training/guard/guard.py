@@ -138,7 +138,7 @@ class Guard:
         elif not norm <= of_norm:
             found = {x: np.asarray(v) for x, v in step.metrics["parameter_norms"].items()}
             step.notes["parameter_norms"] = {name: _finite(x.tolist()) for name, x in found.items()}
-            norms = {name: np.nan_to_num(x, nan=np.inf) for name, x in found.items()}
+            norms = {x: np.where(np.isnan(v), np.inf, v) for x, v in found.items()}
             name = max(norms, key=lambda x: norms[x].max())
             layer = f" in layer {norms[name].argmax()}" if norms[name].ndim else ""
             what = (

@@ -270,6 +270,23 @@ def test_flex_attention_computes_the_same(attention, torch, monkeypatch, length)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_scores_in_memory_are_limited(attention, torch, monkeypatch):
+    """To those of two of five rows of blocks."""
+    q, k = (torch.tensor(x).transpose(1, 2) for x in some_queries_and_keys(length=600))
+    options = attention._options(entry_of("sampled_rows", {}))
+    expected, sizes, masses = attention._select(q, k, 0.25, options)[0], [], attention._block_masses
+
+    def recorded(rows, *others):
+        sizes.append(rows.shape[2])
+        return masses(rows, *others)
+
+    monkeypatch.setattr(attention, "_block_masses", recorded)
+    of_row = 2 * 4 * options.probe_queries_per_block * 4 * 640
+    monkeypatch.setattr(attention, "_STEP_SIZE", 3 * of_row - 1)
+    assert (attention._select(q, k, 0.25, options)[0] == expected).all()
+    assert sizes == [2, 2, 1]
+
+
 def test_masks_in_memory_are_limited(attention, torch, monkeypatch):
     inputs = selected_at_random(torch, 600)
     expected, sizes = attention._attend(*inputs, 0.2, 128), []

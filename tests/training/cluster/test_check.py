@@ -2,16 +2,19 @@
 
 import contextlib
 import io
+import itertools
 import socket
 import threading
+import types
 
+import jax
 import pytest
 from jax import lax
 from rich.console import Console
 
 from mtraining_jax.training.cluster import check as cluster_check
 from mtraining_jax.training.cluster import facts as cluster_facts
-from mtraining_jax.training.cluster import verify
+from mtraining_jax.training.cluster import rates, verify
 from mtraining_jax.training.cluster.check import check
 from mtraining_jax.training.cluster.rates import rounds_of_pairs
 from mtraining_jax.training.cluster.verdict import hosts_at_fault, problems, table
@@ -197,6 +200,52 @@ def test_pairs_meet_once():
         assert all(partners[x] == i for partners in rounds for i, x in enumerate(partners))
         pairs = [(i, x) for partners in rounds for i, x in enumerate(partners) if i < x]
         assert sorted(pairs) == [(i, x) for i in range(number) for x in range(i + 1, number)]
+
+
+def test_rates_of_a_device_are_its_work_over_the_shortest_time(monkeypatch):
+    # Four times of each: 9 s to compile, then 3, 2 and 5 s.
+    ticks = itertools.accumulate(itertools.cycle([1, 9, 1, 3, 1, 2, 1, 5]))
+    monkeypatch.setattr(rates, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    # On a CPU: two products of 128 x 128, two times 1 MiB read and written, 256 KiB moved.
+    assert rates.rates_of_device(jax.devices()[0]) == {
+        "matmul": 2 * 2 * 128**3 / 2, "memory": 2 * 2 * 2**20 / 2, "from_host": 2**18 / 2
+    }  # fmt: skip
+
+
+def test_rates_of_links_are_of_pairs_and_rings_within_and_between_nodes(monkeypatch):
+    """Two nodes of 4 devices; the second measurement of device 5 is slower."""
+    exchanged, watched, size = [], [], 2**14
+
+    def exchange(devices, to, size_of_one, timeout):
+        exchanged.append(list(to))
+        assert devices == jax.devices() and (size_of_one, timeout) == (size, 9)
+        calls = iter([1, 1, 3])
+
+        def seconds(repeats):
+            slower = next(calls)
+            return {i: 0.01 * repeats * (slower if i == 5 else 1) for i in range(8)}
+
+        return seconds, lambda: [(to.index(6), 6)] if len(exchanged) == 2 else []
+
+    monkeypatch.setattr(rates, "_exchange", exchange)
+    found = rates.link_rates(
+        4, lambda name: contextlib.nullcontext(watched.append(name)), timeout=9
+    )
+    pairs, nodes = [exchanged[:3], exchanged[4:5]]
+    assert all(to[to[i]] == i != to[i] and to[i] // 4 == i // 4 for to in pairs for i in range(8))
+    assert sorted(to[5] for to in pairs) == [4, 6, 7]
+    assert exchanged[3] == [1, 2, 3, 0, 5, 6, 7, 4]
+    assert nodes == [[4, 5, 6, 7, 0, 1, 2, 3]] == exchanged[5:]
+    kinds = ["pair"] * 3 + ["ring", "pair of nodes", "ring of nodes"]
+    assert [x for x in found if x[0] != "wrong"] == [
+        (kind, i, to[i], pytest.approx(size / 0.01))
+        for kind, to in zip(kinds, exchanged, strict=True)
+        for i in range(8)
+    ]
+    assert [x for x in found if x[0] == "wrong"] == [("wrong", exchanged[1].index(6), 6, 0.0)]
+    assert watched == [f"{kind}, transfer {i} of 4" for i, kind in enumerate(kinds[:4], 1)] + [
+        f"{kind}, transfer {i} of 2" for i, kind in enumerate(kinds[4:], 1)
+    ]
 
 
 def test_a_healthy_process_is_checked(tmp_path, capsys):

@@ -29,7 +29,7 @@ _FIRST, _LAST, _ALL = 12, 20, 60
 # Sizes that the Hopper kernels take.
 _OF_GPU = {
     "model": {
-        "hidden_size": 128, "num_heads": 4, "head_dim": 64, "dtype": "bfloat16",
+        "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16",
         "max_position_embeddings": 1024,
     },
     "sparsity": {"block_size": 128, "probe_queries_per_block": 16},

@@ -1,13 +1,18 @@
 """A run notices planted faults, repairs gradients, and ends where its state is damaged."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.guard import outliers
-from mtraining_jax.training.guard.guard import FAULTS
+from mtraining_jax.training.guard.decision import Findings
+from mtraining_jax.training.guard.guard import FAULTS, Guard, TakenStep
 from mtraining_jax.training.guard.outliers import Outliers
+from mtraining_jax.training.guard.sums import StateSums
+from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import changed, losses, run, written
 from tests.training.guard.plants import GRADIENT, KV, MOMENT, PARAMETER, Fault, planted
@@ -70,15 +75,22 @@ def test_wrong_gradients_are_repaired(guarded, monkeypatch):
 
     # Values that are unusual in every pass are used, or skipped if they are not finite.
     config = named(guarded, "real")
-    with planted([Fault(12, GRADIENT, 5, EXPONENT, passes=9)]):
+    # The second one is in the upper half of its array, layer 1.
+    real = [Fault(12, GRADIENT, 5, EXPONENT), Fault(14, GRADIENT, 2000, EXPONENT, array=4)]
+    with planted([dataclasses.replace(x, passes=9) for x in real]):
         records = run(config)
-    assert [x.get("passes") for x in records] == [None] * 11 + [2, None, None, 2, None]
-    assert records[11]["grad_norm"] is None and records[-1]["skipped_steps"] == 1
-    (alarm,) = records[11]["alarms"]
-    assert alarm.startswith("the gradient norm, inf, is above its usual limit, ")
-    assert alarm.endswith(
-        "; a second pass had the same bits, so it follows from the data and the parameters"
-    )
+    assert [x.get("passes") for x in records] == [None] * 11 + [2, None, 2, 2, None]
+    assert records[11]["grad_norm"] is None and records[-1]["skipped_steps"] == 2
+    for step, name in (12, "embed_tokens.weight"), (14, "layers.mlp.up_proj.weight in layer 1"):
+        (alarm,) = records[step - 1]["alarms"]
+        assert alarm.startswith("the gradient norm, inf, is above its usual limit, ")
+        assert alarm.endswith(
+            f", and largest, inf, for {name}; a second pass had the same bits, so it follows from "
+            "the data and the parameters"
+        )
+    norms = records[13]["parameter_norms"]
+    assert norms["layers.mlp.up_proj.weight"][1] is None
+    assert all(np.isfinite(norms[name]).all() for name in norms if "up_proj" not in name)
     for name, value in {"_NORM": -99, "_LEAST_FACTOR": 0.01}.items():
         monkeypatch.setattr(outliers, name, value)
     with planted([]):
@@ -122,6 +134,44 @@ def test_a_damaged_state_ends_the_run(guarded, kind):
     # The same command resumes from the newest checkpoint.
     with planted([]):
         assert [x["step"] for x in run(config)] == list(range(6, 17))
+
+
+def test_places_of_differing_sums_are_named(guarded):
+    sums = StateSums(StateBuilder(guarded, build_mesh(guarded)))
+    wrong, norms = np.zeros((8, len(sums.names)), bool), "nu of layers.input_layernorm.weight in la"
+    wrong[3, [sums.names.index(x) for x in ("norm.weight", "nu of norm.weight")]] = True
+    assert sums.places(wrong) == "norm.weight, nu of norm.weight on device 3 (process 0)"
+    wrong[:, [i for i, name in enumerate(sums.names) if name.startswith(norms)]] = True
+    assert sums.places(wrong) == (
+        "norm.weight, nu of layers.input_layernorm.weight in layer 0, nu of layers.input_layernorm."
+        "weight in layer 1 and 1 more on device 0 (process 0), device 1 (process 0), device 2 "
+        "(process 0) and 5 more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("differ", "where"),
+    [
+        ({}, "no parameter, but in the loss"),
+        ({"a": [0, 1], "b": [1], "c": [0]}, "a in layers 0 to 1, b in layer 1, c in layer 0"),
+        ({"b": [2], "c": [0, 2], "d": [], "n": [()]}, "n, b in layer 2, c in layers 0 to 2"),
+        ({"a": [0], "b": [0], "c": [0], "n": [()]}, "n, a in layer 0, b in layer 0 and 1 more"),
+    ],
+)
+def test_gradients_that_differ_between_passes_are_named(guarded, differ, where):
+    """Of parameters a to d of three layers, and n of none."""
+    guard = Guard(guarded, StateBuilder(guarded, build_mesh(guarded)))
+    step = TakenStep(15, "step", {}, evaluates=False)
+    for repeat in range(2):
+        sums = {x: np.zeros(() if x == "n" else 3, np.uint32) for x in "abcdn"}
+        for name, layers in differ.items():
+            for layer in layers:
+                sums[name][layer] += np.uint32(repeat)
+        found = Findings(True, False, False, None, sums, repeat)  # pyright: ignore[reportArgumentType]
+        guard.dispatched(step, {"guard": found, "loss": 1.0, "grad_norm": 1.0})
+        assert guard.holds(step)
+    (alarm,) = step.notes["alarms"]
+    assert alarm.startswith(f"{DIFFERED}{where}: a device is faulty; ")
 
 
 def test_limits_of_usual_values():

@@ -3,6 +3,7 @@
 In test_processes.py several processes stop together.
 """
 
+import errno
 import fcntl
 import os
 import signal
@@ -14,7 +15,7 @@ import types
 
 import pytest
 
-from mtraining_jax.training.checkpoint import newest_step, run_folder
+from mtraining_jax.training.checkpoint import newest_step, run_folder, run_lock
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.run_lock import only_run_in
 from mtraining_jax.training.fit import agreed_resume_step
@@ -258,6 +259,20 @@ def test_a_lock_file_that_another_run_made_again_is_locked_anew(tmp_path, monkey
         with pytest.raises(UserError, match="another run writes into"):
             with only_run_in(tmp_path / "run"):
                 pass
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_run_warns_where_locks_are_not_supported(plain_config, monkeypatch, capsys, supported):
+    def flock(*_):
+        if not supported:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock, "fcntl", types.SimpleNamespace(**vars(fcntl) | {"flock": flock}))
+    with pytest.raises(UserError, match="nowhere"):
+        run(changed(plain_config, data={"paths": ["nowhere"]}))
+    printed = capsys.readouterr().out.splitlines()
+    assert any(x.startswith("warning: no lock on ") for x in printed) != supported
+    assert "None" not in printed
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):

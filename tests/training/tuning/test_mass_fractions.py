@@ -152,3 +152,16 @@ def test_saved_state_is_restored_and_other_sizes_are_refused():
         DensityResponse.start(np.ones(4), BASE, 2).of_state(response.state())
     with pytest.raises(UserError, match="no valid state of sparsity.tune"):
         response.of_state({"level": None})
+
+
+def test_densities_and_weights_of_documents_in_numbers():
+    """Two rows, with documents of 1 and 3 blocks, and of 5 blocks; 23 tokens fill 24."""
+    documents = ReplicaDocuments([np.array([8, 23]), np.array([40])], 8, 24)
+    by_class = np.array([0.5, 0.25, 0.125])
+    assert documents.densities(by_class).tolist() == [1, 0.25, 0.125]
+    assert documents.densities(by_class, 6.0).tolist() == [1, 1, 0.75]
+    pairs = 24 * 25 / 2, 8 * 9 / 2
+    in_row = pairs[0] / sum(pairs)
+    assert documents.sparse_weight == pytest.approx((in_row + 1) / 2)
+    weights = documents.class_weights(by_class)
+    np.testing.assert_allclose(weights, [0, 0.25 * in_row / 2, 0.125 / 2])

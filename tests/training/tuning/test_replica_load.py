@@ -115,6 +115,13 @@ def test_a_balanced_and_tuned_run_trains_resumes_and_says_how_even_it_is(packed,
         assert [x[name] for x in rest] == [x[name] for x in whole[3:]]
 
 
+def test_classes_of_only_short_documents_are_assumed_to_be_dense(tmp_path):
+    """Of blocks of 8 tokens, the longest documents of a class have 8, 24, 56, 120 and more."""
+    for shortest, dense in {24: 1, 25: 2, 120: 3, 121: 4}.items():
+        config = tiny_config(tmp_path, sparsity={"min_sparse_tokens": shortest, "tau": 0.1})
+        assert (assumed_densities(config) == 1).tolist() == [x < dense for x in range(5)]
+
+
 def test_fractions_do_not_depend_on_how_early_steps_are_finished(packed):
     config = changed(packed, data={"balance": "length"})
     layout = Layout("striped", S, 2, config.sparsity.block_size)
