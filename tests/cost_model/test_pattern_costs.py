@@ -5,6 +5,7 @@ import pytest
 from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.patterns.probe_pattern import ProbePattern
 from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.utils.fields import options
 
 
