@@ -22,7 +22,8 @@ from mtraining_jax import (
 from tests.attention.inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs, with_lse, with_residuals
 
 BUDGET = FixedBudget(
-    verticals=np.array([0, 5, 20, 9], np.int32), slashes=np.array([30, 3, 0, 12], np.int32),
+    verticals=np.array([0, 5, 20, 9, 6, 2], np.int32),
+    slashes=np.array([30, 3, 0, 12, 6, 2], np.int32),
     max_verticals=24, max_slashes=32, num_probe_queries=BLOCK, block_size=BLOCK,
     sink_tokens=2, sliding_window=4,
 )  # fmt: skip
@@ -102,7 +103,7 @@ def test_contiguous_order_on_one_axis_needs_no_layout_and_gives_the_same_index()
 
 
 def test_heads_can_be_sharded_along_with_their_budgets():
-    mesh = make_mesh((2, 2), ("context", "tensor"))
+    mesh = make_mesh((2, 3), ("context", "tensor"))
     attend = functools.partial(
         with_residuals, pattern=BUDGET, sharding=Sharding(mesh, "context", heads="tensor")
     )
@@ -213,7 +214,7 @@ OWN = {"mesh": MESH, "batch": "rows", "sequence": "context"}
         ({**OWN, "batch": "context", "sequence": "rows"},
          "q has batch 2; .* multiple of the 4 devices on sharding.batch=..context',., such as 4"),
         ({**OWN, "batch": (), "heads": "context", "sequence": "rows"},
-         "k has 2 heads; .* multiple of the 4 devices on sharding.heads=..context',., such as 4"),
+         "k has 3 heads; .* multiple of the 4 devices on sharding.heads=..context',., such as 4"),
         ({**OWN, "pattern": Dense(block_size=64)},
          "q has 128 tokens; expected a multiple of 256 .block_size=64 x 4 devices on "
          "sharding.sequence=..context',.., such as 256"),
