@@ -1,4 +1,4 @@
-"""Callbacks: what a run calls besides its steps. Training reports with them, and users add theirs.
+"""Callbacks, which a run calls in addition to its steps: its own reports, and those of users.
 
 See docs/training-from-python.md for recipes.
 """
@@ -56,7 +56,7 @@ class Run:
         mesh: its devices, with the axes ("data", "node", "device").
         is_first: whether this is the process that prints and writes.
         say: prints a line, in that process.
-        alive: tells the watchdog of `run.step_timeout_seconds` that a callback is still working.
+        alive: restarts the time limit `run.step_timeout_seconds` of a callback that takes long.
     """
 
     config: Config

@@ -16,7 +16,7 @@ _WHERE = "fit(data=...)"
 
 
 class GivenBatches:
-    """Iterator over the local part of batches, as `Loader`: its arguments are the same.
+    """Iterator over the local part of batches; arguments and arrays are those of `Loader`.
 
     Each batch of `batches` is a mapping of whole sequences, for `rows` only: int [b, S] `tokens`,
     optionally `labels`, and `documents` and fp32 `weights` if the run needs them.
@@ -46,7 +46,9 @@ class GivenBatches:
     def description_for(self, steps: int) -> str:
         """One line about the data."""
         del steps
-        return "batches from Python" + ("" if self.resumes else ", which a resumed run begins anew")
+        return "batches from Python" + (
+            "" if self.resumes else ", which a resumed run reads again from their start"
+        )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -150,8 +152,8 @@ class GivenBatches:
         needed = self.rows.size, self._data.seq_len // self._block_size
         if not isinstance(documents, Documents) or documents.block_size != self._block_size:
             raise self._wrong(
-                "has documents that are no mtraining_jax.Documents of block size "
-                f"{self._block_size} (sparsity.block_size)"
+                "has other documents than mtraining_jax.Documents with blocks of "
+                f"{self._block_size} tokens (sparsity.block_size)"
             )
         if documents.first.shape != needed:
             shape = documents.first.shape

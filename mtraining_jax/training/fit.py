@@ -72,7 +72,7 @@ def fit(
             `documents`, a `Documents` table with `data.mask_documents`, are those of each sequence.
             b is data.batch_size divided by the processes that share it. With `get_state` and
             `set_state` (JSON values, as Grain's iterators have them), a resumed run continues with
-            the right batch; without, it begins anew, and says so.
+            the right batch; without, it reads the data again from its start, and says so.
         optimizer: any optax transformation in place of `[optimizer]`'s, with its learning rate. It
             gets fp32 gradients, clipped by `optimizer.clip_norm`, as a flat dict by dotted name;
             those of all layers are stacked.
@@ -91,9 +91,9 @@ def fit(
 
 
 def run(config: Config, given: Given = _NOTHING, signals: StopSignals | None = None) -> Result:
-    """Trains as `fit` does, with the stop signals of the command, if any.
+    """Runs `fit`, and ends after a step at a stop signal of the command.
 
-    Without them SIGTERM stops several processes after a step.
+    Without `signals` only SIGTERM does that, with several processes.
 
     Raises:
         UserError: as for `fit`.

@@ -97,7 +97,7 @@ def make_train_step(
     fp32 [], or [L] if in all layers; int32 `step` (from 1), `labels` (counted), `real_tokens`,
     `skipped` (so far) and `skipped_in_row`; `layers`, statistics by name, fp32 [L] each, mean over
     the batch; with experts `auxiliary_loss`, the mean over sequences, which is not part of `loss`;
-    with `loss_terms` each of them, likewise; with `overrides` `density_by_group`, fp32 [M, L];
+    with `loss_terms` also their means; with `overrides` `density_by_group`, fp32 [M, L];
     with a `StepAudit` `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an index
     with a leading layer axis; with `guard` `guard`, its `Findings`.
     """

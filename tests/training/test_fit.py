@@ -78,18 +78,21 @@ def test_labels_follow_from_tokens_and_documents(config):
     assert derived["loss"] == stated["loss"] and derived["grad_norm"] == stated["grad_norm"]
 
 
-def test_own_batches_resume_exactly_with_a_state_and_begin_anew_without(config, capsys):
+def test_own_batches_resume_exactly_with_a_state_and_begin_again_without(config, capsys):
     whole = fit(changed(config, run={"name": "whole"}), data=Given(config)).records
     config = changed(config, checkpoint={"interval": 2})
     fit(changed(config, run={"steps": 2}), data=Given(config))
     rest = fit(config, data=Given(config)).records
     np.testing.assert_array_equal(losses(rest), losses(whole)[2:])
-    assert "begins anew" not in capsys.readouterr().out
+    assert "from their start" not in capsys.readouterr().out
     longer = changed(config, run={"steps": 5})
     with pytest.raises(UserError, match="the checkpoint's run had its batches from Python"):
         run(longer)
     fit(longer, data=itertools.repeat(tokens()))
-    assert "batches from Python, which a resumed run begins anew" in capsys.readouterr().out
+    assert (
+        "batches from Python, which a resumed run reads again from their start"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,8 +304,8 @@ def test_a_run_starts_from_the_state_of_another(config):
         UserError, match="has the state of another optimizer: replace its opt_state"
     ):
         fit(other, state=second.state)
-    anew = dataclasses.replace(second.state, opt_state=())
-    assert len(fit(other, state=anew).records) == 2
+    fresh = dataclasses.replace(second.state, opt_state=())
+    assert len(fit(other, state=fresh).records) == 2
 
 
 def _after(config, steps):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, where, and what they hold beside arrays."""
+"""The checkpoints of a run: when they are written, where, and what they hold next to arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -62,7 +62,7 @@ class Saving:
     def is_due_locally(self, step: int) -> bool:
         return self._local is not None and step % self._config.checkpoint.local_interval == 0
 
-    def save(self, step: int, state: TrainState, beside: Mapping[str, Any], *, local: bool) -> None:
+    def save(self, step: int, state: TrainState, extras: Mapping[str, Any], *, local: bool) -> None:
         """Saves a checkpoint; returns when the state may be donated."""
         checkpoints = self._local if local else self._checkpoints
         assert checkpoints is not None
@@ -71,7 +71,7 @@ class Saving:
             checkpoints.wait()
         limited = self._config.checkpoint.async_save
         with self._watchdog.watch(f"saving the checkpoint of step {step}", limited=limited):
-            checkpoints.save(step, state, beside, self._config)
+            checkpoints.save(step, state, extras, self._config)
 
     def place(self, step: int) -> str:
         """Folder of the checkpoint of a step."""
@@ -89,9 +89,7 @@ class Saving:
 
 
 def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Callbacks that keep something in checkpoints, by their key there.
-
-    That is `key`, if the class has one, else its name.
+    """Callbacks that keep something in checkpoints, by attribute `key` or the name of their class.
 
     Raises:
         UserError: two callbacks have the same key.

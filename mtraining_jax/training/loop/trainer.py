@@ -177,14 +177,14 @@ class Trainer:
         self._reporter = opened.enter_context(closing(reporter))
 
     def _restore(self, step: int) -> None:
-        self._state, beside = self._saving.restore(self._builder, step, self._display.say)
-        self._batches.loader.set_state(beside)
+        self._state, extras = self._saving.restore(self._builder, step, self._display.say)
+        self._batches.loader.set_state(extras)
         for key, callback in self._saved.items():
-            callback.restore(step, beside.get(key))
+            callback.restore(step, extras.get(key))
         if self._guard is not None:
-            self._guard.go_to(beside.get(_GUARD))
-        self._goodput.go_to(beside.get(_GOODPUT))
-        self._end_tokens = end_tokens(self._config, beside.get(END_TOKENS, ()))
+            self._guard.go_to(extras.get(_GUARD))
+        self._goodput.go_to(extras.get(_GOODPUT))
+        self._end_tokens = end_tokens(self._config, extras.get(END_TOKENS, ()))
 
     def train(self) -> Result:
         """Takes all remaining steps."""
@@ -308,15 +308,15 @@ class Trainer:
         self._settle(0)
         # Saving waits for the devices anyway.
         with self._reporter.paused("checkpoint"):
-            beside = self._batches.loader.get_state()
+            extras = self._batches.loader.get_state()
             for key, callback in self._saved.items():
                 if (kept := callback.save()) is not None:
-                    beside[key] = kept
+                    extras[key] = kept
             if self._guard is not None:
-                beside[_GUARD] = self._guard.state()
-            beside[END_TOKENS] = self._end_tokens
-            beside[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
-            self._saving.save(self._step, self._state, beside, local=local)
+                extras[_GUARD] = self._guard.state()
+            extras[END_TOKENS] = self._end_tokens
+            extras[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
+            self._saving.save(self._step, self._state, extras, local=local)
             if not local:
                 for callback in self._callbacks:
                     callback.saved(self._step)
