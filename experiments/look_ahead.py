@@ -8,7 +8,7 @@ block complete, with the tokens after p replaced by those of another block of th
 sequence that ends at p. If the first is lower than the second, later tokens help to predict token
 p + 1; the third also differs in which queries select. Keys and values of earlier blocks, which are
 the same for all, come from one pass over the text; the block is computed by XLA every time. Half
-of the tokens are far copies (`mtraining_jax/evaluation/far_copies.py`), where the text has as many.
+of the tokens are far copies (`benchmarks/quality/far_copies.py`), where the text has as many.
 Appends a JSON line per text to FILE and skips texts that are there.
 """
 
@@ -25,13 +25,13 @@ from flax import nnx
 from jax import Array
 
 from benchmarks.options import make_parser
+from benchmarks.quality.far_copies import far_copies
 from benchmarks.quality.measure import Selector
 from benchmarks.quality.stepped_model import SteppedModel
 from experiments import measure, variants
 from experiments.data import FOLDER
 from experiments.result_lines import append_lines, read_lines
 from mtraining_jax.documents import Documents
-from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.patterns.row_pattern import RowPattern

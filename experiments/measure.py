@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.options import make_parser
+from benchmarks.quality.far_copies import far_copies
 from experiments import synthetic, variants
 from experiments.compare import FIRST_BUCKET
 from experiments.data import FOLDER, VOCABULARY_A
@@ -25,7 +26,6 @@ from experiments.result_lines import Line, append_lines, read_lines
 from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import Tokenizer
 from mtraining_jax.evaluation.engine.engine import Engine
-from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.evaluation.tasks import Sample, Task, make_tasks
 from mtraining_jax.models.position_buckets import means_by_bucket
 from mtraining_jax.utils.errors import UserError

@@ -8,7 +8,7 @@ r"""Measures the loss that sparse patterns cost a pretrained model, and the time
 
 Runs the model on long texts with sparse attention in every layer, once per setting of a pattern,
 and compares the losses with those of dense attention, on all tokens and on far copies
-(`evaluation/far_copies.py`). Then times selection, forward and backward on the queries, keys and
+(`far_copies.py`). Then times selection, forward and backward on the queries, keys and
 values of real layers, against dense attention in the same run. YaRN stretches the context of the
 model if needed.
 

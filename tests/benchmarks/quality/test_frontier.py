@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import frontier, frontier_report
+from benchmarks.quality.far_copies import far_copies
 from benchmarks.quality.measure import summary
 from benchmarks.quality.patterns import BASELINES, FIELD, ROWS, Window, family, parse
 from benchmarks.quality.stepped_model import SteppedModel, read_model
-from mtraining_jax.evaluation.far_copies import far_copies
 from mtraining_jax.models.label_scores import label_scores
 from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
