@@ -95,10 +95,10 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         pinned_gib = pinned_limit(config)
     set_platform(config.parallel.cpu_devices, pinned_gib)
     # Only after `set_platform`: training starts the backend.
-    from mtraining_jax.training.fit import Given, run
+    from mtraining_jax.training.fit import run
 
     try:
-        run(config, Given(), signals)
+        run(config, signals=signals)
     except DoesNotFit as error:
         from mtraining_jax.planning.dry_run import ways_after
 

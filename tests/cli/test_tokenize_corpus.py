@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,10 +18,9 @@ from mtraining_jax.cli.tokenize_corpus import main
 from mtraining_jax.data import tokenizing
 from mtraining_jax.data.sources.tokens import TokenFiles
 from mtraining_jax.data.tokenizing import parts, pretokenize_hint, tokenize_corpus
-from mtraining_jax.training import loop as training
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, loader_of, section, sequences
-from tests.training.common import tiny_config
+from tests.training.common import run, tiny_config
 
 TEXTS = [chr(97 + i % 26) * (i * 7 % 23) for i in range(40)]
 PART = 60  # bytes of documents
@@ -84,8 +84,7 @@ def test_token_files_match_the_tokens_of_a_run(corpus, whole, tmp_path):
             {"source": "tokens", "paths": (str(tmp_path / "one"),)},
         )
     ]
-    for name in batches[0]:
-        np.testing.assert_array_equal(batches[0][name], batches[1][name])
+    jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
 def test_documents_of_token_ids(tmp_path):
@@ -234,5 +233,5 @@ def test_a_run_prints_the_hint_first(tmp_path, monkeypatch, capsys):
     for large, printed in ((2**20, False), (10, True)):
         monkeypatch.setattr(tokenizing, "LARGE", large)
         with pytest.raises(UserError, match="data.seq_len = 128 is more than the 101 tokens"):
-            training.run(config)
+            run(config)
         assert ("mtraining_jax tokenize-corpus --help" in capsys.readouterr().out) == printed

@@ -30,7 +30,7 @@ def runs(monkeypatch) -> list[Config]:
     """Replaces training and records the configurations that it is called with."""
     called: list[Config] = []
     training = types.SimpleNamespace(run=lambda config, signals: called.append(config))
-    monkeypatch.setitem(sys.modules, "mtraining_jax.training.loop", training)
+    monkeypatch.setitem(sys.modules, "mtraining_jax.training.fit", training)
     monkeypatch.setitem(sys.modules, "mtraining_jax.training", types.ModuleType("training"))
     return called
 
@@ -301,7 +301,7 @@ def test_a_user_error_of_the_run_is_printed_alike(runs, capsys, monkeypatch):
     def run(config, signals):
         raise UserError(f"{config.run.name} has no data")
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.fit"], "run", run)
     assert main(["--config=tiny"]) == 2
     assert capsys.readouterr().err == "error: tiny has no data\n"
 
@@ -311,7 +311,7 @@ def test_a_stopped_run_has_exit_status_75(runs, capsys, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.fit"], "run", run)
     assert main(["--config=tiny"]) == 75
     assert capsys.readouterr().err == "stopped: SIGTERM received before the first step\n"
 
@@ -320,7 +320,7 @@ def test_other_errors_pass_through(runs, monkeypatch):
     def run(config, signals):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.loop"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.training.fit"], "run", run)
     with pytest.raises(ValueError, match="a bug"):
         main(["--config=tiny"])
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -168,9 +169,7 @@ def batches_of(loader, steps, first=1):
 
 
 def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name in left:
-        np.testing.assert_array_equal(left[name], right[name])
+    jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
 def weights_of(loader):
@@ -189,7 +188,7 @@ def test_sequences_are_reordered_within_a_batch_only(data):
         before, after = next(plain), next(even)
         order = even_order(weights_of(plain), 2, 2)
         assert (even.sequences == plain.sequences[order]).all()
-        assert_same(after, {name: rows[order] for name, rows in before.items()})
+        assert_same(after, jax.tree.map(lambda rows, order=order: rows[order], before))
         gains.append(imbalance(weights_of(plain), 2) / imbalance(weights_of(even), 2))
     plain.close(), even.close()
     assert min(gains) >= 1 and max(gains) > 1.1
@@ -216,7 +215,7 @@ def test_balancing_by_measured_density_agrees_between_processes(data):
         batches_of(balanced(data, "density", rows=np.arange(4) + 4 * half), 12) for half in (0, 1)
     ]
     for batch, *parts in zip(batches, *halves, strict=True):
-        assert_same({name: np.concatenate([x[name] for x in parts]) for name in batch}, batch)
+        assert_same(jax.tree.map(lambda *rows: np.concatenate(rows), *parts), batch)
     # Reference: with the densities known four steps before.
     by_hand, plain = Densities(START), balanced(data, "none")
     moved = []

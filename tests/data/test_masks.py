@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
@@ -108,8 +109,7 @@ def test_processes_read_their_part_and_runs_resume(tmp_path):
     state = json.loads(json.dumps(whole.get_state()))
     resumed = loader_of(data, block_size=G, weighted=True)
     resumed.set_state(state)
-    for expected, found in zip(next(whole).values(), next(resumed).values(), strict=True):
-        np.testing.assert_array_equal(expected, found)
+    jax.tree.map(np.testing.assert_array_equal, next(whole), next(resumed))
     other = section(VOCAB, **fields | {"mode": "concat", "mask_field": None})
     masked = loader_of(section(VOCAB, **fields | {"mode": "concat"})).get_state()
     with pytest.raises(UserError, match="had checksum of a sample of its label mask = "):
@@ -172,8 +172,7 @@ def test_sources_agree(tmp_path, write):
     for fields in (write_jsonl(tmp_path), write(tmp_path / "other")):
         data = section(VOCAB, **fields | {"seq_len": 16, "mode": "pack", "batch_size": 8})
         batches.append(next(loader_of(data, block_size=G, weighted=True)))
-    for name, array in batches[0].items():
-        np.testing.assert_array_equal(array, batches[1][name])
+    jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
 def test_a_changed_mask_rewrites_its_part(tmp_path):

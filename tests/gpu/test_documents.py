@@ -44,8 +44,8 @@ NUMBERS = [np.array(own, np.int32) for own in ((40, 0, 100, 200), (4, 8, 100, 0)
 BUDGETS = [
     FixedBudget(*NUMBERS, max_verticals=200, max_slashes=100, min_sparse_tokens=DENSE_BELOW),
     MInference(
-        *NUMBERS, *(np.full(4, number, np.int32) for number in (30, 100)), max_verticals=200,
-        max_slashes=100, max_sinks=30, min_sparse_tokens=DENSE_BELOW,
+        *NUMBERS, sinks=np.full(4, 30, np.int32), windows=np.full(4, 100, np.int32),
+        max_verticals=200, max_slashes=100, max_sinks=30, min_sparse_tokens=DENSE_BELOW,
     ),
 ]  # fmt: skip
 EVERY = [*PATTERNS, *VERTICAL_SLASH, *BUDGETS]

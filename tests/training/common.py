@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mtraining_jax.config import Config, validate
-from mtraining_jax.training.fit import fit
+from mtraining_jax.training import fit as training
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
@@ -73,9 +74,9 @@ def changed(config: Config, **sections: dict) -> Config:
     return Config.from_record(table, "a test")
 
 
-def run(config: Config) -> list[dict]:
-    """Trains, and returns the records of the steps."""
-    return list(fit(config).records)
+def run(config: Config, signals: Any = None) -> list[dict]:
+    """Trains as the command does, and returns the records of the steps."""
+    return list(training.run(config, signals=signals).records)
 
 
 def losses(records: list[dict]) -> np.ndarray:

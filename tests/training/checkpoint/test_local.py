@@ -133,7 +133,7 @@ from mtraining_jax.training.checkpoint import run_folder
 from mtraining_jax.training.checkpoint.local import (
     newest_local_step, open_local, read_local_state
 )
-from tests.training.common import run
+from mtraining_jax.training.fit import run
 from mtraining_jax.training.processes.agreement import run_on_process_0
 from mtraining_jax.training.state import StateBuilder
 
@@ -161,7 +161,6 @@ def work(config, *_):
             shutil.rmtree(lost)
         found += [newest(config, shared) for shared in (1, 2)]
     print(found, sharded)
-    return []
 
 
 sys.modules[run.__module__]._run = work

@@ -161,7 +161,7 @@ def test_places_of_differing_sums_are_named(guarded):
 def test_gradients_that_differ_between_passes_are_named(guarded, differ, where):
     """Of parameters a to d of three layers, and n of none."""
     guard = Guard(guarded, StateBuilder(guarded, build_mesh(guarded)))
-    step = TakenStep(15, "step", {}, evaluates=False)
+    step = TakenStep(15, "step", {}, wants_state=False)
     for repeat in range(2):
         sums = {x: np.zeros(() if x == "n" else 3, np.uint32) for x in "abcdn"}
         for name, layers in differ.items():

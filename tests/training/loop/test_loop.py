@@ -155,7 +155,7 @@ def check_records(config, records):
     assert 0 < records[0]["recall_worst"] < min(records[0]["recall_per_layer"])
     for name in FIGURES:
         heads = np.array(records[0][f"{name}_per_head"])
-        assert heads.shape == (2, 2)
+        assert heads.shape == (2, 6)
         assert records[0][name] == pytest.approx(heads.mean(), rel=1e-3, abs=1e-4)
         assert np.ptp(heads) > 0 or name.startswith("starved"), name
     assert records[0]["local_gradient_cosine"] < 1 and 0 < records[0]["output_error"]
