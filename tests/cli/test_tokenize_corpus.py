@@ -20,7 +20,8 @@ from mtraining_jax.data.sources.tokens import TokenFiles
 from mtraining_jax.data.tokenizing import parts, pretokenize_hint, tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, loader_of, section, sequences
-from tests.training.common import run, tiny_config
+from tests.training import common
+from tests.training.common import tiny_config
 
 TEXTS = [chr(97 + i % 26) * (i * 7 % 23) for i in range(40)]
 PART = 60  # bytes of documents
@@ -233,5 +234,5 @@ def test_a_run_prints_the_hint_first(tmp_path, monkeypatch, capsys):
     for large, printed in ((2**20, False), (10, True)):
         monkeypatch.setattr(tokenizing, "LARGE", large)
         with pytest.raises(UserError, match="data.seq_len = 128 is more than the 101 tokens"):
-            run(config)
+            common.run(config)
         assert ("mtraining_jax tokenize-corpus --help" in capsys.readouterr().out) == printed
