@@ -108,7 +108,7 @@ class Callback:
     For each finished step, in this order: `measured`, then for each callback `with_state`, if it
     wants the state, and `step`. This happens in a thread of its own, while the devices take the
     next step; an exception ends the run. The callbacks of users come after validation and before
-    metrics are written.
+    metrics are written. A class with `save` may set `key`, the name of its entry in checkpoints.
     """
 
     def loss(self, hidden: Array, lm_head: Array, batch: Mapping[str, Any]) -> Mapping[str, Array]:

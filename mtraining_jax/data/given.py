@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtraining_jax.data.loader import local_slice
+from mtraining_jax.data.loader import LocalPart
 from mtraining_jax.data.spec import DataSpec
 from mtraining_jax.documents import Documents
 from mtraining_jax.models.labels import IGNORE_LABEL
@@ -15,7 +15,7 @@ from mtraining_jax.utils.errors import UserError
 _WHERE = "fit(data=...)"
 
 
-class GivenBatches:
+class GivenBatches(LocalPart):
     """Iterator over the local part of batches; arguments and arrays are those of `Loader`.
 
     Each batch of `batches` is a mapping of whole sequences, for `rows` only: int [b, S] `tokens`,
@@ -36,8 +36,9 @@ class GivenBatches:
         block_size: int,
         weighted: bool,
     ) -> None:
-        self._batches, self._data, self._vocab_size = batches, data, vocab_size
-        self.rows, self.columns, self._order = rows, columns, permutation[columns]
+        super().__init__(data, rows, columns)
+        self._batches, self._vocab_size = batches, vocab_size
+        self._order = permutation[columns]
         self._block_size, self._weighted = block_size, weighted
         self.step, self.resumes = 0, hasattr(batches, "get_state") and hasattr(batches, "set_state")
         shape = {"data.seq_len": data.seq_len, "data.batch_size": data.batch_size}
@@ -102,13 +103,6 @@ class GivenBatches:
         if self.resumes and state["given"] is not None:
             own.set_state(state["given"])
         self.step = state["step"]
-
-    def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """One device's shard of an array of a batch, by its global rows, or rows and columns."""
-        local = array[local_slice("rows", self.rows, index[0], self._data.batch_size)]
-        if len(index) == 1:
-            return local
-        return local[:, local_slice("columns", self.columns, index[1], self._data.seq_len)]
 
     def close(self) -> None:
         """Leaves the iterator to the caller."""

@@ -30,7 +30,21 @@ _SAMPLES, _SAMPLE_LEN = 64, 64
 _BOS = "data.bos"
 
 
-class Loader:
+class LocalPart:
+    """The rows and columns of global batches that a process has, ascending integers [b] and [s]."""
+
+    def __init__(self, data: DataSpec, rows: np.ndarray, columns: np.ndarray) -> None:
+        self._data, self.rows, self.columns = data, rows, columns
+
+    def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """One device's shard of an array of a batch, by its global rows, or rows and columns."""
+        local = array[_local_slice("rows", self.rows, index[0], self._data.batch_size)]
+        if len(index) == 1:
+            return local
+        return local[:, _local_slice("columns", self.columns, index[1], self._data.seq_len)]
+
+
+class Loader(LocalPart):
     """Endless iterator over the local part of the global batches: dicts of NumPy arrays.
 
     - ``tokens``: int32 [b, s], local rows and columns; 0 in padding.
@@ -82,9 +96,12 @@ class Loader:
         self._block_size = block_size if data.has_documents and block_size else data.seq_len
         if data.seq_len % self._block_size:
             raise ValueError(f"data.seq_len = {data.seq_len} is not a multiple of {block_size}")
-        self._data, self._weighted = data, weighted
-        self.rows = np.arange(data.batch_size) if rows is None else rows
-        self.columns = np.arange(data.seq_len) if columns is None else columns
+        super().__init__(
+            data,
+            np.arange(data.batch_size) if rows is None else rows,
+            np.arange(data.seq_len) if columns is None else columns,
+        )
+        self._weighted = weighted
         self.corpus = data.source_options.open(data, vocab_size)
         self.packs: Packs | None = None
         if data.has_documents:
@@ -243,13 +260,6 @@ class Loader:
             self._start_reading()
         self._iterator.set_state(iterator)
 
-    def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """One device's shard of an array of a batch, by its global rows, or rows and columns."""
-        local = array[local_slice("rows", self.rows, index[0], self._data.batch_size)]
-        if len(index) == 1:
-            return local
-        return local[:, local_slice("columns", self.columns, index[1], self._data.seq_len)]
-
     def close(self) -> None:
         """Stops prefetching."""
         if self._densities is not None:
@@ -328,8 +338,7 @@ def _checksum_of_sample(stream: TokenStream, take: Callable[[np.ndarray], np.nda
     return zlib.crc32(take(positions[positions < size]).astype("<i4").tobytes())
 
 
-def local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
-    """The part of the held rows or columns that a global slice means."""
+def _local_slice(name: str, held: np.ndarray, index: slice, size: int) -> slice:
     start, stop, _ = index.indices(size)
     first, last = np.searchsorted(held, (start, stop)).tolist()
     if last - first != stop - start:

@@ -76,9 +76,10 @@ class _WallTime(Callback):
 class Trainer:
     """One run, from its first step or from a checkpoint (`resume_from`) to its last step.
 
-    `signals` are the stop signals of the command; None for a call from Python. `peers` watches the
-    other processes, if any. `goodput` counts from the start. `copies` is called with each
-    checkpoint. `opened` closes what the run opens, when everything is written.
+    `given` has the arguments of `fit`. `signals` are the stop signals of the command; None for a
+    call from Python. `peers` watches the other processes, if any. `goodput` counts from the start.
+    `copies` is called with each checkpoint. `opened` closes what the run opens, when everything is
+    written.
     """
 
     def __init__(
