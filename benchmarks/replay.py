@@ -18,7 +18,6 @@ from jax import Array
 
 from benchmarks import random_index
 from benchmarks.random_index import MAX_DENSITY
-from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.patterns.base import ModelSizes, Pattern, Traced
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
@@ -26,6 +25,7 @@ from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.collectives import rows_of
 from mtraining_jax.selection.context import Selection, SelectionContext
 from mtraining_jax.selection.metrics import density
+from mtraining_jax.tools.plan import pattern_costs
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import (
     Ge,

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 
 from mtraining_jax.config import Config
-from mtraining_jax.planning.dry_run import SPARE, available
-from mtraining_jax.planning.fitting import Proposal, fastest
-from mtraining_jax.planning.hardware import H100, H200, Gpu
+from mtraining_jax.tools.plan.dry_run import SPARE, available
+from mtraining_jax.tools.plan.fitting import Proposal, fastest
+from mtraining_jax.tools.plan.hardware import H100, H200, Gpu
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.text import short_power
 

@@ -26,7 +26,7 @@ from benchmarks.quality import texts
 from examples.packages import Package
 from experiments.synthetic import training_row
 from mtraining_jax.data.tokenizer import Tokenizer, make_tokenizer
-from mtraining_jax.evaluation.tasks import make_tasks
+from mtraining_jax.tools.evaluate.tasks import make_tasks
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.random_bits import Stream
 

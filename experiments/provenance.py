@@ -9,7 +9,7 @@ import jax
 
 from experiments.result_lines import Line, read_lines
 from mtraining_jax.config import Config
-from mtraining_jax.evaluation.engine.engine import Engine
+from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.utils.errors import UserError
 
 

@@ -15,16 +15,11 @@ if TYPE_CHECKING:
     from mtraining_jax.attention.order import stripe as stripe
     from mtraining_jax.attention.order import unstripe as unstripe
     from mtraining_jax.attention.placement import Sharding as Sharding
-    from mtraining_jax.audit.inspection import Inspection as Inspection
-    from mtraining_jax.audit.inspection import inspect as inspect
     from mtraining_jax.callbacks import Callback as Callback
     from mtraining_jax.callbacks import Result as Result
     from mtraining_jax.callbacks import Run as Run
     from mtraining_jax.config import Config as Config
     from mtraining_jax.documents import Documents as Documents
-    from mtraining_jax.evaluation.engine.engine import Engine as Engine
-    from mtraining_jax.evaluation.engine.engine import generate as generate
-    from mtraining_jax.evaluation.engine.options import GenerateOptions as GenerateOptions
     from mtraining_jax.parallel.layout import Layout as Layout
     from mtraining_jax.patterns.adaspa import AdaSpa as AdaSpa
     from mtraining_jax.patterns.base import Pattern as Pattern
@@ -41,7 +36,12 @@ if TYPE_CHECKING:
     from mtraining_jax.realignment import realign as realign
     from mtraining_jax.selection.context import Selection as Selection
     from mtraining_jax.selection.context import SelectionContext as SelectionContext
-    from mtraining_jax.training.fit import fit as fit
+    from mtraining_jax.tools.audit.inspection import Inspection as Inspection
+    from mtraining_jax.tools.audit.inspection import inspect as inspect
+    from mtraining_jax.tools.evaluate.engine.engine import Engine as Engine
+    from mtraining_jax.tools.evaluate.engine.engine import generate as generate
+    from mtraining_jax.tools.evaluate.engine.options import GenerateOptions as GenerateOptions
+    from mtraining_jax.trainer import fit as fit
     from mtraining_jax.utils.fields import options as options
 
 _MODULES = {
@@ -51,11 +51,11 @@ _MODULES = {
     "Config": "config",
     "Dense": "patterns.dense",
     "Documents": "documents",
-    "Engine": "evaluation.engine.engine",
+    "Engine": "tools.evaluate.engine.engine",
     "FixedBudget": "patterns.budgets",
     "FlexPrefill": "patterns.flex_prefill",
-    "GenerateOptions": "evaluation.engine.options",
-    "Inspection": "audit.inspection",
+    "GenerateOptions": "tools.evaluate.engine.options",
+    "Inspection": "tools.audit.inspection",
     "Layout": "parallel.layout",
     "MoBA": "patterns.moba",
     "Pattern": "patterns.base",
@@ -70,9 +70,9 @@ _MODULES = {
     "VerticalSlash": "patterns.vertical_slash",
     "XAttention": "patterns.xattention",
     "attention_fn": "attention.flax_modules",
-    "fit": "training.fit",
-    "generate": "evaluation.engine.engine",
-    "inspect": "audit.inspection",
+    "fit": "trainer",
+    "generate": "tools.evaluate.engine.engine",
+    "inspect": "tools.audit.inspection",
     "load_budgets": "patterns.budgets",
     "options": "utils.fields",
     "realign": "realignment",

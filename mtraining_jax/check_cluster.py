@@ -44,7 +44,7 @@ def _run(arguments: list[str]) -> int:
     if config.parallel.cpu_devices is None:
         abort_stuck_collectives(300)
     # Imports JAX, so only after `set_platform`.
-    from mtraining_jax.training.cluster.check import check
+    from mtraining_jax.tools.cluster.check import check
 
     return check(config)
 

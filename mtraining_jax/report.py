@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mtraining_jax.cli.argument_parser import ArgumentParser
 from mtraining_jax.cli.model_command import expanded_path, run_command
-from mtraining_jax.reporting.page.page import NAME, write_page
+from mtraining_jax.reporting import PAGE
+from mtraining_jax.tools.report.page import write_page
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import print_text
 
@@ -38,7 +39,7 @@ def _run(arguments: list[str]) -> int:
     for folder in folders:
         if sum(folder.resolve() == other.resolve() for other in folders) > 1:
             raise UserError(f"{folder} is given more than once; name each run folder once")
-    default = folders[0] / NAME if len(folders) == 1 else Path(NAME)
+    default = folders[0] / PAGE if len(folders) == 1 else Path(PAGE)
     write_page(folders, out := options.output or default)
     return print_text(f"{out}\n")
 

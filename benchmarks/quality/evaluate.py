@@ -25,15 +25,15 @@ from benchmarks.options import make_parser, overrides
 from benchmarks.report import table_head, table_line
 from benchmarks.timing import log, median_ms
 from mtraining_jax.config import Config
-from mtraining_jax.evaluation.engine.engine import Engine
-from mtraining_jax.evaluation.engine.network import Network
-from mtraining_jax.evaluation.engine.options import GenerateOptions
-from mtraining_jax.evaluation.engine.programs import Programs, first_token
-from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import init_model
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.tools.evaluate.engine.engine import Engine
+from mtraining_jax.tools.evaluate.engine.network import Network
+from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
+from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
+from mtraining_jax.tools.evaluate.load import Loaded, in_compute_dtype
 from mtraining_jax.utils.jax_platform import set_platform
 
 _COLUMNS = (

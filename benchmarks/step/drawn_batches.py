@@ -13,14 +13,14 @@ import numpy as np
 
 from benchmarks.step.drawn_lists import BLOCK, densities_by_length
 from mtraining_jax.config import Config
-from mtraining_jax.cost_model.kernel_times import AttentionSize, documents_ms, pack_ms
 from mtraining_jax.data.balance import Balance, imbalance
 from mtraining_jax.data.densities import Densities, length_classes, num_classes
 from mtraining_jax.data.packing.rules import chunked, packed_order
-from mtraining_jax.planning.cost import count_flops, seconds
-from mtraining_jax.planning.hardware import H200
-from mtraining_jax.planning.memory import estimate_memory
-from mtraining_jax.training.tuning.replica_load import assumed_densities, attention_size
+from mtraining_jax.tools.balance.replica_load import assumed_densities, attention_size
+from mtraining_jax.tools.plan.cost import count_flops, seconds
+from mtraining_jax.tools.plan.hardware import H200
+from mtraining_jax.tools.plan.kernel_times import AttentionSize, documents_ms, pack_ms
+from mtraining_jax.tools.plan.memory import estimate_memory
 from mtraining_jax.utils.errors import UserError
 
 MEANS = 1200, 65536  # tokens of short and long documents on average

@@ -7,7 +7,7 @@ r"""Compares ways to balance packs over data-parallel replicas, predicted and me
 A step takes as long as its slowest replica. This takes the training step of each replica, one after
 another on one device, and combines the times; communication between replicas is not included. All
 orders have the same batches (`drawn_batches.py`), with random lists of given densities
-(`drawn_lists.py`). Predictions use `mtraining_jax/cost_model/kernel_times.py` for attention, and
+(`drawn_lists.py`). Predictions use `mtraining_jax/tools/plan/kernel_times.py` for attention, and
 the dry run for the rest of a step. --predict prints them only, on any machine and for replicas of
 any size.
 
@@ -194,7 +194,7 @@ def _introduction(args: argparse.Namespace, run: Run) -> list[str]:
         f"{args.seed}; {args.batches} batches" + (f" with {start}." if args.start else "."),
         "",
         f"Pairs are drawn, not selected. The averages had seen {WARM} batches before. Predicted: "
-        "attention on H200s by the table in `mtraining_jax/cost_model/kernel_times.py`, the rest "
+        "attention on H200s by the table in `mtraining_jax/tools/plan/kernel_times.py`, the rest "
         "of a step by the dry run. Speedup: over `none`.",
     ]
     if not args.predict:

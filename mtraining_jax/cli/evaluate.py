@@ -19,7 +19,7 @@ from mtraining_jax.cli.model_command import (
     run_command,
     token_count,
 )
-from mtraining_jax.evaluation.tasks import GROUPS, TASKS, option_docs
+from mtraining_jax.tools.evaluate.tasks import GROUPS, TASKS, option_docs
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.jax_platform import set_platform
@@ -119,10 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     console, request = results_console(), parse(arguments)
     # Imported here: evaluation.command imports JAX, and the report matplotlib.
-    from mtraining_jax.evaluation.report import write_report
+    from mtraining_jax.tools.evaluate.report import write_report
 
     if request.report is None:
-        from mtraining_jax.evaluation.command import run
+        from mtraining_jax.tools.evaluate.command import run
 
         set_platform(request.cpu_devices)
         run(request, console, command=f"{command_of('evaluate')} {shlex.join(arguments)}")

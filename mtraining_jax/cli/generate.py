@@ -17,9 +17,9 @@ from mtraining_jax.cli.model_command import (
 )
 from mtraining_jax.data.chat.conversation import Conversation, read_conversation
 from mtraining_jax.data.files import errors_as
-from mtraining_jax.evaluation.engine.options import GenerateOptions
-from mtraining_jax.evaluation.model import Generated
-from mtraining_jax.evaluation.tasks.records import (
+from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
+from mtraining_jax.tools.evaluate.model import Generated
+from mtraining_jax.tools.evaluate.tasks.records import (
     Record,
     iterate_records,
     read_json,
@@ -113,7 +113,7 @@ def _run(arguments: list[str]) -> int:
         contents = [_conversation(x["prompt"], where) for where, x in prompts]
     set_platform(found.cpu_devices)
     # Imported here, because it imports JAX, which reads the number of devices when it starts.
-    from mtraining_jax.evaluation.engine.engine import Engine
+    from mtraining_jax.tools.evaluate.engine.engine import Engine
 
     console, to_terminal = Output(stderr=True), sys.stdout.isatty()
     try:

@@ -13,8 +13,8 @@ import numpy as np
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.cli.model_command import at_least, expanded_path, run_command
 from mtraining_jax.data.corpus import Corpus, packs_of, starts_of
-from mtraining_jax.data.packing.report import report_on
 from mtraining_jax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, make_tokenizer
+from mtraining_jax.tools.corpus.pack_report import report_on
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted, print_text
 

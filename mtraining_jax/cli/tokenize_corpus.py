@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.cli.model_command import at_least, output_folder, run_command
-from mtraining_jax.data.tokenizing import Totals, tokenize_corpus
+from mtraining_jax.tools.corpus.tokenizing import Totals, tokenize_corpus
 from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError
 

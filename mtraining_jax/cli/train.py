@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mtraining_jax.cli.argument_parser import config_parser, parse_with_overrides, selected_config
 from mtraining_jax.config import available_configs, fields_with, help_text
 from mtraining_jax.config.notes import notes
-from mtraining_jax.planning.hardware import GPUS
+from mtraining_jax.tools.plan.hardware import GPUS
 from mtraining_jax.utils.errors import DoesNotFit, UserError, print_error
 from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.jax_platform import abort_stuck_collectives, set_platform
@@ -82,7 +82,7 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
     if options.print_config:
         return print_text(config.to_toml())
     if options.dry_run is not None:
-        from mtraining_jax.planning.dry_run import dry_run
+        from mtraining_jax.tools.plan.dry_run import dry_run
 
         return dry_run(config, options.dry_run, GPUS[options.dry_run_gpu or "h200"])
     pinned_gib = None
@@ -90,17 +90,17 @@ def _run(arguments: Sequence[str], signals: StopSignals) -> int:
         # A change would compile again, so only if the watchdog would come later.
         abort_stuck_collectives(max(3600, 2 * config.run.step_timeout_seconds))
         # Imports JAX, but starts no backend.
-        from mtraining_jax.planning.memory import pinned_limit
+        from mtraining_jax.tools.plan.memory import pinned_limit
 
         pinned_gib = pinned_limit(config)
     set_platform(config.parallel.cpu_devices, pinned_gib)
     # Only after `set_platform`: training starts the backend.
-    from mtraining_jax.training.fit import run
+    from mtraining_jax.trainer import run
 
     try:
         run(config, signals=signals)
     except DoesNotFit as error:
-        from mtraining_jax.planning.dry_run import ways_after
+        from mtraining_jax.tools.plan.dry_run import ways_after
 
         error.args = (f"{error}; {ways_after(error, config)}",)
         raise

@@ -23,8 +23,12 @@ from mtraining_jax.data.token_cache import key_of, tokenized
 from mtraining_jax.data.tokenizer import BYTES, Bos, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import options, shortened, toml_value
+from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
+
+# Bytes that take minutes: a tokenizer processes a few MB/s.
+LARGE = 2**28
 
 # Text or token ids [n], both trained everywhere, or with a label mask.
 Document = str | np.ndarray | MaskedTokens | MaskedText | Conversation
@@ -316,3 +320,18 @@ def identity_of(data: DataSpec, encoder: Encoder) -> dict[str, Any]:
         BOS: None if bos is None else list(bos),
         "type of ids": encoder.dtype.name,
     }
+
+
+def pretokenize_hint(data: DataSpec) -> str | None:
+    """A hint to pre-tokenize a large corpus, which otherwise is tokenized at startup."""
+    source = data.source_options
+    if not isinstance(source, DocumentSource) or not isinstance(source, FileSource):
+        return None
+    size = source.size()
+    if size <= LARGE:
+        return None
+    what = "copies" if source.holds_ids else "tokenizes"
+    return (
+        f"one process of each host {what} data.paths ({size / 2**20:,.0f} MiB) at startup; to "
+        f"pre-tokenize it, see {command_of('tokenize_corpus')} --help"
+    )

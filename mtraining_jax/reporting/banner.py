@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from mtraining_jax.config import Config
 from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.spec import layer_windows, windows_text
-from mtraining_jax.reporting.page.page import NAME
+from mtraining_jax.reporting import PAGE
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.text import counted, with_unit
 from pallas_kernels import backends
@@ -53,7 +53,7 @@ def banner(
         "tuned": None if sparsity.tune == "none" else _tuning(config),
         "dense": config.dense_steps.describe() if config.dense_steps.count() else None,
         "output": (config.run.bucket or str(config.run.folder))
-        + (f", {NAME} at the end" if config.metrics.report and config.metrics.jsonl else ""),
+        + (f", {PAGE} at the end" if config.metrics.report and config.metrics.jsonl else ""),
     }
     return [
         f"mtraining-jax: {config.run.name}, {counted(config.run.steps, 'step')}",

@@ -8,7 +8,7 @@ import numpy as np
 
 from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config
-from mtraining_jax.cost_model.flops import PEAK_BF16_FLOPS, step_flops
+from mtraining_jax.reporting.flops import PEAK_BF16_FLOPS, step_flops
 from mtraining_jax.utils.errors import UserError
 
 # Tokens per second: of all positions, of real tokens without padding, and of trained ones.

@@ -9,9 +9,9 @@ from mtraining_jax.callbacks import Record
 from mtraining_jax.config import Config, available_configs
 from mtraining_jax.data.documents import DocumentSource
 from mtraining_jax.data.tokenizer import BYTES
+from mtraining_jax.reporting import PAGE
 from mtraining_jax.reporting.goodput import processes_text, time_text
 from mtraining_jax.reporting.history import History
-from mtraining_jax.reporting.page.page import NAME
 from mtraining_jax.reporting.record import SPEEDS, note_on_density, rate, speed_text
 from mtraining_jax.utils.invocation import command_of, command_with
 from mtraining_jax.utils.text import counted
@@ -104,8 +104,8 @@ def _next_steps(config: Config, done: int) -> list[str]:
 def _ways_to_use(config: Config) -> list[str]:
     """How to look at a finished run, and use the model of its last checkpoint."""
     lines, folder, data = [], config.run.folder, config.data
-    if (folder / NAME).is_file():
-        lines.append(f"  open {folder / NAME} in a browser")
+    if (folder / PAGE).is_file():
+        lines.append(f"  open {folder / PAGE} in a browser")
     has_tokenizer = isinstance(data.source_options, DocumentSource) or data.tokenizer != BYTES
     if not has_tokenizer or not config.checkpoint.last_step or config.run.bucket is not None:
         return lines

@@ -5,14 +5,11 @@ from jax.sharding import Mesh
 
 from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.attention.sharded import make_attention
-from mtraining_jax.audit.auditing import StepAudit
 from mtraining_jax.config import Config, validate
-from mtraining_jax.models.spec import layer_windows
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.base import ModelSizes, Pattern
-from mtraining_jax.training.tuning.replica_load import measures_by_length
 from mtraining_jax.utils.errors import UserError
 
 
@@ -44,8 +41,10 @@ def build_pattern(config: Config) -> Pattern:
     return config.sparsity.pattern.bind(sizes)
 
 
-def build_attention(config: Config, mesh: Mesh, layout: Layout, pattern: Pattern) -> Attention:
-    """Builds the attention of the model's layers."""
+def build_attention(
+    config: Config, mesh: Mesh, layout: Layout, pattern: Pattern, by_length: bool = False
+) -> Attention:
+    """Builds the attention of the model's layers; `by_length` counts pairs by document length."""
     parallel = config.parallel
     return make_attention(
         mesh,
@@ -53,21 +52,5 @@ def build_attention(config: Config, mesh: Mesh, layout: Layout, pattern: Pattern
         pattern,
         ring=parallel.ring,
         backend=None if parallel.backend == "auto" else parallel.backend,
-        by_length=measures_by_length(config),
-    )
-
-
-def build_audit(config: Config) -> StepAudit | None:
-    """Builds the audit of steps; None if there is none, as with dense attention and windows."""
-    model, data = config.model, config.data
-    selects = config.sparsity.pattern.sparse and None in layer_windows(model)
-    if not (config.audit.interval and selects):
-        return None
-    return StepAudit(
-        (model.num_layers, model.num_heads),
-        data.seq_len,
-        config.audit.num_queries,
-        # With documents, the end of a sequence is the end of one document, or padding.
-        last=not data.has_documents,
-        mask_heads=tuple(sorted({head for _, head in config.audited_masks})),
+        by_length=by_length,
     )

@@ -9,17 +9,18 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtraining_jax.config import Config
+from mtraining_jax.data.balance import Balance
 from mtraining_jax.data.given import GivenBatches
 from mtraining_jax.data.loader import Loader, local_rows_and_columns
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
-from mtraining_jax.training.tuning.replica_load import balance_of
 
 
 class DeviceBatches:
     """Iterates over global batches on the devices; each process reads its own part.
 
-    `given` are batches of `fit`, in place of the data of the configuration.
+    `given` are batches of `fit`, in place of the data of the configuration, whose sequences
+    `balance` distributes over replicas.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class DeviceBatches:
         mesh: Mesh,
         layout: Layout,
         given: Iterator[Mapping[str, Any]] | None = None,
+        balance: Balance | None = None,
     ) -> None:
         self._sharding = NamedSharding(mesh, TOKENS)
         self._shape = (config.data.batch_size, config.data.seq_len)
@@ -41,7 +43,7 @@ class DeviceBatches:
             "weighted": config.loss.weighting == "document",
         }
         self.loader = (
-            Loader(config.data, balance=balance_of(config), **how)
+            Loader(config.data, balance=balance, **how)
             if given is None
             else GivenBatches(given, config.data, **how)
         )

@@ -22,16 +22,16 @@ from mtraining_jax import (
 )
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.sharded import make_attention
-from mtraining_jax.audit.auditing import Audit
-from mtraining_jax.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.tools.audit.auditing import Audit
+from mtraining_jax.tools.audit.figures import GRADIENT_FIGURES, AuditRows
 from mtraining_jax.utils.errors import UserError
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.names import SAVED_NAMES
 from tests.attention.inputs import with_residuals
-from tests.audit import audit_oracle
 from tests.parallel import indices
+from tests.tools.audit import audit_oracle
 
 PATTERN = SampledRows(tau=0.6, probe_queries_per_block=2, block_size=indices.BLOCK_SIZE)
 

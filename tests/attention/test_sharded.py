@@ -10,8 +10,6 @@ import pytest
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.attention.select import select_index
 from mtraining_jax.attention.sharded import make_attention
-from mtraining_jax.audit.auditing import Audit
-from mtraining_jax.audit.figures import AuditRows
 from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -19,6 +17,8 @@ from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.tools.audit.auditing import Audit
+from mtraining_jax.tools.audit.figures import AuditRows
 from pallas_kernels.reference import reference_attention
 from tests.parallel import indices
 

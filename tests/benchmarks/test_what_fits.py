@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks import what_fits
-from mtraining_jax.planning.hardware import H100, H200
+from mtraining_jax.tools.plan.hardware import H100, H200
 
 
 def test_the_page_of_what_fits_is_up_to_date(tmp_path, capsys):

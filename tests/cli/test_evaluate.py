@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mtraining_jax.cli.evaluate import help_text, main, parse
-from mtraining_jax.evaluation.tasks import TASKS
+from mtraining_jax.tools.evaluate.tasks import TASKS
 from mtraining_jax.utils.errors import UserError
 
 NEEDED = "--model {} --tasks needle,passkey --lengths 4096,8k,1M"

@@ -11,9 +11,9 @@ import pytest
 import mtraining_jax
 from mtraining_jax.cli import generate
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.evaluation.load import Loaded
-from mtraining_jax.evaluation.model import Generated
-from mtraining_jax.evaluation.tasks import records
+from mtraining_jax.tools.evaluate.load import Loaded
+from mtraining_jax.tools.evaluate.model import Generated
+from mtraining_jax.tools.evaluate.tasks import records
 from mtraining_jax.utils import text as text_output
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat.chat_folders import template_of, write_folder

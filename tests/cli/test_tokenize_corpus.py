@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mtraining_jax.cli.tokenize_corpus import main
-from mtraining_jax.data import tokenizing
+from mtraining_jax.data import documents as data_documents
+from mtraining_jax.data.documents import pretokenize_hint
 from mtraining_jax.data.sources.tokens import TokenFiles
-from mtraining_jax.data.tokenizing import parts, pretokenize_hint, tokenize_corpus
+from mtraining_jax.tools.corpus.tokenizing import parts, tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, loader_of, section, sequences
 from tests.training import common
@@ -109,7 +110,7 @@ def test_a_killed_command_resumes(corpus, whole, tmp_path):
         "    import sys, time\n"
         "    from pathlib import Path\n"
         "    from mtraining_jax.config import Config\n"
-        "    from mtraining_jax.data.tokenizing import tokenize_corpus\n"
+        "    from mtraining_jax.tools.corpus.tokenizing import tokenize_corpus\n"
         "    options = {'data.source': 'jsonl', 'data.paths': f'[\"{sys.argv[1]}\"]'}\n"
         "    data = Config.load('tiny', options).data\n"
         "    def wait(totals, read): time.sleep(0.2)\n"
@@ -220,7 +221,7 @@ def test_the_command(corpus, tmp_path, capsys):
 
 def test_hint_for_a_large_corpus(corpus, monkeypatch):
     assert pretokenize_hint(corpus) is None and pretokenize_hint(section()) is None
-    monkeypatch.setattr(tokenizing, "LARGE", 100)
+    monkeypatch.setattr(data_documents, "LARGE", 100)
     line = pretokenize_hint(corpus)
     assert line.startswith("one process of each host tokenizes data.paths (0 MiB) at startup")
     assert "mtraining_jax tokenize-corpus --help" in line
@@ -232,7 +233,7 @@ def test_a_run_prints_the_hint_first(tmp_path, monkeypatch, capsys):
     data = {"source": "jsonl", "paths": [str(path)]}
     config = tiny_config(tmp_path, data=data, model={"vocab_size": VOCAB})
     for large, printed in ((2**20, False), (10, True)):
-        monkeypatch.setattr(tokenizing, "LARGE", large)
+        monkeypatch.setattr(data_documents, "LARGE", large)
         with pytest.raises(UserError, match="data.seq_len = 128 is more than the 101 tokens"):
             common.run(config)
         assert ("mtraining_jax tokenize-corpus --help" in capsys.readouterr().out) == printed

@@ -30,7 +30,7 @@ def runs(monkeypatch) -> list[Config]:
     """Replaces training and records the configurations that it is called with."""
     called: list[Config] = []
     training = types.SimpleNamespace(run=lambda config, signals: called.append(config))
-    monkeypatch.setitem(sys.modules, "mtraining_jax.training.fit", training)
+    monkeypatch.setitem(sys.modules, "mtraining_jax.trainer", training)
     monkeypatch.setitem(sys.modules, "mtraining_jax.training", types.ModuleType("training"))
     return called
 
@@ -301,7 +301,7 @@ def test_a_user_error_of_the_run_is_printed_alike(runs, capsys, monkeypatch):
     def run(config, signals):
         raise UserError(f"{config.run.name} has no data")
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.fit"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.trainer"], "run", run)
     assert main(["--config=tiny"]) == 2
     assert capsys.readouterr().err == "error: tiny has no data\n"
 
@@ -311,7 +311,7 @@ def test_a_stopped_run_has_exit_status_75(runs, capsys, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.fit"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.trainer"], "run", run)
     assert main(["--config=tiny"]) == 75
     assert capsys.readouterr().err == "stopped: SIGTERM received before the first step\n"
 
@@ -320,7 +320,7 @@ def test_other_errors_pass_through(runs, monkeypatch):
     def run(config, signals):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(sys.modules["mtraining_jax.training.fit"], "run", run)
+    monkeypatch.setattr(sys.modules["mtraining_jax.trainer"], "run", run)
     with pytest.raises(ValueError, match="a bug"):
         main(["--config=tiny"])
 
@@ -331,7 +331,7 @@ def test_cpu_devices_are_set_before_jax_starts():
         import jax
         from mtraining_jax.utils.jax_platform import set_platform
         from mtraining_jax.config import Config
-        from mtraining_jax.planning.memory import pinned_limit
+        from mtraining_jax.tools.plan.memory import pinned_limit
         config = Config.load("qwen3b_512k", {"model.remat": "full_offload"})
         assert pinned_limit(config) > 4  # counted by JAX, without devices
         set_platform(3)

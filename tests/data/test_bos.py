@@ -16,9 +16,9 @@ import pytest
 from mtraining_jax.cli.inspect_data import main as inspect_data
 from mtraining_jax.config.load import with_bos
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.data.tokenizing import tokenize_corpus
-from mtraining_jax.evaluation.tasks import make_tasks
-from mtraining_jax.evaluation.tasks.records import iterate_records, read_text
+from mtraining_jax.tools.corpus.tokenizing import tokenize_corpus
+from mtraining_jax.tools.evaluate.tasks import make_tasks
+from mtraining_jax.tools.evaluate.tasks.records import iterate_records, read_text
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import error_of, loader_of, section, sequences
 from tests.data.tokenizer_folders import write_tokenizer

@@ -15,7 +15,7 @@ from mtraining_jax.cli.inspect_data import main
 from mtraining_jax.data.corpus import starts_of
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.stream import Part, TokenStream, Vocab
-from mtraining_jax.data.tokenizing import tokenize_corpus
+from mtraining_jax.tools.corpus.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section
 from tests.data.mds_writer import array_bytes, write_mds

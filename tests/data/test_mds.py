@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtraining_jax.data.sources.mds import MosaicShards
+from mtraining_jax.tools.corpus.mds import MosaicShards
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import error_of, sequences
 from tests.data.contract import SourceContract

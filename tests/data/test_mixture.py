@@ -11,7 +11,7 @@ from mtraining_jax.config.load import with_steps
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.sources.token_parts import TOKENIZER, close_folder, open_folder, write_part
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.data.tokenizing import tokenize_corpus
+from mtraining_jax.tools.corpus.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import VOCAB, error_of, loader_of, section, tables_of
 from tests.data.contract import SourceContract

@@ -7,13 +7,8 @@ import numpy as np
 
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
-from mtraining_jax.training.build import (
-    build_attention,
-    build_audit,
-    build_layout,
-    build_mesh,
-    build_pattern,
-)
+from mtraining_jax.tools.audit.auditing import build_audit
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step

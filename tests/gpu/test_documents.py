@@ -18,7 +18,7 @@ from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.index import BlockMaskIndex
-from tests.gpu_tools.ring_errors import own_device
+from tests.gpu.ring_errors import own_device
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 from tests.pallas_kernels.helpers.expected import compare, compare_lse, oracle

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.gpu_tools import estimate_checks
-from tests.gpu_tools.estimate_checks import SHAPES
+from tests.gpu import estimate_checks
+from tests.gpu.estimate_checks import SHAPES
 
 BACKEND = "mosaic_gpu"
 

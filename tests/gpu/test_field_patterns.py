@@ -16,7 +16,7 @@ from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
 from pallas_kernels.reference import reference_attention
-from tests.gpu_tools.ring_errors import own_device
+from tests.gpu.ring_errors import own_device
 from tests.pallas_kernels.helpers.coded_masses import (
     check_coded_masses,
     check_coded_masses_are_independent,

@@ -6,16 +6,16 @@ import functools
 import jax
 import numpy as np
 
-from mtraining_jax.evaluation.engine.engine import Engine
-from mtraining_jax.evaluation.engine.network import Network
-from mtraining_jax.evaluation.engine.options import GenerateOptions
-from mtraining_jax.evaluation.engine.programs import first_token
-from mtraining_jax.evaluation.load import Loaded, in_compute_dtype
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import init_model
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
+from mtraining_jax.tools.evaluate.engine.engine import Engine
+from mtraining_jax.tools.evaluate.engine.network import Network
+from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
+from mtraining_jax.tools.evaluate.engine.programs import first_token
+from mtraining_jax.tools.evaluate.load import Loaded, in_compute_dtype
 
 PROMPT, NEW = 1900, 8  # padded to 2048
 TEXT = np.random.default_rng(0).integers(0, 1000, PROMPT + NEW).astype(np.int32)

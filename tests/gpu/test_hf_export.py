@@ -10,9 +10,9 @@ import pytest
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
-from mtraining_jax.models.huggingface.write import save_hf
 from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from mtraining_jax.models.transformer import init_model
+from mtraining_jax.tools.export.write import save_hf
 from tests.models.common import forward, some_tokens, tiny_spec
 from tests.models.huggingface.test_sparse_attention import entry_of, imported, selected_at_random
 from tests.training.common import run, tiny_config

@@ -25,9 +25,9 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from pallas_kernels import head_loop
 from pallas_kernels.index import DenseIndex
-from tests.gpu_tools import ring_problem
-from tests.gpu_tools.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
-from tests.gpu_tools.ring_problem import SIZE, Ring
+from tests.gpu import ring_problem
+from tests.gpu.ring_errors import INDICES, NAMES, assert_as_exact_as_one, assert_right
+from tests.gpu.ring_problem import SIZE, Ring
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +93,7 @@ def processes(several, tmp_path_factory):
             [
                 sys.executable,
                 "-m",
-                "tests.gpu_tools.ring_problem",
+                "tests.gpu.ring_problem",
                 coordinator,
                 str(several),
                 str(number),

@@ -14,9 +14,9 @@ import pytest
 from mtraining_jax.attention.select import select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
-from tests.gpu_tools import ring_problem
-from tests.gpu_tools.ring_errors import INDICES, LISTS, NAMES, assert_right, own_device
-from tests.gpu_tools.ring_problem import SIZE
+from tests.gpu import ring_problem
+from tests.gpu.ring_errors import INDICES, LISTS, NAMES, assert_right, own_device
+from tests.gpu.ring_problem import SIZE
 
 RANKS = 8
 # Layout, ring and nodes.

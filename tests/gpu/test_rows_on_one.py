@@ -15,9 +15,9 @@ from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.xattention import XAttention
 from pallas_kernels.index import BlockMaskIndex
-from tests.gpu_tools import ring_problem
-from tests.gpu_tools.ring_errors import NAMES, assert_right, own_device
-from tests.gpu_tools.ring_problem import SIZE
+from tests.gpu import ring_problem
+from tests.gpu.ring_errors import NAMES, assert_right, own_device
+from tests.gpu.ring_problem import SIZE
 
 RANKS = 8
 PATTERNS = [

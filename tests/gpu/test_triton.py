@@ -6,7 +6,7 @@ import os
 import pytest
 
 from pallas_kernels.triton import device
-from tests.gpu_tools import estimate_checks
+from tests.gpu import estimate_checks
 from tests.pallas_kernels.helpers.contract import AttentionContract
 
 if importlib.util.find_spec("jax_triton") is None:

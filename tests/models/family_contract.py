@@ -14,10 +14,10 @@ from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.names import checkpoint_tensors
 from mtraining_jax.models.huggingface.read import load_hf
-from mtraining_jax.models.huggingface.write import assembled, save_hf
 from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.transformer import abstract_state, graph_definition, param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.tools.export.write import assembled, save_hf
 from tests.models.common import (
     CHECKPOINTS,
     assert_states_close,

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax import sparse_attention
 from mtraining_jax.attention.select import select_index
-from mtraining_jax.cost_model import pattern_costs
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.base import ModelSizes, Pattern
+from mtraining_jax.tools.plan import pattern_costs
 from mtraining_jax.utils.fields import fields_of
 from pallas_kernels.index import Index
 from pallas_kernels.reference import reference_attention

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mtraining_jax import Sharding, sparse_attention, stripe
-from mtraining_jax.cost_model.pattern_costs import expected_density
 from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
@@ -17,6 +16,7 @@ from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.metrics import density
+from mtraining_jax.tools.plan.pattern_costs import expected_density
 from pallas_kernels.reference import reference_attention
 from tests.attention.inputs import with_lse
 from tests.patterns import inputs

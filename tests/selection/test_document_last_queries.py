@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.cost_model.pattern_costs import capacities
 from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.budgets import FixedBudget, MInference
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.tools.plan.pattern_costs import capacities
 from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.cost_model.pattern_costs import capacities
 from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.context import SelectionContext
@@ -13,6 +12,7 @@ from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_columns
 from mtraining_jax.selection.scores.probe_rows import probe_rows
 from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.tools.plan.pattern_costs import capacities
 from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs, oracle
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mtraining_jax import trainer as training
 from mtraining_jax.config import Config, validate
-from mtraining_jax.training import fit as training
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.audit import audit_record, audit_text, worst_head
+from mtraining_jax.tools.audit.alarms import Alarms
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import VERTICAL_SLASH, changed, run, written
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mtraining_jax.cli.train import main
 from mtraining_jax.config import Config
-from mtraining_jax.planning.dry_run import ways_after
+from mtraining_jax.tools.plan.dry_run import ways_after
 from mtraining_jax.training.memory_check import (
     allocate,
     check_memory,
@@ -194,7 +194,7 @@ def test_an_offload_that_the_host_cannot_hold_is_not_proposed(monkeypatch):
     config = Config.load("qwen3b_512k", chosen)
     monkeypatch.setattr("sys.argv", ["train.py", "--config=qwen3b_512k"])
     error = DoesNotFit("it needs too much", excess=int(16.1 * GIB))
-    free = "mtraining_jax.planning.dry_run.free_host_memory"
+    free = "mtraining_jax.tools.plan.dry_run.free_host_memory"
     monkeypatch.setattr(free, lambda: 8 * 64 * GIB)  # for eight devices of the test
     wanted = r"^it fits, by formulas, with python train.py .*--model.remat=attention_offload"
     assert re.search(wanted, ways_after(error, config))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mtraining_jax.training.build import build_audit, build_mesh
+from mtraining_jax.tools.audit.auditing import build_audit
+from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import key_of_step

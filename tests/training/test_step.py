@@ -6,16 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.audit.figures import GRADIENT_FIGURES
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.parallel.replicas import per_replica
-from mtraining_jax.training.build import (
-    build_attention,
-    build_audit,
-    build_layout,
-    build_mesh,
-    build_pattern,
-)
+from mtraining_jax.tools.audit.auditing import build_audit
+from mtraining_jax.tools.audit.figures import GRADIENT_FIGURES
+from mtraining_jax.training.build import build_attention, build_layout, build_mesh, build_pattern
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step, mean_over_parts, micro_batches

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mtraining_jax.cost_model.flops import matrix_flops
 from mtraining_jax.data.loader import Loader
+from mtraining_jax.reporting.flops import matrix_flops
 from mtraining_jax.selection.metrics import causal_pairs
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.state import StateBuilder
@@ -161,7 +161,7 @@ def test_every_metric_counts_what_the_table_says(record_and_config):
     }  # fmt: skip
     for name in ("eval_loss", "eval_loss_dense"):
         wanted |= {name: losses.mean(), f"{name}_by_position": by_position}
-    # All pairs are computed; tests/audit/test_audit.py has an oracle for those of a pattern.
+    # All pairs are computed; tests/tools/audit/test_audit.py has an oracle for those of a pattern.
     figures = {"output_error": 0.0, "starved_keys": 0.0, "starved_mass": 0.0, "density": 1.0}
     names = "recall", "local_gradient_cosine", "local_gradient_ratio"
     for name, value in (figures | dict.fromkeys(names, 1.0)).items():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.planning.cost import count_flops
-from mtraining_jax.planning.documents import planned_pairs
+from mtraining_jax.tools.plan.cost import count_flops
+from mtraining_jax.tools.plan.documents import planned_pairs
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import run, tiny_config
 from tests.training.conftest import use_shared_programs

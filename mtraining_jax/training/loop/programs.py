@@ -13,10 +13,10 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.training.build import build_attention, build_audit
+from mtraining_jax.training.build import build_attention
 from mtraining_jax.training.memory_check import check_memory, pinning_notice
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.step import LossTerms, make_train_step
+from mtraining_jax.training.step import LossTerms, StepObserver, make_train_step
 
 _DESCRIPTIONS = {
     "train_step": "a training step",  # audited if every step is audited
@@ -34,22 +34,27 @@ def make_programs(
     pattern: Pattern,
     done: int,
     loss_terms: LossTerms = (),
+    observer: StepObserver | None = None,
+    by_length: bool = False,
 ) -> Programs:
-    """Builds the programs that the steps after `done` need, jitted but not compiled."""
+    """Builds the programs that the steps after `done` need, jitted but not compiled.
+
+    `observer` measures in every `audit.interval`-th step.
+    """
     given = {"mesh": mesh, "loss_terms": loss_terms}
     make_step = functools.partial(make_train_step, config, builder, **given)
     programs, num_dense = {}, config.dense_steps.count(done)
     has_sparse = num_dense < config.run.steps - done  # only these are audited
     if has_sparse:
-        attention = build_attention(config, mesh, layout, pattern)
+        attention = build_attention(config, mesh, layout, pattern, by_length)
         inputs = AttentionInputs(pattern)
         how = {"attention": attention, "attention_inputs": inputs}
-        audit, always = build_audit(config), config.audit.interval == 1
-        programs["train_step"] = make_step(**how, observer=audit if always else None)
-        if audit is not None and not always:
-            programs["audited_step"] = make_step(**how, observer=audit)
+        always = config.audit.interval == 1
+        programs["train_step"] = make_step(**how, observer=observer if always else None)
+        if observer is not None and not always:
+            programs["audited_step"] = make_step(**how, observer=observer)
     if num_dense:
-        attention = build_attention(config, mesh, layout, Dense(pattern.block_size))
+        attention = build_attention(config, mesh, layout, Dense(pattern.block_size), by_length)
         programs["dense_step"] = make_step(attention=attention)
     return programs
 

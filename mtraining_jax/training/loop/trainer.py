@@ -15,18 +15,15 @@ from jax.experimental import multihost_utils
 
 from mtraining_jax.callbacks import Callback, Record, Result, Run, State
 from mtraining_jax.config import Config
+from mtraining_jax.data.documents import pretokenize_hint
 from mtraining_jax.data.loader import Loader
-from mtraining_jax.data.tokenizing import pretokenize_hint
-from mtraining_jax.reporting.alarms import Alarms
 from mtraining_jax.reporting.banner import banner
 from mtraining_jax.reporting.goodput import Goodput
 from mtraining_jax.reporting.history import History
-from mtraining_jax.reporting.masks import Masks
 from mtraining_jax.reporting.progress import Display
 from mtraining_jax.reporting.writers import Writers
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS, end_tokens
-from mtraining_jax.training.checkpoint.export import export_state
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.guard.guard import Guard, TakenStep
 from mtraining_jax.training.loop.profile import ProfileWindow
@@ -39,8 +36,7 @@ from mtraining_jax.training.processes import distributed
 from mtraining_jax.training.processes.agreement import check_same_data, wait_for_all_processes
 from mtraining_jax.training.processes.peers import PeerWatch
 from mtraining_jax.training.state import StateBuilder
-from mtraining_jax.training.tuning.replica_load import ReplicaLoad, replicas_differ
-from mtraining_jax.training.tuning.tuner import Tuner
+from mtraining_jax.training.tools import Tools
 from mtraining_jax.training.validation import Evaluator
 from mtraining_jax.utils.signals import EXIT_FAILED, Stopped, StopSignals, exit_immediately
 
@@ -76,15 +72,16 @@ class _WallTime(Callback):
 class Trainer:
     """One run, from its first step or from a checkpoint (`resume_from`) to its last step.
 
-    `given` has the arguments of `fit`. `signals` are the stop signals of the command; None for a
-    call from Python. `peers` watches the other processes, if any. `goodput` counts from the start.
-    `copies` is called with each checkpoint. `opened` closes what the run opens, when everything is
-    written.
+    `tools` are those of the configuration, `given` the arguments of `fit`. `signals` are the stop
+    signals of the command; None for a call from Python. `peers` watches the other processes, if
+    any. `goodput` counts from the start. `copies` is called with each checkpoint. `opened` closes
+    what the run opens, when everything is written.
     """
 
     def __init__(
         self,
         config: Config,
+        tools: Tools,
         given: Given,
         resume_from: int | None,
         display: Display,
@@ -94,7 +91,8 @@ class Trainer:
         copies: Callback,
         opened: ExitStack,
     ) -> None:
-        self._config, self._display, self._signals, self._peers = config, display, signals, peers
+        self._config, self._tools, self._display = config, tools, display
+        self._signals, self._peers = signals, peers
         self._goodput, self._data_seconds = goodput, 0.0
         self._start = self._step = resume_from or 0
         self._newest_checkpoint: Callable[[bool], int | None] = lambda waits: resume_from
@@ -116,23 +114,22 @@ class Trainer:
             }
         if (advice := pretokenize_hint(config.data)) is not None:
             display.say(advice)
-        batches = DeviceBatches(config, mesh, layout, given.data)
+        batches = DeviceBatches(config, mesh, layout, given.data, tools.balance)
         self._batches = opened.enter_context(closing(batches))
         loader = self._batches.loader
         check_same_data(loader.identity, "data")
         self._builder = builder = StateBuilder(config, mesh, given.optimizer)
         terms = [x.loss for x in given.callbacks if type(x).loss is not Callback.loss]
-        self._programs = make_programs(config, builder, mesh, layout, pattern, self._step, terms)
+        how = self._step, terms, tools.observer, tools.by_length
+        self._programs = make_programs(config, builder, mesh, layout, pattern, *how)
         self._history, found = History(), list[Callback]()
 
         def add(callback: Callback) -> None:
             found.append(callback)
             opened.callback(callback.close)
 
-        if isinstance(loader, Loader) and replicas_differ(config):
-            tunes = config.sparsity.tune != "none"
-            add(Tuner(config, loader, mesh) if tunes else ReplicaLoad(config, loader))
-        add(Alarms(config))
+        for callback in tools.before(loader if isinstance(loader, Loader) else None, mesh):
+            add(callback)
         validation = None
         if config.eval.interval:
             add(evaluator := Evaluator(config, builder, mesh))
@@ -167,8 +164,8 @@ class Trainer:
             add(writers := Writers(config, self._step))
             self._places += writers.places
             add(display)
-            if config.audit.masks and writers.places:
-                add(Masks(config))
+            for callback in tools.after() if writers.places else ():
+                add(callback)
         self._callbacks = [*found, copies]
         self._freezes = not gc.get_freeze_count()  # unfreezing would undo what the caller froze
         if self._freezes:
@@ -329,7 +326,7 @@ class Trainer:
             places.append(_short(Path(self._saving.place(self._step))))
         if self._config.checkpoint.export_hf:
             eos = self._end_tokens
-            places += map(str, export_state(self._config, self._builder, self._state, eos))
+            places += map(str, self._tools.export(self._builder, self._state, eos))
         return places
 
     def _asked_to_stop(self) -> bool:

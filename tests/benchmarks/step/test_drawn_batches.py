@@ -12,10 +12,10 @@ from benchmarks.step import drawn_batches, replicas
 from benchmarks.step.drawn_batches import ORDERS, WARM, Pack, draw_batches, ordered
 from benchmarks.step.drawn_lists import DrawnLists, densities_by_length
 from benchmarks.step.replicas import found_of
-from mtraining_jax.cost_model.kernel_times import documents_ms
 from mtraining_jax.data.balance import imbalance
 from mtraining_jax.documents import Documents
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.tools.plan.kernel_times import documents_ms
 from mtraining_jax.utils.errors import UserError
 
 SIZES = (

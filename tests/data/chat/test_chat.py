@@ -11,7 +11,7 @@ import pytest
 from mtraining_jax.data.chat.conversation import read_conversation
 from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.data.tokenizing import tokenize_corpus
+from mtraining_jax.tools.corpus.tokenizing import tokenize_corpus
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat.chat_folders import STYLES, template_of, write_folder
 from tests.data.common import error_of, loader_of, section

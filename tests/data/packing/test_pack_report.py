@@ -8,7 +8,7 @@ from matplotlib import image
 
 from mtraining_jax.cli.inspect_data import main
 from mtraining_jax.data.packing.packs import PackArrays
-from mtraining_jax.data.packing.report import PackReport, report_on
+from mtraining_jax.tools.corpus.pack_report import PackReport, report_on
 from mtraining_jax.utils.errors import UserError
 
 

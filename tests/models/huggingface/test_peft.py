@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.peft import peft_config, read_peft_config
 from mtraining_jax.models.huggingface.read import load_parameters, load_peft
-from mtraining_jax.models.huggingface.write import save_peft
 from mtraining_jax.models.lora.adapters import LoraSpec, is_adapter
 from mtraining_jax.models.sharding import named_shapes, parameter_names
 from mtraining_jax.models.transformer import abstract_state, graph_definition
+from mtraining_jax.tools.export.write import save_peft
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS, next_token_loss, tiny_spec
 

@@ -16,15 +16,15 @@ import pytest
 from mtraining_jax import Engine, GenerateOptions
 from mtraining_jax.attention.select import select_pairs
 from mtraining_jax.documents import Documents
-from mtraining_jax.models.huggingface import write
 from mtraining_jax.models.huggingface.config import SPARSE_ENTRY, sparse_entry
-from mtraining_jax.models.huggingface.write import save_hf
 from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.tools.export import write
+from mtraining_jax.tools.export.write import save_hf
 from tests.models.common import drawn, tiny_spec
 
 FILE = Path(write.__file__).with_name("sparse_attention.py")

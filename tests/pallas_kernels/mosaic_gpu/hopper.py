@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-_TARGET = Path(__file__).resolve().parents[3] / "mtraining_jax/planning/h200.target_config.txtpb"
+_TARGET = Path(__file__).resolve().parents[3] / "mtraining_jax/tools/plan/h200.target_config.txtpb"
 
 
 def hopper():

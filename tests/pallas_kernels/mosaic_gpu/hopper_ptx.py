@@ -3,7 +3,7 @@
     python tests/pallas_kernels/mosaic_gpu/hopper_ptx.py  # all problems: 3 minutes on one core
     python tests/pallas_kernels/mosaic_gpu/hopper_ptx.py lists-64 ring-128
 
-Needs the CUDA plugin of JAX. Problems: `tests/gpu_tools/small_problems.py`. Prints the
+Needs the CUDA plugin of JAX. Problems: `benchmarks/sanitize/small_problems.py`. Prints the
 table of `proxy_fences.py`. The exit status is 1 if a fence is missing.
 """
 
@@ -54,7 +54,7 @@ def _compile(names: Sequence[str]) -> None:
     import numpy as np
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    from tests.gpu_tools import small_problems
+    from benchmarks.sanitize import small_problems
     from tests.pallas_kernels.mosaic_gpu.hopper import described_h200s
 
     mesh = Mesh(np.array(described_h200s(1)), ("x",), axis_types=(AxisType.Auto,))

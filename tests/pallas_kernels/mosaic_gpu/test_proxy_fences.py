@@ -13,7 +13,7 @@ import pytest
 from tests.pallas_kernels.mosaic_gpu import hopper_ptx, proxy_fences
 from tests.pallas_kernels.mosaic_gpu.proxy_fences import Fences
 
-BARRIERS = hopper_ptx.ROOT / "tests/gpu_tools/barriers.cu"
+BARRIERS = hopper_ptx.ROOT / "benchmarks/sanitize/barriers.cu"
 # The smallest set of problems with every kernel; `hopper_ptx.py` runs all of them.
 PROBLEMS = ("columns-fused-64", "lists-64", "estimate-64", "sampled-rows-64", "strided-rows-64")
 FENCE = re.compile(r"fence\.proxy\.async[\w.:]*;")
@@ -138,7 +138,7 @@ def test_the_unfenced_small_kernel_is_found(tmp_path):
 )
 def test_every_store_of_the_hopper_kernels_is_fenced():
     """And the check finds the removal of any fence."""
-    from tests.gpu_tools import small_problems
+    from benchmarks.sanitize import small_problems
 
     kernels = {name for problem in small_problems.problems() for name in problem.kernels}
     ptx = hopper_ptx.compiled(PROBLEMS)

@@ -12,13 +12,13 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
+from mtraining_jax.tools.evaluate.load import load
+from mtraining_jax.tools.export.state import exported_files
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import read_state
 from mtraining_jax.training.checkpoint.end_tokens import end_tokens
-from mtraining_jax.training.checkpoint.export import exported_files
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError

@@ -12,12 +12,12 @@ import pytest
 from jax import lax
 from rich.console import Console
 
-from mtraining_jax.training.cluster import check as cluster_check
-from mtraining_jax.training.cluster import facts as cluster_facts
-from mtraining_jax.training.cluster import rates, verify
-from mtraining_jax.training.cluster.check import check
-from mtraining_jax.training.cluster.rates import rounds_of_pairs
-from mtraining_jax.training.cluster.verdict import hosts_at_fault, problems, table
+from mtraining_jax.tools.cluster import check as cluster_check
+from mtraining_jax.tools.cluster import facts as cluster_facts
+from mtraining_jax.tools.cluster import rates, verify
+from mtraining_jax.tools.cluster.check import check
+from mtraining_jax.tools.cluster.rates import rounds_of_pairs
+from mtraining_jax.tools.cluster.verdict import hosts_at_fault, problems, table
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import EXIT_FAILED
 from tests.training.common import changed, run, tiny_config
@@ -337,7 +337,7 @@ def test_faults_of_devices_are_found_before_training(config, monkeypatch):
 FAULTY = """
 import os, resource, sys, time
 from mtraining_jax import check_cluster
-from mtraining_jax.training.cluster import facts, rates
+from mtraining_jax.tools.cluster import facts, rates
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 if "--distributed.process_id=1" in sys.argv:

@@ -13,10 +13,10 @@ from mtraining_jax import Engine, GenerateOptions
 from mtraining_jax.config import Config, validate
 from mtraining_jax.data.chat.conversation import read_conversation
 from mtraining_jax.data.tokenizer import make_tokenizer
-from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.huggingface.config import read_hf_values
-from mtraining_jax.models.huggingface.write import save_hf
 from mtraining_jax.models.sharding import parameter_names
+from mtraining_jax.tools.evaluate.load import load
+from mtraining_jax.tools.export.write import save_hf
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.store import read_record
 from tests.data.chat.chat_folders import template_of, write_folder

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mtraining_jax.config import Config, validate
-from mtraining_jax.evaluation.load import load
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.tools.evaluate.load import load
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.store import read_record

@@ -410,7 +410,7 @@ def test_a_run_from_before_data_bos_resumes_without_it(tmp_path, capsys, monkeyp
     checkpoints = Checkpoints(checkpoint_folder(config), keep=2, async_save=False)
     checkpoints.save(1, state, {}, config)
     checkpoints.close()
-    module = importlib.import_module("mtraining_jax.training.fit")
+    module = importlib.import_module("mtraining_jax.training.run")
     read = module.read_record
 
     def older(folder, step):

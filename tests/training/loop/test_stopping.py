@@ -18,9 +18,9 @@ import pytest
 from mtraining_jax.training.checkpoint import newest_step, run_folder, run_lock
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.checkpoint.run_lock import only_run_in
-from mtraining_jax.training.fit import agreed_resume_step
 from mtraining_jax.training.processes import agreement
 from mtraining_jax.training.processes.agreement import check_same_data, differences
+from mtraining_jax.training.run import agreed_resume_step
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import EXIT_STOPPED, Stopped, StopSignals
 from tests.training.common import changed, losses, run, written

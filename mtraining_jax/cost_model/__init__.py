@@ -1,1 +1,0 @@
-"""Forecasts of density, FLOP and kernel time."""

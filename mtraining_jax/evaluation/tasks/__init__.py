@@ -1,6 +1,0 @@
-"""Tasks that measure what a model can do with its context."""
-
-from mtraining_jax.evaluation.tasks.registry import GROUPS, TASKS, make_tasks, option_docs
-from mtraining_jax.evaluation.tasks.task import Document, Sample, Task
-
-__all__ = ["GROUPS", "TASKS", "Document", "Sample", "Task", "make_tasks", "option_docs"]

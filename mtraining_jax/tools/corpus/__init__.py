@@ -1,0 +1,1 @@
+"""Corpora: readers of other formats, pre-tokenized files, and reports on packing."""

@@ -1,0 +1,221 @@
+"""Decoding with a KV cache: one step appends a token and samples the next one."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtraining_jax.models.fsdp import compute_weights, gather_weight
+from mtraining_jax.models.products import dot32
+from mtraining_jax.models.rope.rotary import rope_tables
+from mtraining_jax.models.sharding import layer_specs, parameter_spec, state_shardings
+from mtraining_jax.models.transformer import Transformer, graph_definition
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import SEQUENCE_AXES
+from mtraining_jax.parallel.ordering import serialize_collectives
+from mtraining_jax.tools.evaluate.engine.network import Network
+from mtraining_jax.tools.evaluate.engine.passes import STACKED, Prompt
+from mtraining_jax.tools.evaluate.engine.sampling import next_token
+
+# Tokens per product with values, if they divide the cache. A single product over a long cache would
+# have so few results that most of a GPU would be idle.
+CHUNK = 512
+_MIN_ROOM = 64
+# One layer, [B, Hk, S, D].
+_ONE_LAYER = P(None, None, SEQUENCE_AXES)
+
+
+class Cache(NamedTuple):
+    """Rotated keys, and values, of a prompt and of new tokens.
+
+    Each rank holds its shard of the prompt, followed by room for T new tokens. Every rank writes
+    new tokens, which is cheap, but only the first attends to them. Heads come before tokens, so
+    each head's keys are contiguous. Layers are separate arrays, because the compiler would copy
+    each layer out of a stacked array for every token.
+    """
+
+    keys: tuple[Array, ...]  # per layer [B, Hk, W (S / W + T), D] in the compute dtype
+    values: tuple[Array, ...]
+    prompt_len: Array  # int32 scalar, without padding
+    count: Array  # int32 scalar, number of new tokens
+
+
+class Stepped(NamedTuple):
+    """The cache with the token, the next token int32 [B], and its logits fp32 [B, V]."""
+
+    cache: Cache
+    token: Array
+    logits: Array
+
+
+def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
+    """Builds the cache after the prefill, and deletes keys and values of the prompt."""
+    room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks)
+    layers = []
+    for stacked in (prompt.keys, prompt.values):
+        layers.append(_with_room(network.mesh, room, stacked))
+        stacked.delete()
+    keys, values = layers
+    count = jax.device_put(np.int32(prompt_len), network.replicated)
+    return Cache(keys, values, count, jnp.zeros((), jnp.int32, device=network.replicated))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _with_room(mesh: Mesh, room: int, stacked_LBSHkD: Array) -> tuple[Array, ...]:
+    """Splits keys or values by layer, and adds room for T new tokens per rank."""
+
+    def pad_shard(stacked: Array) -> tuple[Array, ...]:
+        padding = ((0, 0), (0, 0), (0, room), (0, 0))
+        return tuple(jnp.pad(layer.swapaxes(1, 2), padding) for layer in stacked)
+
+    out_specs = (_ONE_LAYER,) * stacked_LBSHkD.shape[0]
+    run = jax.shard_map(
+        pad_shard, mesh=mesh, in_specs=STACKED, out_specs=out_specs, check_vma=False
+    )
+    return run(stacked_LBSHkD)
+
+
+def room_for(new_tokens: int, local_tokens: int) -> int:
+    """Returns how many new tokens to allocate: a power of two, so that programs can be reused."""
+    # The cache of a long prompt stays divisible by CHUNK, for at most a 64th more memory.
+    share = 1 << max(local_tokens // 64, 1).bit_length() - 1
+    return max(1 << (new_tokens - 1).bit_length(), min(share, CHUNK), _MIN_ROOM)
+
+
+def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
+    """Builds a program that reads one token and samples the next, with dense attention.
+
+    Every rank computes the full layer, but attends only to its own shard of the prompt; ranks
+    exchange one output per head. The program takes the state, a `Cache` with room (donated), the
+    token int32 [B] after those in the cache, and temperature, top_p and seed of `next_token`.
+    """
+    mesh, one_layer = network.mesh, (_ONE_LAYER,) * network.spec.num_layers
+    specs = Cache(*cast(Any, (one_layer, one_layer, P(), P())))
+
+    def step(
+        state: nnx.State, cache: Cache, token: Array, temperature: Array, top_p: Array, seed: Array
+    ) -> Stepped:
+        shardings = state_shardings(state, network.spec.parameters, mesh, network.fsdp)
+        run = jax.shard_map(
+            functools.partial(_step_on_shard, network, layout, length),
+            mesh=mesh,
+            in_specs=(jax.tree.map(lambda x: x.spec, shardings), specs, P()),
+            out_specs=(specs, P()),
+            check_vma=False,
+        )
+        cache, logits = run(state, cache, token)
+        # The first token was sampled from the logits of the prompt.
+        sampled = next_token(logits, kind, temperature, top_p, seed, cache.count)
+        return Stepped(cache, sampled, logits)
+
+    out_specs = Stepped(specs, *cast(Any, (P(), P())))
+    out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+    return jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
+
+
+def _step_on_shard(
+    network: Network, layout: Layout, length: int, state: nnx.State, cache: Cache, token_B: Array
+) -> tuple[Cache, Array]:
+    spec, mesh, fsdp = network.spec, network.mesh, network.fsdp
+    dtype = jnp.dtype(spec.dtype)
+    one_token = dataclasses.replace(spec, remat="none", mlp_kept_chunks=0)
+    model: Transformer = nnx.merge(graph_definition(one_token), state)
+    position = cache.prompt_len + cache.count
+    windows = dict.fromkeys(spec.windows)
+    rotations = {
+        window: rope_tables(position.reshape(1, 1), spec.in_window(window), length)
+        for window in windows
+    }
+    slot, seen = _slot_and_seen(layout, cache, windows)
+    embedding_spec = parameter_spec(spec.parameters["embed_tokens.weight"], mesh, fsdp)
+    table_VE = gather_weight(model.embed_tokens.weight[...], embedding_spec)
+    x_B1E = jnp.take(table_VE, token_B, axis=0).astype(dtype)[:, None]
+    x_B1E = model.scale_embedding(x_B1E)
+    graphdef, layers = nnx.split(model.layers)
+    specs = layer_specs(layers, spec.parameters, mesh, fsdp)
+    filled: list[tuple[Array, Array]] = []
+    # Unrolled: in a loop, the compiler copies each layer's weights and keys before it reads them.
+    for number, window in enumerate(spec.windows):
+        parameters = jax.tree.map(lambda x, number=number: x[number], layers)
+        parameters = compute_weights(parameters, dtype)
+        parameters, (x_B1E,) = serialize_collectives(parameters, (x_B1E,))
+        layer = nnx.merge(graphdef, jax.tree.map(gather_weight, parameters, specs))
+        q, *new = layer.before_attention(x_B1E, *rotations[window])
+        keys, values = (
+            lax.dynamic_update_slice(held, x.swapaxes(1, 2), (0, 0, slot, 0))
+            for held, x in zip((cache.keys[number], cache.values[number]), new, strict=True)
+        )
+        filled.append((keys, values))
+        sinks = layer.self_attn.sinks
+        of_layer = keys, values, seen[window], None if sinks is None else sinks[...]
+        out_BHD = _attend_to_cache(q[:, 0], *of_layer)
+        x_B1E, _ = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
+    hidden_BE = model.norm(x_B1E)[:, 0]
+    weight_VE, (hidden_BE,) = serialize_collectives(
+        model.lm_head_weight().astype(dtype), (hidden_BE,)
+    )
+    logits = dot32("be,ve->bv", hidden_BE, gather_weight(weight_VE, network.lm_head_spec))
+    keys, values = zip(*filled, strict=True)
+    return Cache(keys, values, cache.prompt_len, cache.count + 1), logits
+
+
+def _slot_and_seen(
+    layout: Layout, cache: Cache, windows: Iterable[int | None]
+) -> tuple[Array, dict[int | None, Array]]:
+    """Returns where a rank writes the new token, int32, and which keys it attends to, bool [S].
+
+    The keys depend on the window of a layer.
+    """
+    rank = lax.axis_index(SEQUENCE_AXES)
+    size = layout.block_size
+    prompt = layout.block_ids(rank)[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    prompt = prompt.reshape(-1)
+    slots = jnp.arange(cache.keys[0].shape[2] - prompt.size, dtype=jnp.int32)
+    new = (slots <= cache.count) & (rank == 0)
+    seen = jnp.concatenate([prompt < cache.prompt_len, new])
+    distance = cache.count + cache.prompt_len - jnp.concatenate([prompt, cache.prompt_len + slots])
+    of_windows = {x: seen if x is None else seen & (distance < x) for x in windows}
+    return prompt.size + cache.count, of_windows
+
+
+def _attend_to_cache(
+    q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array, sinks_H: Array | None = None
+) -> Array:
+    """Softmax attention over those keys of all ranks that are seen, fp32 [B, Hq, D].
+
+    Queries are replicated, rotated and unscaled; at least one key is seen by some rank.
+    """
+    batch, heads, dim = q_BHD.shape
+    kv_heads, tokens = k_BHkSD.shape[1:3]
+    q = q_BHD.reshape(batch, kv_heads, -1, dim)
+    logits = dot32("bhgd,bhsd->bhgs", q, k_BHkSD) / math.sqrt(dim)
+    logits = jnp.where(seen_S, logits, -jnp.inf)
+    peak = logits.max(-1)
+    # A rank may have no key to attend to.
+    weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
+    total = weights.sum(-1)
+    size = math.gcd(tokens, CHUNK)
+    weights = weights.astype(v_BHkSD.dtype).reshape(*weights.shape[:3], -1, size)
+    values = v_BHkSD.reshape(batch, kv_heads, -1, size, dim)
+    out = dot32("bhgcs,bhcsd->bhcgd", weights, values).sum(2)
+    sinks = -jnp.inf if sinks_H is None else sinks_H.reshape(kv_heads, -1)
+    if lax.axis_size(SEQUENCE_AXES) == 1:
+        total += jnp.exp(sinks - peak)
+        return (out / total[..., None]).reshape(batch, heads, dim)
+    # One exchange per layer, limited by latency for so few numbers.
+    own = jnp.concatenate([out, total[..., None], peak[..., None]], axis=-1)
+    parts = lax.all_gather(own, SEQUENCE_AXES)
+    out, total, peak = parts[..., :dim], parts[..., dim], parts[..., dim + 1]
+    share = jnp.exp(peak - peak.max(0))
+    total = (total * share).sum(0) + jnp.exp(sinks - peak.max(0))
+    out = (out * share[..., None]).sum(0) / total[..., None]
+    return out.reshape(batch, heads, dim)

@@ -1,0 +1,166 @@
+"""The compiled programs of a model for inference, one per padded length."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+
+from mtraining_jax.attention.inputs import AttentionInputs
+from mtraining_jax.documents import Documents
+from mtraining_jax.models.label_scores import LabelScores
+from mtraining_jax.models.labels import IGNORE_LABEL
+from mtraining_jax.parallel.layout import Layout
+from mtraining_jax.parallel.mesh import TOKENS
+from mtraining_jax.patterns.base import ModelSizes, Pattern
+from mtraining_jax.tools.evaluate.engine.decode import Cache, Stepped, make_cache, make_step
+from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
+from mtraining_jax.tools.evaluate.engine.passes import Prompt, make_prefill, make_score
+from mtraining_jax.tools.evaluate.engine.sampling import next_token
+from mtraining_jax.tools.evaluate.load import Loaded
+
+
+class Programs:
+    """Compiles programs on first use, and runs them; for `like` see `Engine`."""
+
+    def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
+        self._state, self._network = loaded.state, loaded.network
+        self._compiled: dict[Hashable, Any] = {}
+        # Decoding is dense with every pattern, and takes longest to compile.
+        self._steps: dict[Hashable, Any] = {} if like is None else like._steps
+        self._patterns: dict[tuple[int, bool], Pattern] = {}
+        self.setup_seconds = 0.0  # mostly of compilation
+
+    def score(self, ids: np.ndarray, labels: np.ndarray) -> tuple[LabelScores, float]:
+        """Scores the label of each token, int32 [n] both: NumPy arrays [n], and the density."""
+        layout, inputs = self.inputs(ids, of_prompt=False)
+        arguments = self._place(labels, layout, IGNORE_LABEL), *inputs
+        scores, density = self._program(make_score, layout, len(ids), arguments)(*arguments)
+        order = layout.inverse()[: len(ids)]
+        return jax.tree.map(lambda x: np.asarray(x)[0, order], scores), float(density)
+
+    def prefill(self, ids: np.ndarray, length: int) -> Callable[[], Prompt]:
+        """Compiles the prefill of a prompt, int32 [n], and returns a function that runs it.
+
+        `length` is that of the sequence, for RoPE scalings that depend on it.
+        """
+        layout, inputs = self.inputs(ids, of_prompt=True)
+        run = self._program(make_prefill, layout, length, inputs)
+        return functools.partial(run, *inputs)
+
+    def decoder(
+        self,
+        prompt: Prompt,
+        token: Array,
+        prompt_len: int,
+        new_tokens: int,
+        options: GenerateOptions,
+        length: int,
+    ) -> tuple[Cache, Callable[[Cache, Array], Stepped]]:
+        """Builds the cache of a prompt, which is deleted, and compiles the decoding step.
+
+        The step is a function of cache and token, and donates the cache. `length` as in `prefill`.
+        """
+        network, how = self._network, _sampling(options)
+        with self._setup():
+            cache = make_cache(network, prompt, prompt_len, new_tokens)
+            length, room = network.rope_length(length), cache.keys[0].shape[2]
+            layout = network.sequence_layout(network.padded_length(prompt_len))
+            key = layout, length, room, options.kind
+            if key not in self._steps:
+                step = make_step(network, layout, length, options.kind)
+                self._steps[key] = step.lower(self._state, cache, token, *how).compile()
+        run = functools.partial(self._steps[key], self._state)
+        return cache, lambda cache, token: run(cache, token, *how)
+
+    def next_tokens(
+        self, prompt: Prompt, token: Array, ids: np.ndarray, options: GenerateOptions
+    ) -> Iterator[Array]:
+        """Yields the tokens, int32 [B], after a prompt of ids, int32 [n], and its first new token.
+
+        Each follows from one pass over all tokens before it. Where the RoPE scaling changes with
+        their number, they are read again; the prompt is deleted.
+        """
+        rope_length, tokens = self._network.rope_length, [token]
+        while len(tokens) < options.max_new_tokens:
+            length = len(ids) + len(tokens)
+            if rope_length(length) != rope_length(length - 1):
+                prompt = self.prefill(ids, length)()
+            yield from self._extend(tokens, prompt, ids, options)
+
+    def _extend(
+        self, tokens: list[Array], prompt: Prompt, ids: np.ndarray, options: GenerateOptions
+    ) -> Iterator[Array]:
+        """Appends new tokens, up to a length that RoPE scales differently."""
+        rope_length, count = self._network.rope_length, options.max_new_tokens
+        first = len(ids) + len(tokens)
+        cache, step = self.decoder(prompt, tokens[0], len(ids), count, options, first)
+        for earlier in tokens[:-1]:
+            cache = step(cache, earlier).cache
+        while len(tokens) < count and rope_length(len(ids) + len(tokens)) == rope_length(first):
+            cache, token, _ = step(cache, tokens[-1])
+            tokens.append(token)
+            yield token
+
+    def inputs(self, ids: np.ndarray, of_prompt: bool) -> tuple[Layout, tuple[Any, ...]]:
+        """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""
+        padded = self._network.padded_length(len(ids))
+        layout = self._network.sequence_layout(padded)
+        tokens, positions = self._place(ids, layout, 0), self._place(np.arange(padded), layout, 0)
+        documents = Documents.padded(len(ids), padded, self._network.settings.block_size)
+        inputs = AttentionInputs(self._pattern(padded, of_prompt), documents=documents)
+        return layout, (self._state, tokens, positions, inputs)
+
+    def _pattern(self, padded: int, of_prompt: bool) -> Pattern:
+        own, spec = self._network.settings, self._network.spec
+        settings = own.for_prompts() if of_prompt else own
+        key = padded, settings is own  # with most patterns prompts share the arrays
+        if key not in self._patterns:
+            sizes = ModelSizes(spec.num_layers, spec.num_heads, padded)
+            self._patterns[key] = settings.bind(sizes)
+        return self._patterns[key]
+
+    def _place(self, ids: np.ndarray, layout: Layout, fill: int) -> Array:
+        """Pads int32 [n] to [1, S] on the mesh, in layout order."""
+        padded = np.full(layout.seq_len, fill, np.int32)
+        padded[: len(ids)] = ids
+        ordered = padded[layout.permutation()][None]
+        sharding = NamedSharding(self._network.mesh, TOKENS)
+        return jax.make_array_from_callback(ordered.shape, sharding, lambda index: ordered[index])
+
+    def _program(
+        self, make: Callable[..., Any], layout: Layout, length: int, arguments: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        length = self._network.rope_length(length)
+        key = make, layout, length
+        with self._setup():
+            if key not in self._compiled:
+                program = make(self._network, layout, length)
+                self._compiled[key] = program.lower(*arguments).compile()
+        return self._compiled[key]
+
+    @contextlib.contextmanager
+    def _setup(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.setup_seconds += time.perf_counter() - begin
+
+
+def first_token(logits: Array, options: GenerateOptions) -> Array:
+    """Samples the token after a prompt, int32 [B]."""
+    return _next_token(logits, options.kind, *_sampling(options), np.int32(0))
+
+
+_next_token = jax.jit(next_token, static_argnums=1)
+
+
+def _sampling(options: GenerateOptions) -> tuple[np.float32, np.float32, np.uint32]:
+    # The smallest and the largest normal number are greedy and uniform.
+    limits = np.finfo(np.float32)
+    temperature = np.clip(options.temperature, limits.tiny, limits.max)
+    return np.float32(temperature), np.float32(options.top_p), np.uint32(options.seed)

@@ -1,0 +1,310 @@
+"""Loads a model from the folder of a run or of a Hugging Face checkpoint."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mtraining_jax.config import Config
+from mtraining_jax.config.init_from import as_toml
+from mtraining_jax.config.load import NO_OVERRIDES, Overrides, with_bos
+from mtraining_jax.data.documents import DocumentSource, check_ends
+from mtraining_jax.data.tokenizer import BYTES, Tokenizer, make_tokenizer
+from mtraining_jax.models.huggingface.config import (
+    CONFIG_FILE,
+    FREE,
+    read_end_tokens,
+    read_hf_values,
+)
+from mtraining_jax.models.huggingface.peft import MODEL_CONFIG, PEFT_CONFIG, read_peft_config
+from mtraining_jax.models.huggingface.read import check_base, load_parameters, load_peft
+from mtraining_jax.models.lora.adapters import is_adapter
+from mtraining_jax.models.parameters import LAYERS
+from mtraining_jax.models.sharding import named_shapes, parameter_names
+from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.transformer import abstract_state, param_shardings
+from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.reporting.history import LOWEST_DENSITY
+from mtraining_jax.tools.evaluate.engine.network import Network
+from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
+from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS
+from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
+from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.fields import toml_value
+from mtraining_jax.utils.jax_platform import check_devices
+from mtraining_jax.utils.printable import printable
+from mtraining_jax.utils.text import counted
+
+AttentionKind = Literal["dense", "sparse"]
+
+# Sections of a run's configuration that matter for inference.
+_SECTIONS = ("model", "sparsity", "parallel", "data", "loss", "lora")
+_TOKENIZER_FILE = "tokenizer.json"
+_DENSE = 0.999  # densities above are dense; they have rounding errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A loaded model, and where it comes from."""
+
+    network: Network
+    state: nnx.State  # parameters on the mesh: matrices in the compute dtype, vectors fp32
+    tokenizer: Tokenizer | None
+    stop_ids: frozenset[int]  # end a text
+    source: str  # the folder, and the step of a run
+    trained_sparse: bool = False  # without dense cooldown or periodic dense steps
+
+    def note_on_dense_use(self) -> str | None:
+        if not self.trained_sparse:
+            return None
+        return (
+            f"note: {self.source} was trained with sparse attention, so dense attention loses a "
+            "little quality; use --attention=sparse for best quality"
+        )
+
+    def needed_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.source} has no tokenizer; set one with --tokenizer=PATH/tokenizer.json or "
+                "--tokenizer=bytes (in Python tokenizer=...)"
+            )
+        return self.tokenizer
+
+
+def load(
+    folder: str | Path,
+    attention: AttentionKind,
+    overrides: Overrides = NO_OVERRIDES,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    sparse_answers: bool = False,
+) -> Loaded:
+    """Loads a model; for arguments and errors see `Engine.load`."""
+    folder = Path(folder).expanduser()
+    checkpoints = folder / CHECKPOINTS_NAME
+    step = newest_step(checkpoints)
+    is_adapter_folder = step is None and _is_adapter_folder(folder)
+    if attention not in ("dense", "sparse"):
+        raise UserError(f'attention = "{attention}" must be "dense" or "sparse"')
+    check_devices()
+    if dtype is not None:
+        overrides = {**overrides, "model.dtype": dtype}
+    if step is None:
+        source, trained_sparse, ends = str(folder), False, read_end_tokens(folder)
+        # bfloat16 is slow on a CPU.
+        usual = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
+        if is_adapter_folder:
+            table["lora"], of_model = _adapters(folder, overrides)
+            table["model"] |= of_model
+            ends = ends or read_end_tokens(of_model["init_from"])
+    else:
+        source = f"{folder}, step {step}"
+        record = read_record(checkpoints, step)
+        saved, place = record["config"], record["loader"]
+        if (ends := place.get(END_TOKENS)) is None:  # in older checkpoints
+            start = saved["model"].get("init_from")
+            ends = [] if start is None else read_end_tokens(start)
+        table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
+        if not table["lora"].get("rank"):
+            # The saved sizes are complete, and the folder of the initial weights may be gone.
+            table["model"] |= {"init_from": None, "override": []}
+        table["parallel"]["cpu_devices"] = None
+        # Older checkpoints lack these fields.
+        sparsity = table["sparsity"]
+        dense_steps = sparsity.get("dense_cooldown_steps") or sparsity.get("dense_interval")
+        trained_sparse = sparsity.get("kind", "dense") != "dense" and not dense_steps
+        trained_sparse &= place.get(LOWEST_DENSITY, 0) < _DENSE  # short documents are dense
+    table["parallel"] |= _devices(table["parallel"])
+    options = [name for name in overrides if name.startswith("sparsity.")]
+    if attention == "dense" and options == ["sparsity.block_size"]:
+        # The configured pattern is not used, and may not allow this block size.
+        overrides = {**overrides, "sparsity.kind": "dense"}
+    config = Config.from_record(table, source, overrides)
+    if step is not None:
+        with contextlib.suppress(UserError):  # token files may be gone
+            config = with_bos(config, table)
+    parallel = config.parallel
+    if config.devices > (count := jax.device_count()) or parallel.replicas > 1:
+        factors = f"{parallel.replicas} * {parallel.nodes} * {parallel.devices_per_node}"
+        raise UserError(
+            f"{source}: parallel.replicas * parallel.nodes * parallel.devices_per_node = {factors} "
+            f"does not fit: there is one replica, of at most {counted(count, 'device')}; set fewer "
+            "or, on a CPU, more --cpu-devices"
+        )
+    try:
+        spec = ModelSpec.from_config(config.model)
+        spec = dataclasses.replace(spec, lora=config.lora.spec)
+        mesh = make_mesh(1, parallel.nodes, parallel.devices_per_node)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
+    network = Network(
+        spec,
+        mesh,
+        _settings(config, attention, source),
+        parallel.layout,
+        parallel.ring,
+        None if parallel.backend == "auto" else parallel.backend,
+        parallel.fsdp,
+        sparse_answers,
+        config.loss.chunk_size,
+    )
+    found = _find_tokenizer(folder, config, step is not None, tokenizer, ends)
+    stop_ids = frozenset(ends or ([] if found is None else [found.eos]))
+    state = in_compute_dtype(_read(folder, step, config, spec, mesh), spec)
+    trained_sparse &= None in spec.windows
+    return Loaded(network, state, found, stop_ids, source, trained_sparse)
+
+
+def max_positions(folder: Path, overrides: Overrides = NO_OVERRIDES) -> int:
+    """Returns the maximum context length of a model, without reading its parameters."""
+    name, checkpoints = "max_position_embeddings", folder / CHECKPOINTS_NAME
+    if (changed := str(overrides.get(f"model.{name}", ""))).isdecimal():  # else it is refused
+        return int(changed)
+    if (step := newest_step(checkpoints)) is not None:
+        return read_record(checkpoints, step)["config"]["model"][name]
+    if not _is_adapter_folder(folder):
+        return read_hf_values(folder)[name]
+    _, of_model = _adapters(folder, overrides)
+    return of_model.get(name) or read_hf_values(of_model["init_from"])[name]
+
+
+def _is_adapter_folder(folder: Path) -> bool:
+    """Whether a Hugging Face folder has adapters of PEFT; checks that it has a model at all."""
+    if (folder / PEFT_CONFIG).is_file():
+        return True
+    if not (folder / CONFIG_FILE).is_file():
+        raise _no_model(folder)
+    return False
+
+
+def _no_model(folder: Path) -> UserError:
+    """Returns the error of a folder without a model, with one close by that has one."""
+    near = (x for x in folder.parents[:2] if newest_step(x / CHECKPOINTS_NAME) is not None)
+    hf = folder / "hf"  # of checkpoint.export_hf
+    close = hf if (hf / CONFIG_FILE).is_file() else next(near, None)
+    hint = f"; did you mean {close}?" if close else ""
+    return UserError(
+        f"{folder} contains no model: neither {CHECKPOINTS_NAME}/STEP of a run nor {CONFIG_FILE} "
+        f"or {PEFT_CONFIG} of a Hugging Face checkpoint{hint}"
+    )
+
+
+def in_compute_dtype(state: nnx.State, spec: ModelSpec) -> nnx.State:
+    """Casts matrices to the compute dtype, to halve the bytes that are read.
+
+    Layers would cast them anyway, so results do not change. The buffers of `state` are donated.
+    """
+    names = parameter_names(state)
+
+    def cast(name: str, x: jax.Array) -> jax.Array:
+        is_matrix = x.ndim > (2 if name.startswith(LAYERS) else 1)
+        return x.astype(spec.dtype) if is_matrix else x
+
+    run = jax.jit(
+        lambda state: jax.tree.map(cast, names, state),
+        out_shardings=jax.tree.map(lambda x: x.sharding, state),
+        donate_argnums=0 if spec.dtype == "float32" else (),
+    )
+    return run(state)
+
+
+def _devices(parallel: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the mesh of the run if it has all devices, otherwise one of all devices."""
+    nodes, local = parallel.get("nodes", 0), parallel.get("devices_per_node", 0)
+    if nodes * local != jax.device_count():
+        nodes, local = jax.process_count(), jax.local_device_count()
+    return {"replicas": 1, "nodes": nodes, "devices_per_node": local}
+
+
+def _settings(config: Config, attention: AttentionKind, source: str) -> Pattern:
+    """Returns settings of the configured pattern, or of dense attention with its block size."""
+    if attention == "dense":
+        return Dense(block_size=config.sparsity.block_size)
+    settings = config.sparsity.pattern
+    if not settings.sparse:
+        raise UserError(
+            f'attention = "sparse" needs a sparse pattern, but {source} has sparsity.kind = '
+            f'"{config.sparsity.kind}"; set one, as in --sparsity.kind=vertical_slash'
+        )
+    return settings
+
+
+def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the sections lora and model for a folder of PEFT."""
+    _, named = read_peft_config(folder)
+    base = overrides.get("model.init_from", named)
+    if base is None or not Path(base).expanduser().is_dir():
+        what = "no base model" if base is None else f"{base} as base model, which is not a folder"
+        raise UserError(
+            f"{folder / PEFT_CONFIG} names {what}; give its folder with --model.init_from=FOLDER"
+        )
+    family = read_hf_values(base, overrides.get("model.family"))["family"]
+    lora, _ = read_peft_config(folder, family)
+    fields = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
+    model: dict[str, Any] = {"init_from": base}
+    if (changed := folder / MODEL_CONFIG).is_file():  # by the run, for example its context length
+        values = read_hf_values(changed, overrides.get("model.family"))
+        model |= {name: as_toml(values[name]) for name in FREE} | {"override": list(FREE)}
+    return fields | {"init_from": str(folder)}, model
+
+
+def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh: Mesh) -> nnx.State:
+    """Reads the parameters of a run, a Hugging Face checkpoint, or adapters and their base."""
+    shardings, model = param_shardings(spec, mesh, config.parallel.fsdp), config.model
+    wanted = named_shapes(abstract_state(spec), shardings)
+    saved, base, found = wanted, {}, {}
+    if step is None or spec.lora is not None:
+        if model.init_from is None:  # not of a Hugging Face checkpoint
+            raise UserError(
+                f"{folder} has adapters of a random model, which cannot be evaluated; train "
+                "adapters of a checkpoint: model.init_from"
+            )
+        saved = {name: x for name, x in wanted.items() if is_adapter(name)}
+        of_base = {name: x for name, x in wanted.items() if name not in saved}
+        start = folder if spec.lora is None else model.init_from
+        base = load_parameters(start, spec, of_base, override=model.override)
+    if step is not None:
+        found = read_parameters(folder / CHECKPOINTS_NAME, step, saved)
+        needed = read_record(folder / CHECKPOINTS_NAME, step).get("base")
+        check_base(folder / CHECKPOINTS_NAME / str(step), needed, base)
+    elif saved:
+        found = load_peft(folder, spec, saved, base)
+    found |= base
+    return jax.tree.map(lambda name: found[name], parameter_names(shardings))
+
+
+def _find_tokenizer(
+    folder: Path, config: Config, is_run: bool, name: str | None, ends: Sequence[int]
+) -> Tokenizer | None:
+    data, start = config.data, Path(config.model.init_from or folder)  # of a base, or the folder
+    eos = data.eos if is_run else None
+    if eos is None and (not is_run or data.source_options.holds_ids):
+        eos = next(iter(ends), None)
+    if name is None and is_run:
+        # Token files and random ids need none, but the run may name the one they were made with.
+        if isinstance(data.source_options, DocumentSource) or data.tokenizer != BYTES:
+            name = data.tokenizer
+    elif name is None:
+        files = [x / _TOKENIZER_FILE for x in (folder, start)]
+        name = next((str(file) for file in files if file.is_file()), None)
+    if name is None:
+        return None
+    tokenizer = make_tokenizer(name, eos, None if name == BYTES else data.bos)
+    check_ends(tokenizer, config.model.vocab_size)
+    if tokenizer.bos != tokenizer.usual_bos:
+        logging.getLogger(__name__).warning(
+            "note: documents begin %s in the training of %s (data.bos = %s), and so do prompts",
+            printable(tokenizer.beginning),
+            printable(str(folder)),
+            toml_value(data.bos),
+        )
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Trained models for other programs: Hugging Face and PEFT folders, and attention in PyTorch."""

@@ -1,0 +1,152 @@
+"""Forecasts of the selection cost, density and index size of a pattern.
+
+A method of the pattern with a function's name and further arguments takes precedence over it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mtraining_jax.patterns.adaspa import AdaSpa
+from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.block_topk import BlockTopK
+from mtraining_jax.patterns.budgets import BudgetPattern
+from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.patterns.flex_prefill import FlexPrefill
+from mtraining_jax.patterns.moba import MoBA
+from mtraining_jax.patterns.probe_pattern import ProbePattern
+from mtraining_jax.patterns.row_pattern import RowPattern
+from mtraining_jax.patterns.sampled_rows import SampledRows
+from mtraining_jax.patterns.xattention import XAttention
+from mtraining_jax.tools.plan.density import density_of_lists, density_of_vertical_slash
+
+_AS_MEASURED = "assumed by length, as measured with SmolLM2-135M"
+_NOT_KNOWN = "ASSUMED: not known for this pattern; define expected_density in its class"
+
+
+def _method_first[T](table: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(table)
+    def cost(pattern: Pattern, *args: Any, **named: Any) -> T:
+        method = getattr(pattern, table.__name__, None)
+        return table(pattern, *args, **named) if method is None else method(*args, **named)
+
+    return cost
+
+
+@_method_first
+def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
+    """Returns the density to expect of sequences or documents of some tokens, and why."""
+    exact = "exact: it depends only on the length"
+    of_user = not type(pattern).__module__.startswith("mtraining_jax.")
+    match pattern:
+        case Dense():
+            return 1.0, "dense"
+        case RowPattern():
+            selected = density_of_lists(tokens, pattern.tau)
+            density = selected + pattern.random_block_prob * (1 - selected)
+            return density, _NOT_KNOWN if of_user else _AS_MEASURED
+        case FlexPrefill():
+            # No published mean density of arXiv 2502.20766's settings is known.
+            return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
+        case MoBA():
+            size, pairs = pattern.chunk_size, 0
+            for chunk in range(-(-tokens // size)):
+                own = min(size, tokens - chunk * size)
+                pairs += own * (own + 1) // 2 + own * min(chunk, pattern.top_k - 1) * size
+            return pairs / (tokens * (tokens + 1) // 2), exact
+        case BlockTopK():
+            rows = pattern.blocks(tokens)
+            tiles = sum(min(row, pattern.top_blocks - 1) + 0.5 for row in range(rows))
+            return tiles / (rows * rows / 2), exact
+        case AdaSpa():
+            return 1 - pattern.sparsity, "1 - sparsity"
+    why = _NOT_KNOWN if of_user else f"{_AS_MEASURED} and, at 512K, by MTraining"
+    return density_of_vertical_slash(tokens), why
+
+
+@_method_first
+def selects_an_index(pattern: Pattern) -> bool:
+    """Whether a step selects an index, used or not."""
+    return pattern.selects
+
+
+@_method_first
+def scoring_share(pattern: Pattern) -> float:
+    """FLOP of scoring pairs over those of a dense forward pass; 0 if probe queries are few."""
+    match pattern:
+        case SampledRows():
+            return pattern.probe_queries_per_block / (2 * pattern.block_size)
+        case XAttention():
+            return 1 / (2 * pattern.stride)
+        case FlexPrefill() if pattern.js_threshold:
+            return 1 / pattern.block_size**2  # One product per pair of blocks.
+        case MoBA():
+            return 1 / pattern.chunk_size  # One product per query and chunk, of two per pair.
+        case BlockTopK():
+            return 0.5 / pattern.block_size**2
+        case AdaSpa():
+            return 0.5  # One of the two products of a forward pass.
+    return 0.0
+
+
+@_method_first
+def softmax_share(pattern: Pattern) -> float:
+    """Scores that go through a softmax, as a fraction of all pairs; it may be the slower part."""
+    match pattern:
+        case SampledRows():
+            return pattern.probe_queries_per_block / pattern.block_size
+        case AdaSpa():
+            return 1.0
+    return 0.0
+
+
+@_method_first
+def reads_coded_keys(pattern: Pattern) -> bool:
+    """Whether the Hopper kernel scores keys in 8 bits (`pallas_kernels.coded`)."""
+    return isinstance(pattern, SampledRows) and not pattern.columns
+
+
+@_method_first
+def capacities(pattern: Pattern, num_blocks: int, documents: bool = False) -> tuple[int, int]:
+    """Returns the int32 numbers an index stores per head, and how many are gathered columns."""
+    row_bits, column_bits = -(-num_blocks // 32), -(-pattern.block_size // 32)
+    match pattern:
+        case Dense():
+            # Beginning and end of each block's document.
+            return 2 * num_blocks if documents else 0, 0
+        case SampledRows() if pattern.columns:
+            # One bit per block and per token, and with documents a number per row.
+            columns = min(pattern.columns, num_blocks * pattern.block_size)
+            columns = pattern.document_columns(num_blocks) if documents else columns
+            return num_blocks * (row_bits + column_bits + documents), columns
+        case RowPattern() | FlexPrefill() | BlockTopK():
+            # One bit per block; ranks share the rows.
+            return num_blocks * row_bits, 0
+        case MoBA():
+            # One bit per query and chunk, and a number per row of blocks; ranks share the rows.
+            return num_blocks * (pattern.block_size * -(-_chunks(pattern, num_blocks) // 32) + 1), 0
+        case BudgetPattern() if pattern.max_verticals is None:
+            # Those of the largest budgets of any layer.
+            return capacities(pattern.read(), num_blocks, documents)
+        case ProbePattern() if documents:
+            # One bit per block and per token, and a number per row of blocks.
+            words = row_bits + column_bits
+            return num_blocks * (words + 1), pattern.document_columns(num_blocks)
+        case ProbePattern():
+            columns, diagonals = pattern.list_capacities(num_blocks)
+            return diagonals + columns + 2, columns
+    # A `BlockSparseIndex` with room for every block.
+    return 2 * num_blocks * (num_blocks + 1), 0
+
+
+@_method_first
+def query_copies(pattern: Pattern, num_blocks: int) -> int:
+    """Number of copies of all queries and outputs that a layer needs."""
+    if not isinstance(pattern, MoBA):
+        return 0
+    # One for each chunk that a query sees in addition to its own.
+    return min(pattern.top_k, _chunks(pattern, num_blocks)) - 1
+
+
+def _chunks(pattern: MoBA, num_blocks: int) -> int:
+    return -(-num_blocks * pattern.block_size // pattern.chunk_size)
