@@ -25,7 +25,7 @@ from experiments.provenance import check_same_settings, header
 from experiments.result_lines import Line, append_lines, read_lines
 from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.models.position_buckets import means_by_bucket
+from mtraining_jax.models.label_scores import means_by_bucket
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.tasks import Sample, Task, make_tasks
 from mtraining_jax.utils.errors import UserError

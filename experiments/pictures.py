@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from experiments.compare import FIRST_BUCKET, Losses, band, paired
 from experiments.decision import EQUAL
 from experiments.variants import SPARSE, own_pattern
-from mtraining_jax.models.position_buckets import bucket_names
+from mtraining_jax.models.label_scores import bucket_names
 
 # One color for each arm in all plots, from a color-blind safe palette.
 _COLORS = (

@@ -28,7 +28,7 @@ from experiments.compare import (
 from experiments.decision import EARLY, cell, task_verdicts, verdicts
 from experiments.result_lines import Line, count_steps
 from experiments.variants import own_pattern
-from mtraining_jax.models.position_buckets import bucket_names
+from mtraining_jax.models.label_scores import bucket_names
 from mtraining_jax.utils.errors import UserError
 
 

@@ -1,6 +1,5 @@
 """Sparse attention kernels on plain arrays, independent of models, meshes and configurations."""
 
-from pallas_kernels.gradients import Gradients
 from pallas_kernels.index import (
     BlockMaskIndex,
     BlockSparseIndex,
@@ -11,9 +10,9 @@ from pallas_kernels.index import (
     VerticalSlashIndex,
     WindowIndex,
 )
+from pallas_kernels.interface import Gradients, Plan
 from pallas_kernels.one_device import attention
 from pallas_kernels.ops import backward, delta_of, forward, plan
-from pallas_kernels.plans import Plan
 from pallas_kernels.tiles import (
     Columns,
     DiagonalTiles,

@@ -17,8 +17,7 @@ from pallas_kernels.checks import Shaped
 from pallas_kernels.index import BlockSparseIndex
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.token_chunks import TokenChunksIndex
-from pallas_kernels.interface import Pair
-from pallas_kernels.plans import Plan
+from pallas_kernels.interface import Pair, Plan
 from pallas_kernels.schedule import Schedule, Triple
 
 

@@ -1,17 +1,72 @@
 """The interface of backends: plans, both passes, and optionally kernels that select an index."""
 
 import abc
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.checks import Shaped
 from pallas_kernels.coded import CodedScores
-from pallas_kernels.gradients import Gradients
 from pallas_kernels.masses import BlockScores
-from pallas_kernels.plans import Plan
-from pallas_kernels.tiles import Columns, Tiles
+from pallas_kernels.tiles import Columns, Tiles, scatter_columns
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The work of one kernel call, from `pallas_kernels.plan`; a pytree."""
+
+    work: Any  # work lists of the backend's kernels, a pytree
+    columns: Columns | None  # the gathered columns to compute as well
+    backend: str = jax.tree.static()  # name of the backend that made it and will run it
+    block_size: int = jax.tree.static()  # g
+    has_tiles: bool = jax.tree.static()  # whether there are tiles, or only columns
+    query_shape: tuple[int, ...] = jax.tree.static()  # [B, nq, Hq, D]
+    key_shape: tuple[int, ...] = jax.tree.static()  # [B, nk, Hk, D]
+
+    def check(self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None) -> None:
+        """Raises ValueError if the arrays do not match the plan; the message names the argument."""
+        for name, x, shape in (
+            ("q", q, self.query_shape),
+            ("k", k, self.key_shape),
+            ("v", v, self.key_shape),
+        ):
+            if x.shape != shape:
+                raise ValueError(f"{name} has shape {x.shape}, but the plan is for {shape}")
+        if (column_kv is None) != (self.columns is None):
+            given, planned = ("no", "with") if column_kv is None else ("a", "without")
+            raise ValueError(f"{given} column_kv was passed to a plan {planned} columns")
+        if column_kv is not None and self.columns is not None:
+            batch, _, heads, dim = self.query_shape
+            shape = (batch, self.columns.tokens.shape[-1], heads, dim)
+            for name, x in zip(("keys", "values"), column_kv, strict=True):
+                if x.shape != shape:
+                    raise ValueError(f"column_kv: {name} have shape {x.shape}; expected {shape}")
+
+
+class Gradients(NamedTuple):
+    """Gradients of one kernel call; None for inputs that the call did not have."""
+
+    dq: Array  # [B, nq, Hq, D], fp32 by default
+    dk: Array | None  # [B, nk, Hk, D], summed over the query heads of a group; fp32 by default
+    dv: Array | None
+    dk_columns: Array | None  # fp32 [B, Mv, Hq, D]; None if included in dk
+    dv_columns: Array | None
+
+
+def whole_keys(grads: Gradients, columns: Columns | None, dtype: jnp.dtype) -> Gradients:
+    """Adds the gradients of gathered columns to dk and dv, and converts these to a dtype."""
+    _, dk, dv, dk_columns, dv_columns = grads
+    assert dk is not None and dv is not None, "without tiles there are no dk and dv"
+    if columns is not None:
+        assert dk_columns is not None and dv_columns is not None
+        dk = scatter_columns(dk, dk_columns, columns.tokens)
+        dv = scatter_columns(dv, dv_columns, columns.tokens)
+    return Gradients(grads.dq, dk.astype(dtype), dv.astype(dtype), None, None)
+
 
 Pair = tuple[Array, Array]
 NUM_QUERIES = 64  # probe queries of the kernels

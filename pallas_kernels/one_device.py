@@ -10,8 +10,8 @@ from pallas_kernels.checks import Shaped
 from pallas_kernels.chunks import PastChunks
 from pallas_kernels.head_loop import HeadLoop, head_parts
 from pallas_kernels.index import Index, TiledIndex, TokenChunksIndex, WindowIndex
+from pallas_kernels.interface import Plan
 from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
-from pallas_kernels.plans import Plan
 from pallas_kernels.schedule import Schedule, Triple, attend
 from pallas_kernels.tiles import gather_columns
 

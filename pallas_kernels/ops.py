@@ -6,11 +6,9 @@ from jax import Array
 
 from pallas_kernels import backends
 from pallas_kernels.checks import Shaped, check_plan
-from pallas_kernels.gradients import Gradients
-from pallas_kernels.interface import BackwardCall, ForwardCall, Pair
-from pallas_kernels.plans import Plan
+from pallas_kernels.interface import BackwardCall, ForwardCall, Gradients, Pair, Plan
 from pallas_kernels.tiles import Columns, Tiles
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles.tiles import check_shape
 
 
 @jax.numpy_rank_promotion("allow")

@@ -16,7 +16,7 @@ from jax import Array
 from benchmarks.options import make_parser
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
-from mtraining_jax.tools.plan.density import density_of_window
+from mtraining_jax.tools.plan.pattern_costs import density_of_window
 from pallas_kernels import DenseIndex, WindowIndex, attention
 
 _BLOCK = 128

@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmarks.step.drawn_lists import BLOCK, densities_by_length
 from mtraining_jax.config import Config
-from mtraining_jax.data.balance import Balance, imbalance
-from mtraining_jax.data.densities import Densities, length_classes, num_classes
+from mtraining_jax.data.balance import Balance, Densities, imbalance, length_classes, num_classes
 from mtraining_jax.data.packing.rules import chunked, packed_order
 from mtraining_jax.tools.balance.replica_load import assumed_densities, attention_size
 from mtraining_jax.tools.plan.cost import count_flops, seconds

@@ -4,15 +4,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.models.chunks import chunked, first_chunks
 from mtraining_jax.models.fsdp import fsdp_apply
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.models.products import dot32
+from mtraining_jax.models.products import chunked, dot32, first_chunks
 from mtraining_jax.parallel.mesh import REPLICATED
+from mtraining_jax.utils.text import short_power
 
 
 class LabelScores(NamedTuple):
@@ -87,3 +88,37 @@ def check_output_layer(
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+
+
+def num_buckets(seq_len: int) -> int:
+    """The number of buckets of a sequence; the last one may be partly filled."""
+    if seq_len < 2:
+        raise ValueError(f"seq_len={seq_len} must be at least 2")
+    return (seq_len - 1).bit_length()
+
+
+def bucket_names(count: int) -> list[str]:
+    """The first positions of buckets 0 to `count` - 1 as text: 1, 2, 4, ... 512, 1K, ..."""
+    return [short_power(2**k) for k in range(count)]
+
+
+def sums_by_bucket(
+    losses_BS: Array, labels_BS: Array, positions_BS: Array, buckets: int
+) -> tuple[Array, Array]:
+    """Sums losses, fp32 in nats, and counts labels, int32, by bucket of the predicting position.
+
+    Returns [B, K] each, for K buckets.
+    """
+    # Exactly floor(log2(position of the label)).
+    bucket_BS = 31 - lax.clz((positions_BS + 1).astype(jnp.int32))
+    inside_KBS = bucket_BS == jnp.arange(buckets, dtype=jnp.int32)[:, None, None]
+    counted_KBS = inside_KBS & (labels_BS != IGNORE_LABEL)
+    sums_KB = jnp.sum(jnp.where(inside_KBS, losses_BS, 0.0), axis=2)
+    return sums_KB.T, jnp.sum(counted_KBS, axis=2, dtype=jnp.int32).T
+
+
+def means_by_bucket(losses: np.ndarray) -> tuple[list[float], list[int]]:
+    """The mean loss and the number of tokens of each bucket, from fp32 [S - 1] of tokens 1 on."""
+    edges = [2**k - 1 for k in range(num_buckets(len(losses) + 1))]
+    parts = np.split(losses.astype(np.float64), edges[1:])
+    return [float(part.mean()) for part in parts], [len(part) for part in parts]

@@ -13,11 +13,10 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.models.chunks import chunked, first_chunks
 from mtraining_jax.models.fsdp import gather_weight, reduce_gradient
 from mtraining_jax.models.label_scores import check_output_layer, score_chunk
 from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.models.products import dot, dot32
+from mtraining_jax.models.products import chunked, dot, dot32, first_chunks
 from mtraining_jax.parallel.mesh import ACTIVATIONS, AXES, REPLICATED, TOKENS
 from mtraining_jax.parallel.replicas import remaining_axes, shard_map_remaining
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mtraining_jax.models.chunks import chunked, first_chunks
 from mtraining_jax.models.lora.adapters import LoraSpec
 from mtraining_jax.models.lora.projection import Dropout, Projection, Projector, widened
-from mtraining_jax.models.products import dot, dot32
+from mtraining_jax.models.products import chunked, dot, dot32, first_chunks
 
 # Name of the gate and up products, for a policy that saves them.
 MLP_PRODUCTS = "mlp_products"

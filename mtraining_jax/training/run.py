@@ -3,9 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
+import jax
 from jax.errors import JaxRuntimeError
+from jax.experimental.compilation_cache import compilation_cache
 
 from mtraining_jax.callbacks import Callback, Result
 from mtraining_jax.config import Config, validate
@@ -22,7 +26,6 @@ from mtraining_jax.training.checkpoint.bucket import BucketCopy
 from mtraining_jax.training.checkpoint.local import newest_local_step
 from mtraining_jax.training.checkpoint.run_lock import holder, only_run_in
 from mtraining_jax.training.checkpoint.same_model import changed_fields, check_same_model
-from mtraining_jax.training.compile_cache import use_compile_cache
 from mtraining_jax.training.device_batches import DeviceBatches
 from mtraining_jax.training.loop.trainer import Given, Trainer
 from mtraining_jax.training.loop.watchdog import HangWatchdog
@@ -238,3 +241,28 @@ def _prepare_folder(config: Config, resume_from: int | None, display: Display) -
     if aside is not None:
         display.say(f"starting from scratch; the previous run of this name is now in {aside}")
     run_folder.record_start(config, resume_from)
+
+
+def use_compile_cache(config: Config) -> None:
+    """Turns on JAX's persistent compilation cache; on GPUs it also keeps autotuning results."""
+    folder = config.run.compile_cache_dir
+    if folder == "auto":
+        # Programs compiled for one kind of CPU may not run on others that share the folder.
+        on_gpu = jax.default_backend() == "gpu"
+        folder = str(config.run.local_output_dir / "compiled") if on_gpu else "never"
+    if folder == "never":
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"run.compile_cache_dir = {folder} is not writable ({error.strerror}); set it to a "
+            'writable folder, or to "never" to turn the cache off'
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", folder)
+    # By default JAX skips programs that compile in less than a second, dozens at each start.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # JAX decides at the first compilation whether there is a cache, so reset that decision.
+    compilation_cache.reset_cache()

@@ -26,8 +26,14 @@ from mtraining_jax.parallel.mesh import DATA_AXIS, DOCUMENTS, OVERRIDES, SEQUENC
 from mtraining_jax.parallel.ordering import join
 from mtraining_jax.parallel.replicas import constrain, per_replica, shard_map_remaining
 from mtraining_jax.training.build import build_layout
-from mtraining_jax.training.guard.decision import Findings, GuardInputs, is_held
-from mtraining_jax.training.guard.sums import StateSums, digest, gradient_sums
+from mtraining_jax.training.guard.sums import (
+    Findings,
+    GuardInputs,
+    StateSums,
+    digest,
+    gradient_sums,
+    is_held,
+)
 from mtraining_jax.training.optimizer import (
     Parameters,
     add,

@@ -15,8 +15,7 @@ from mtraining_jax.callbacks import Callback, Record, Run, State
 from mtraining_jax.config import Config
 from mtraining_jax.config.validate import about_held_out, evaluation_of
 from mtraining_jax.data.loader import Loader
-from mtraining_jax.models.label_scores import label_scores
-from mtraining_jax.models.position_buckets import num_buckets, sums_by_bucket
+from mtraining_jax.models.label_scores import label_scores, num_buckets, sums_by_bucket
 from mtraining_jax.models.transformer import Attention
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense

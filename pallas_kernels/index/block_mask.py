@@ -13,15 +13,15 @@ from pallas_kernels.index.entries import marked
 from pallas_kernels.index.mask_shards import MaskShards, tiles_of
 from pallas_kernels.index.protocol import (
     Rows,
+    Segment,
     TiledIndex,
     as_float,
     check_seq_len,
     rows_or_all,
     tile_pairs,
 )
-from pallas_kernels.index.shards import Segment
 from pallas_kernels.tiles import Columns, ListedTiles, padded_columns
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles.tiles import check_shape
 
 
 @jax.tree_util.register_dataclass

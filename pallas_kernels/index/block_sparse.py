@@ -12,7 +12,7 @@ from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.mask_shards import MaskShards
 from pallas_kernels.index.protocol import Rows, TiledIndex, as_float, check_seq_len, tile_pairs
 from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
-from pallas_kernels.tiles.protocol import at_least_one, check_shape
+from pallas_kernels.tiles.tiles import at_least_one, check_shape
 
 
 @jax.tree_util.register_dataclass

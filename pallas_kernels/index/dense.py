@@ -9,16 +9,16 @@ from jax import Array
 
 from pallas_kernels.index.protocol import (
     Rows,
+    Segment,
     TiledIndex,
     as_float,
     check_seq_len,
     check_whole_blocks,
     tile_pairs,
 )
-from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import DocumentShards, ToeplitzShards
 from pallas_kernels.tiles import DiagonalTiles
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles.tiles import check_shape
 
 
 @jax.tree_util.register_dataclass

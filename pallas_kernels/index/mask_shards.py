@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index import bits as sets
-from pallas_kernels.index.shards import Segment, ShardTiles
+from pallas_kernels.index.protocol import Segment, ShardTiles
 from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 
 

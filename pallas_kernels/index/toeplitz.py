@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.index.shards import Segment, ShardTiles
+from pallas_kernels.index.protocol import Segment, ShardTiles
 from pallas_kernels.tiles import NO_DIAGONAL, DiagonalTiles, SegmentedDiagonals
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.index.protocol import (
     rows_or_all,
     tile_pairs,
 )
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles.tiles import check_shape
 
 
 @jax.tree_util.register_dataclass

@@ -10,16 +10,16 @@ from jax import Array
 from pallas_kernels.index.entries import contains, live, marked
 from pallas_kernels.index.protocol import (
     Rows,
+    Segment,
     TiledIndex,
     as_float,
     check_seq_len,
     check_whole_blocks,
     tile_pairs,
 )
-from pallas_kernels.index.shards import Segment
 from pallas_kernels.index.toeplitz import ToeplitzShards
 from pallas_kernels.tiles import Columns, DiagonalTiles, padded_columns
-from pallas_kernels.tiles.protocol import at_least_one, check_shape
+from pallas_kernels.tiles.tiles import at_least_one, check_shape
 
 
 @jax.tree_util.register_dataclass

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index.dense import DenseIndex
-from pallas_kernels.index.protocol import Index, Rows, as_float, check_seq_len
-from pallas_kernels.index.shards import Segment
+from pallas_kernels.index.protocol import Index, Rows, Segment, as_float, check_seq_len
 from pallas_kernels.index.toeplitz import DocumentShards, ToeplitzShards
 from pallas_kernels.tiles import DiagonalTiles
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles.tiles import check_shape
 
 _PART = 14  # pair counts of rows are summed as two integers, so that sums are exact
 

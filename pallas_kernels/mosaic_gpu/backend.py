@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.checks import Shaped, unsupported_operands
-from pallas_kernels.gradients import Gradients, whole_keys
-from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
+from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Gradients, Pair, whole_keys
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.common import (
     ROWS,

@@ -7,9 +7,14 @@ from pallas_kernels.tiles.columns import (
     padded_columns,
     scatter_columns,
 )
-from pallas_kernels.tiles.diagonal import DiagonalTiles, SegmentedDiagonals, count_below
-from pallas_kernels.tiles.listed import ListedTiles
-from pallas_kernels.tiles.protocol import NO_DIAGONAL, Tiles
+from pallas_kernels.tiles.tiles import (
+    NO_DIAGONAL,
+    DiagonalTiles,
+    ListedTiles,
+    SegmentedDiagonals,
+    Tiles,
+    count_below,
+)
 
 __all__ = [
     "COLUMN_TILE",

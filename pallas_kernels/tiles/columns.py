@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.tiles.protocol import check_shape
+from pallas_kernels.tiles.tiles import check_shape
 
 COLUMN_TILE = 128
 

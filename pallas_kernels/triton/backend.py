@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.checks import NARROW_HEAD_DIMS, Shaped, unsupported_operands
-from pallas_kernels.gradients import Gradients, whole_keys
-from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
+from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Gradients, Pair, whole_keys
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
 from pallas_kernels.triton import device
@@ -98,7 +97,7 @@ class Triton(Backend):
         return keys._replace(**self._over_queries(attention_dq, config, call, values, outputs))
 
     def delta_of(self, out: Array, dout: Array) -> Array:
-        from pallas_kernels.triton.kernels.delta import attention_delta
+        from pallas_kernels.triton.kernels.dq import attention_delta
 
         batch, length, heads, dim = out.shape
         values = dict(out=out, dout=dout, length=length, HEADS=heads, DIM=dim)

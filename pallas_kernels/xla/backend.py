@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.checks import Shaped
-from pallas_kernels.gradients import Gradients
-from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Pair
+from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Gradients, Pair
 from pallas_kernels.tiles import Columns, Tiles
 from pallas_kernels.xla.backward import backward
 from pallas_kernels.xla.forward import forward

@@ -5,8 +5,7 @@ from typing import NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.gradients import Gradients, whole_keys
-from pallas_kernels.interface import BackwardCall
+from pallas_kernels.interface import BackwardCall, Gradients, whole_keys
 from pallas_kernels.tiles import COLUMN_TILE, Columns
 from pallas_kernels.xla.products import (
     chunk_of,

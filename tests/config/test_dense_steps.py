@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from mtraining_jax.config import Config
-from mtraining_jax.config.dense_steps import DenseSteps
+from mtraining_jax.config.schema import DenseSteps
 from tests.training.common import changed, tiny_config
 
 

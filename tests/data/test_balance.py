@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtraining_jax.data.balance import Balance, even_order, imbalance
-from mtraining_jax.data.densities import DELAY, Densities, Repositioned, length_classes, num_classes
+from mtraining_jax.data.balance import (
+    DELAY,
+    Balance,
+    Densities,
+    Repositioned,
+    even_order,
+    imbalance,
+    length_classes,
+    num_classes,
+)
 from mtraining_jax.utils.errors import UserError
 from tests.data.common import loader_of, section
 

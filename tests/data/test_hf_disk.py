@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtraining_jax.tools.corpus.hf_disk import HuggingFaceOnDisk
+from mtraining_jax.tools.corpus.arrow import HuggingFaceOnDisk
 from mtraining_jax.utils.errors import UserError
 from tests.data.contract import SourceContract
 

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from mtraining_jax.config import Config, help_text
 from mtraining_jax.config.load import fields_with
 from mtraining_jax.data.sources import SOURCES
-from mtraining_jax.data.sources.python_stdlib import library_files
+from mtraining_jax.data.sources.text import library_files
 from mtraining_jax.data.tokenizer import make_tokenizer
 from tests.data.common import VOCAB, error_of, loader_of, section, sequences
 from tests.data.contract import SourceContract

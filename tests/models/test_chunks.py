@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.models.chunks import chunked, first_chunks, num_chunks
+from mtraining_jax.models.products import chunked, first_chunks, num_chunks
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.models.label_scores import label_scores
-from mtraining_jax.models.labels import IGNORE_LABEL
-from mtraining_jax.models.position_buckets import (
+from mtraining_jax.models.label_scores import (
     bucket_names,
+    label_scores,
     means_by_bucket,
     num_buckets,
     sums_by_bucket,
 )
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES, make_mesh
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 32, 16, 37

@@ -16,8 +16,7 @@ from jaxlib.mlir import ir
 
 import pallas_kernels
 from pallas_kernels import DenseIndex, backends
-from pallas_kernels.mosaic_gpu.backend import MosaicGpu
-from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.mosaic_gpu.backend import CONFIGS, MosaicGpu
 from pallas_kernels.triton import device
 from pallas_kernels.work.fused_work import FusedWork
 from tests.pallas_kernels.helpers.described import (

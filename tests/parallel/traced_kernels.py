@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends
-from pallas_kernels.gradients import Gradients
-from pallas_kernels.interface import Backend
+from pallas_kernels.interface import Backend, Gradients
 
 KERNELS = ("forward", "backward", "backward_rows", "backward_keys")
 

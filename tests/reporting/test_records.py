@@ -15,13 +15,13 @@ from rich.console import Console
 
 from mtraining_jax.callbacks import Run
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.reporting import writers
 from mtraining_jax.reporting.audit import audit_record
 from mtraining_jax.reporting.history import KEPT, History
 from mtraining_jax.reporting.progress import Display, step_line
 from mtraining_jax.reporting.record import step_record
 from mtraining_jax.reporting.summary import summary
-from mtraining_jax.reporting.writers import open_writers, tensorboard
-from mtraining_jax.reporting.writers.jsonl import JsonlWriter
+from mtraining_jax.reporting.writers import JsonlWriter, open_writers
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import redirect_to_devnull
 from tests.training.common import VERTICAL_SLASH, changed, tiny_config, written
@@ -275,7 +275,7 @@ def test_a_full_disk_is_reported_once(config, monkeypatch):
         raise UserError("the first error")
     with pytest.raises(UserError, match="tensorboard cannot be written .No space left on device."):
         late.close()
-    monkeypatch.setattr(tensorboard, "_PATIENCE", 0.0)
+    monkeypatch.setattr(writers, "_PATIENCE", 0.0)
     with pytest.raises(OSError, match="No space left"):
         early.write(record(config, 2))
     early.close()

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from mtraining_jax.reporting.writers.wandb import WandbWriter
+from mtraining_jax.reporting.writers import WandbWriter
 from tests.training.common import tiny_config
 
 

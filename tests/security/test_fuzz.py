@@ -23,7 +23,7 @@ from mtraining_jax.data.tokenizer import make_tokenizer
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import Tensors
 from mtraining_jax.patterns.budgets import load_budgets
-from mtraining_jax.reporting.writers.jsonl import JsonlWriter
+from mtraining_jax.reporting.writers import JsonlWriter
 from mtraining_jax.utils.errors import UserError
 from tests.data.chat.chat_folders import template_of, write_folder
 from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of

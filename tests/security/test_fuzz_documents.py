@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.data.sources.jsonl import JsonLines
-from mtraining_jax.tools.corpus.hf_disk import HuggingFaceOnDisk
-from mtraining_jax.tools.corpus.mds import MosaicShards
-from mtraining_jax.tools.corpus.mds_format import Damaged, decoded
-from mtraining_jax.tools.corpus.parquet import Parquet
+from mtraining_jax.tools.corpus.arrow import HuggingFaceOnDisk, Parquet
+from mtraining_jax.tools.corpus.mds import Damaged, MosaicShards, decoded
 from tests.data.mds_writer import array_bytes, packers, write_mds
 from tests.security.fuzzing import FUZZ, damaged, otherwise, result_of
 

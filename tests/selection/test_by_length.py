@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.data.densities import length_classes, num_classes
+from mtraining_jax.data.balance import length_classes, num_classes
 from mtraining_jax.documents import Documents
 from mtraining_jax.selection.by_length import pairs_by_length, take_pairs_by_length
 from mtraining_jax.utils.errors import UserError

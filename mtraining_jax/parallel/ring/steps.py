@@ -13,7 +13,7 @@ from mtraining_jax.parallel.ring.topology import RingAxis, RingTopology
 from pallas_kernels import ops as kernels
 from pallas_kernels.checks import Shaped
 from pallas_kernels.index import Segment, TiledIndex
-from pallas_kernels.plans import Plan
+from pallas_kernels.interface import Plan
 
 Pair = tuple[Array, Array]
 StepPlans = tuple[Plan, ...]  # plans of one step, one per entry of `segment_pairs`

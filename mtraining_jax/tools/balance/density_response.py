@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from mtraining_jax.data.densities import length_classes
-from mtraining_jax.tools.plan.density import EXPONENT, reach
+from mtraining_jax.data.balance import length_classes
+from mtraining_jax.tools.plan.pattern_costs import EXPONENT, reach
 from mtraining_jax.utils.errors import UserError
 
 _LEAST, _MOST = 0.1, 10.0  # limits of an exponent

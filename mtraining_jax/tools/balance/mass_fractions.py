@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtraining_jax.tools.balance.density_response import DensityResponse, ReplicaDocuments
-from mtraining_jax.tools.plan.density import BEYOND, reach
 from mtraining_jax.tools.plan.kernel_times import AttentionSize, pack_ms
+from mtraining_jax.tools.plan.pattern_costs import BEYOND, reach
 
 _ANCHORS = {"mean": np.mean, "min": np.min, "max": np.max}
 _HALVINGS = 30

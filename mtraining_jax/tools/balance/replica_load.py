@@ -8,8 +8,13 @@ import numpy as np
 
 from mtraining_jax.callbacks import Callback, Record
 from mtraining_jax.config import Config
-from mtraining_jax.data.balance import Balance, sequence_cost
-from mtraining_jax.data.densities import Densities, length_classes, num_classes
+from mtraining_jax.data.balance import (
+    Balance,
+    Densities,
+    length_classes,
+    num_classes,
+    sequence_cost,
+)
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.reporting.flops import step_flops
 from mtraining_jax.selection.by_length import take_pairs_by_length

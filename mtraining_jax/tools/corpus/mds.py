@@ -1,23 +1,209 @@
 """MosaicML streaming (MDS) shards, read without the streaming library."""
 
+import hashlib
+import json
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mtraining_jax.data.documents import Document, TableSource
-from mtraining_jax.data.files import find_files
-from mtraining_jax.tools.corpus.mds_format import (
-    INDEX,
-    Damaged,
-    Shard,
-    decoded,
-    read_index,
-    samples,
+from mtraining_jax.data.files import (
+    COMPRESSIONS,
+    errors_as,
+    find_files,
+    inside,
+    open_compressed,
+    shown_names,
 )
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import options
+from mtraining_jax.utils.file_limits import LARGEST_INDEX, read_json
 from mtraining_jax.utils.limits import Text
+
+INDEX = "index.json"
+# Offsets are uint32.
+_LARGEST_SHARD = 2**32 - 1
+# Type codes; other types cannot hold token ids.
+_TYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
+    34: "float32", 64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in _TYPES.values()}
+
+
+class Damaged(Exception):
+    """A corrupt shard; the message is a predicate, the caller adds shard and sample."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Index entry of a shard."""
+
+    path: Path
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes of each column, 0 if variable
+    samples: int
+    size: int
+    hashes: dict[str, str]
+    packed: Path | None
+    compression: str
+
+    @property
+    def file(self) -> Path:
+        """The file to read: compressed only if the other one does not exist."""
+        if self.packed is not None and self.packed.is_file() and not self.path.is_file():
+            return self.packed
+        return self.path
+
+    def column(self, name: str, field: str) -> int:
+        if name not in self.names:
+            names = shown_names(self.names)
+            raise UserError(f"{self.path} has no column of {field}; it has {names}")
+        number = self.names.index(name)
+        if self.encodings[number].partition(":")[0] == "pkl":
+            raise UserError(
+                f'{self.path}: column "{name}" is pickled, and unpickling can execute arbitrary '
+                "code; rewrite it as ndarray or str"
+            )
+        return number
+
+
+def read_index(path: Path) -> list[Shard]:
+    """Reads the shards of a data set from its index.json."""
+    problem = f"{path} is not an index of MDS shards"
+    with errors_as(UserError, problem, OSError, ValueError, TypeError, AttributeError):
+        index = read_json(path, LARGEST_INDEX)
+        try:
+            if index["version"] != 2:
+                raise ValueError(f"version {index['version']} instead of 2")
+            return [_shard(path, entry) for entry in index["shards"]]
+        except KeyError as error:
+            raise ValueError(f"{error} is missing") from error
+
+
+def _shard(index: Path, entry: dict[str, Any]) -> Shard:
+    if entry["format"] != "mds":
+        raise ValueError(f'format "{entry["format"]}" instead of "mds"')
+    names, encodings = entry["column_names"], entry["column_encodings"]
+    sizes, raw, packed = entry["column_sizes"], entry["raw_data"], entry.get("zip_data")
+    if not len(names) == len(encodings) == len(sizes):
+        raise ValueError("columns have different numbers of names, encodings and sizes")
+    return Shard(
+        path=inside(index.parent, str(raw["basename"]), index),
+        names=tuple(map(str, names)),
+        encodings=tuple(map(str, encodings)),
+        sizes=tuple(_number(size or 0) for size in sizes),
+        samples=_number(entry["samples"]),
+        size=_number(raw["bytes"]),
+        hashes={str(kind): str(value) for kind, value in (raw.get("hashes") or {}).items()},
+        packed=inside(index.parent, str(packed["basename"]), index) if packed else None,
+        compression=str(entry.get("compression")).partition(":")[0],
+    )
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST_SHARD:
+        raise ValueError(f"{value!r} instead of a number from 0 to {_LARGEST_SHARD}")
+    return value
+
+
+def _load(shard: Shard) -> np.ndarray:
+    """The bytes of a shard, uint8 [size]: memory-mapped, or decompressed if necessary."""
+    size = shard.size
+    with errors_as(Damaged, "cannot be read", OSError):
+        if not shard.file.is_file():
+            raise Damaged("does not exist")
+        if shard.file != shard.path:
+            data = _unpacked(shard.file, shard.compression, size)
+        elif (found := shard.file.stat().st_size) != size:
+            raise Damaged(f"has {found} bytes instead of {size}")
+        else:
+            data = np.memmap(shard.file, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+        for kind, expected in shard.hashes.items():
+            if kind in hashlib.algorithms_guaranteed and not kind.startswith("shake"):
+                if hashlib.new(kind, data).hexdigest() != expected:
+                    raise Damaged(f"is corrupt: its {kind} does not match {INDEX}")
+        return data
+
+
+def _unpacked(path: Path, compression: str, size: int) -> np.ndarray:
+    """Decompresses at most `size` bytes (guards against decompression bombs)."""
+    if compression not in COMPRESSIONS:
+        raise Damaged(f'is compressed with "{compression}"; supported are zstd, gz and bz2')
+    with (
+        errors_as(Damaged, "cannot be decompressed", Exception),
+        open_compressed(path, compression) as reader,
+    ):
+        data = bytearray()
+        while len(data) <= size and (part := reader.read(min(2**24, size + 1 - len(data)))):
+            data += part
+    if len(data) != size:
+        raise Damaged(f"decompresses to {'more' if len(data) > size else 'less'} than {size} bytes")
+    return np.frombuffer(data, np.uint8)
+
+
+def samples(shard: Shard, columns: list[int]) -> Iterator[list[np.ndarray]]:
+    """Reads a shard; yields the bytes of these columns for each sample."""
+    data = _load(shard)
+    table = 4 * (shard.samples + 2)
+    if data.size < table or int(data[:4].view("<u4")[0]) != shard.samples:
+        raise Damaged(f"does not have the expected {shard.samples} samples")
+    offsets = data[4:table].view("<u4").astype(np.int64)
+    if offsets[0] < table or offsets[-1] != data.size or (np.diff(offsets) < 0).any():
+        raise Damaged("has invalid sample offsets")
+    _check_columns(shard, data[table : offsets[0]])
+    varying = [number for number, size in enumerate(shard.sizes) if not size]
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        sample = data[begin:end]
+        head = 4 * len(varying)
+        if sample.size < head:
+            raise Damaged("is too short for the sizes of its columns")
+        sizes = np.array(shard.sizes, np.int64)
+        sizes[varying] = sample[:head].view("<u4")
+        ends = head + np.cumsum(sizes)
+        if ends[-1] != sample.size:
+            raise Damaged(f"has {sample.size} bytes, but its columns have {ends[-1]}")
+        yield [sample[ends[number] - sizes[number] : ends[number]] for number in columns]
+
+
+def _check_columns(shard: Shard, text: np.ndarray) -> None:
+    problem = "has no valid list of columns"
+    with errors_as(Damaged, problem, ValueError, KeyError, TypeError, RecursionError):
+        header = json.loads(text.tobytes().decode("utf-8"))
+        names, encodings = header["column_names"], header["column_encodings"]
+        same = tuple(names) == shard.names and tuple(encodings) == shard.encodings
+    if not same:
+        raise Damaged(f"has columns {names} of {encodings}, which do not match {INDEX}")
+
+
+def decoded(data: np.ndarray, encoding: str) -> np.ndarray:
+    """Decodes uint8 [n] of encoding ndarray[:DTYPE[:SHAPE]]; what it omits precedes the values."""
+    kind, _, rest = encoding.partition(":")
+    if kind != "ndarray":
+        raise Damaged(f'has encoding "{encoding}" instead of ndarray')
+    name, _, axes = rest.partition(":")
+    at = 0
+    with errors_as(Damaged, f"is not a valid {encoding}", KeyError, IndexError, ValueError):
+        if not name:
+            name, at = _TYPES[int(data[0])], 1
+        dtype = _DTYPES[name]
+        if axes:
+            shape = [int(size) for size in axes.split(",")]
+        else:
+            ndim, item = int(data[at]) >> 2, 1 << (int(data[at]) & 3)
+            shape = data[at + 1 : at + 1 + ndim * item].view(f"<u{item}").tolist()
+            if len(shape) != ndim:
+                raise ValueError("truncated shape")
+            at += 1 + ndim * item
+        if math.prod(shape) * dtype.itemsize != data.size - at or min(shape, default=0) < 0:
+            raise Damaged(f"is not an array of shape {tuple(shape)}: it has {data.size - at} bytes")
+        # Raises ValueError for too many axes, or too large axes in an empty array.
+        return data[at:].view(dtype).reshape(shape)
 
 
 @options(kw_only=True)

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from mtraining_jax.patterns.row_pattern import PROMPT_END
 from mtraining_jax.tools.evaluate.engine.engine import Engine
-from mtraining_jax.tools.evaluate.identity import digest_of, digests_of
-from mtraining_jax.tools.evaluate.load import max_positions
+from mtraining_jax.tools.evaluate.load import digest_of, digests_of, max_positions
 from mtraining_jax.tools.evaluate.progress import Watch
 from mtraining_jax.tools.evaluate.report import write_results
 from mtraining_jax.tools.evaluate.results import Results

@@ -10,8 +10,7 @@ import jax
 
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
-from mtraining_jax.tools.evaluate.identity import digests_of
-from mtraining_jax.tools.evaluate.load import AttentionKind
+from mtraining_jax.tools.evaluate.load import AttentionKind, digests_of
 from mtraining_jax.utils.errors import UserError
 
 try:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtraining_jax.data.tokenizer import Tokenizer
-from mtraining_jax.models.position_buckets import means_by_bucket
+from mtraining_jax.models.label_scores import means_by_bucket
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.model import Model
 from mtraining_jax.tools.evaluate.progress import Watch

@@ -10,7 +10,7 @@ from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.models.spec import layer_windows, windows_text
 from mtraining_jax.tools.corpus.pack_report import report_on
 from mtraining_jax.tools.plan import pattern_costs
-from mtraining_jax.tools.plan.density import density_of_window
+from mtraining_jax.tools.plan.pattern_costs import density_of_window
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.invocation import command_of
 

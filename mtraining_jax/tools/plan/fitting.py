@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 from mtraining_jax.config import Config
 from mtraining_jax.config.sections import ModelConfig
 from mtraining_jax.config.validate import offload_problems
-from mtraining_jax.models.chunks import num_chunks
+from mtraining_jax.models.products import num_chunks
 from mtraining_jax.tools.plan.cost import count_flops, rates_missing, seconds
 from mtraining_jax.tools.plan.documents import Pairs, planned_pairs
 from mtraining_jax.tools.plan.hardware import Gpu

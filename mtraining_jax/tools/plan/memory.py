@@ -10,7 +10,7 @@ from typing import Self
 from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
-from mtraining_jax.models.chunks import first_chunks
+from mtraining_jax.models.products import first_chunks
 from mtraining_jax.models.sharding import lm_head_name
 from mtraining_jax.models.spec import ModelSpec, layer_windows
 from mtraining_jax.parallel.mesh import AXES

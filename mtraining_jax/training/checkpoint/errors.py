@@ -3,13 +3,18 @@
 A message says "damaged" only with evidence of damage, and no message asks to delete a file.
 """
 
+import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
+
+from orbax.checkpoint._src import asyncio_utils
 
 from mtraining_jax.utils.errors import UserError
 
@@ -121,3 +126,35 @@ def _line(error: BaseException) -> str:
     if found := _ARRAY.match(line):
         return f"{found[1]}array {found[2]} in {found[3]}"
     return textwrap.shorten(line, 200, placeholder=" ...")
+
+
+# Seconds that the remaining reads and writes get to end after the first failure.
+_PATIENCE = 60
+
+
+class WaitingEventLoop(asyncio.SelectorEventLoop):
+    """Waits for its tasks before it closes."""
+
+    def close(self) -> None:
+        tasks = set() if self.is_closed() else asyncio.all_tasks(self)
+        if tasks:
+            done, _ = self.run_until_complete(asyncio.wait(tasks, timeout=_PATIENCE))
+            for task in done:
+                if not task.cancelled():
+                    task.exception()  # retrieved, so that Python does not print it
+        super().close()
+
+
+def print_errors_once() -> None:
+    """Applies to all later calls of Orbax in this process; may be called again."""
+    # The module creates all event loops of Orbax, with `asyncio.new_event_loop`.
+    names = vars(asyncio) | {"new_event_loop": WaitingEventLoop}
+    asyncio_utils.asyncio = types.SimpleNamespace(**names)  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("absl").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drops Orbax's records of raised errors, and messages on preemption and sizes of objects."""
+    raised = record.exc_info is not None or "raised an exception" in record.getMessage()
+    known = raised or any(x in record.getMessage() for x in ("preemption", "object size logging"))
+    return not (known and "orbax" in record.pathname)

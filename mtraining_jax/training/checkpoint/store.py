@@ -24,8 +24,12 @@ from mtraining_jax.config import Config
 from mtraining_jax.config.sections import GCS
 from mtraining_jax.models.huggingface.checksums import checksum, digest
 from mtraining_jax.models.huggingface.read import check_base
-from mtraining_jax.training.checkpoint.errors import damaged, unreadable, writing_into
-from mtraining_jax.training.checkpoint.orbax_errors import print_errors_once
+from mtraining_jax.training.checkpoint.errors import (
+    damaged,
+    print_errors_once,
+    unreadable,
+    writing_into,
+)
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.optimizer import Parameters
 from mtraining_jax.training.state import PINNED_HOST, TrainState

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gradients import Gradients
+from pallas_kernels.interface import Gradients
 from pallas_kernels.mosaic_gpu.common import (
     LOG2E,
     ROWS,

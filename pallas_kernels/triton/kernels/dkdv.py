@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.kernels.tiles import (
+from pallas_kernels.triton.kernels.walk import (
     BLOCK,
     WORD,
     field,

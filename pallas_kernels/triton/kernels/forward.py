@@ -4,8 +4,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.kernels.tiles import masked, offsets, rows_of
-from pallas_kernels.triton.kernels.walk import over_keys, place_of
+from pallas_kernels.triton.kernels.walk import masked, offsets, over_keys, place_of, rows_of
 
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E = tl.constexpr(1.4426950408889634)

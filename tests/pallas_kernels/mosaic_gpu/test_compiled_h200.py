@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.context import SelectionContext
 from pallas_kernels import BlockMaskIndex, DenseIndex, VerticalSlashIndex, attention
-from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.mosaic_gpu.backend import CONFIGS
 from tests.pallas_kernels.mosaic_gpu.hopper import described_h200s
 
 BLOCK = 128

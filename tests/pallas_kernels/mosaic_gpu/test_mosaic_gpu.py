@@ -9,8 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
 from pallas_kernels import DiagonalTiles
-from pallas_kernels.mosaic_gpu.backend import MosaicGpu
-from pallas_kernels.mosaic_gpu.configs import CONFIGS
+from pallas_kernels.mosaic_gpu.backend import CONFIGS, MosaicGpu
 from pallas_kernels.mosaic_gpu.work_queue import queue_memory, queue_operands
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size

@@ -19,8 +19,8 @@ from mtraining_jax.tools.audit.figures import (
     AuditRows,
     forward_figures,
     gradient_figures,
+    starved_keys,
 )
-from mtraining_jax.tools.audit.starved_keys import starved_keys
 from pallas_kernels.index import BlockMaskIndex
 from tests.models.common import equations
 from tests.patterns import inputs
@@ -145,8 +145,8 @@ def test_keys_are_processed_in_chunks(monkeypatch):
     index = on_one_device()[1]
     keys = Keys.of(k, None, index, block_ids=jnp.arange(NUM_BLOCKS))
     whole = starved_keys(keys, HEADS)
-    monkeypatch.setattr("mtraining_jax.tools.audit.starved_keys._QUERY_BLOCKS", 4)
-    monkeypatch.setattr("mtraining_jax.tools.audit.starved_keys._KEY_BLOCKS", 3)
+    monkeypatch.setattr("mtraining_jax.tools.audit.figures._QUERY_BLOCKS", 4)
+    monkeypatch.setattr("mtraining_jax.tools.audit.figures._KEY_BLOCKS", 3)
     for some, expected in zip(starved_keys(keys, HEADS), whole, strict=True):
         np.testing.assert_array_equal(some, expected)
 

@@ -8,11 +8,11 @@ import pytest
 from mtraining_jax.parallel.mesh import DOCUMENTS
 from mtraining_jax.tools.plan.compiled import abstract_batch
 from mtraining_jax.tools.plan.cost import count_flops
-from mtraining_jax.tools.plan.density import density_of_lists
 from mtraining_jax.tools.plan.documents import planned_pairs
 from mtraining_jax.tools.plan.dry_run import report
 from mtraining_jax.tools.plan.hardware import H200
 from mtraining_jax.tools.plan.memory import estimate_memory, index_bytes
+from mtraining_jax.tools.plan.pattern_costs import density_of_lists
 from mtraining_jax.training.build import build_mesh
 from tests.training.common import VERTICAL_SLASH, changed, tiny_config
 

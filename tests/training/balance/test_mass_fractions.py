@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mtraining_jax.data.densities import length_classes
+from mtraining_jax.data.balance import length_classes
 from mtraining_jax.tools.balance.density_response import DensityResponse, ReplicaDocuments
 from mtraining_jax.tools.balance.mass_fractions import FractionTuning
 from mtraining_jax.tools.plan.kernel_times import AttentionSize, documents_ms

@@ -11,7 +11,7 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.tools.balance.replica_load import assumed_densities, balance_of
 from mtraining_jax.tools.balance.tuner import Tuner
-from mtraining_jax.tools.plan.density import density_of_lists
+from mtraining_jax.tools.plan.pattern_costs import density_of_lists
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.device_batches import DeviceBatches
 from tests.training.common import VOCAB, changed, losses, run, tiny_config

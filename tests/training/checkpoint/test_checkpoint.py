@@ -21,8 +21,7 @@ from orbax.checkpoint._src import asyncio_utils
 
 from mtraining_jax.config import Config
 from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
-from mtraining_jax.training.checkpoint.errors import unreadable
-from mtraining_jax.training.checkpoint.orbax_errors import WaitingEventLoop, print_errors_once
+from mtraining_jax.training.checkpoint.errors import WaitingEventLoop, print_errors_once, unreadable
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.state import TrainState
 from mtraining_jax.utils.errors import UserError

@@ -4,7 +4,7 @@ import jax
 
 from mtraining_jax.training.checkpoint import newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
-from mtraining_jax.training.compile_cache import use_compile_cache
+from mtraining_jax.training.run import use_compile_cache
 from tests.training.common import changed, run
 
 

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from mtraining_jax.training.build import build_mesh
-from mtraining_jax.training.guard import outliers
-from mtraining_jax.training.guard.decision import Findings
-from mtraining_jax.training.guard.guard import FAULTS, Guard, TakenStep
-from mtraining_jax.training.guard.outliers import Outliers
-from mtraining_jax.training.guard.sums import StateSums
+from mtraining_jax.training.guard import guard
+from mtraining_jax.training.guard.guard import FAULTS, Guard, Outliers, TakenStep
+from mtraining_jax.training.guard.sums import Findings, StateSums
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import changed, losses, run, written
@@ -92,7 +90,7 @@ def test_wrong_gradients_are_repaired(guarded, monkeypatch):
     assert norms["layers.mlp.up_proj.weight"][1] is None
     assert all(np.isfinite(norms[name]).all() for name in norms if "up_proj" not in name)
     for name, value in {"_NORM": -99, "_LEAST_FACTOR": 0.01}.items():
-        monkeypatch.setattr(outliers, name, value)
+        monkeypatch.setattr(guard, name, value)
     with planted([]):
         often = run(named(guarded, "often"))
     np.testing.assert_array_equal(losses(often), losses(clean))

@@ -17,7 +17,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.reporting.audit import FIGURES
 from mtraining_jax.reporting.goodput import KINDS
 from mtraining_jax.reporting.progress import Display
-from mtraining_jax.reporting.writers.jsonl import JsonlWriter
+from mtraining_jax.reporting.writers import JsonlWriter
 from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import Checkpoints, newest_step
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtraining_jax.training.loop.resumed import resume_notes
+from mtraining_jax.training.loop.saving import resume_notes
 from tests.training.common import changed, tiny_config
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtraining_jax.models.position_buckets import bucket_names
+from mtraining_jax.models.label_scores import bucket_names
 from mtraining_jax.tools.evaluate.report.cells import Lines, Mean
 
 try:  # not pyplot, which keeps every figure and may need a display

@@ -8,7 +8,7 @@ import numpy as np
 import rich.box
 import rich.table
 
-from mtraining_jax.models.position_buckets import bucket_names
+from mtraining_jax.models.label_scores import bucket_names
 from mtraining_jax.tools.evaluate.report.cells import Lines, Mean, Run
 from mtraining_jax.tools.evaluate.tasks import GROUPS
 from mtraining_jax.utils.text import counted

@@ -1,16 +1,108 @@
-"""Block diagonals: tiles of one shard of queries and one or more shards of keys.
+"""Block tiles of a kernel call: listed, and on diagonals of blocks."""
 
-A global block diagonal becomes one local offset o = i - j for a whole pair of shards.
-"""
-
+import abc
 import dataclasses
 from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from pallas_kernels.tiles.protocol import NO_DIAGONAL, Lists, Tiles, check_lists, check_shape
+NO_DIAGONAL = np.int32(np.iinfo(np.int32).min)
+
+Lists = tuple[Array, Array, Array]
+
+
+class Tiles(abc.ABC):
+    """The (query block, key block) tiles that one kernel call computes.
+
+    Blocks are numbered within the call. Tiles with offset i - j == `diagonal` are on the causal
+    diagonal and masked per element (row >= column); all others are computed in full. A masked tile
+    is the first entry of a block's range, or the last in a query block's own list (`listed`).
+    Subclasses are frozen dataclasses, registered as pytrees.
+    """
+
+    diagonal: Array  # int32 [], the masked offset, or `NO_DIAGONAL`
+    block_size: int  # g (static)
+    # Whether entries are block numbers, int32 [B, Hq, n, M] for n own blocks (static). Otherwise
+    # they are offsets, int32 [B, Hq, M], the same for all own blocks.
+    listed: bool
+    # Whether all tiles allowed by causality and documents are computed (static). Kernels may be
+    # selected by it; the lists determine what is computed.
+    dense: bool
+    num_segments: int  # equal segments of the keys, processed one at a time (static)
+    window: int | None = None  # see `DiagonalTiles` (static)
+
+    @abc.abstractmethod
+    def row_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        """Returns entries, and the range first .. last - 1 of those of each query block.
+
+        Ranges are int32 [B, Hq, nq], or [B, Hq, R, nq] for R consecutive ones.
+        """
+
+    @abc.abstractmethod
+    def column_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        """Returns entries, and the range of each key block, int32 [B, Hq, nk]."""
+
+    @abc.abstractmethod
+    def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None: ...
+
+
+def at_least_one(lists: Array) -> Array:
+    """Appends an invalid entry to lists without capacity; kernels need at least one entry."""
+    return lists if lists.shape[-1] else jnp.zeros((*lists.shape[:-1], 1), jnp.int32)
+
+
+def check_shape(name: str, x: Array | None, shape: tuple[int, ...]) -> None:
+    if x is None:
+        raise ValueError(f"{name} is None; expected shape {shape}")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
+
+
+def check_lists(name: str, x: Array, leading: tuple[int, ...]) -> None:
+    """Raises ValueError unless `x` has shape [*leading, at least one]."""
+    if x.shape[:-1] != leading or x.shape[-1] == 0:
+        raise ValueError(
+            f"{name} has shape {x.shape}; expected [{', '.join(map(str, leading))}, ...] with at "
+            "least one entry in each list"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ListedTiles(Tiles):
+    """A list of key blocks for each query block, and the transpose; for tiles of any shape.
+
+    Lists ascend, except that the masked key block, if listed, comes last. Entries from a count on
+    are arbitrary. By causality a key block's masked query block is its first.
+    """
+
+    key_blocks: Array  # int32 [B, Hq, nq, M], M >= 1, key blocks of each query block
+    key_count: Array  # int32 [B, Hq, nq]
+    query_blocks: Array  # int32 [B, Hq, nk, M'], M' >= 1, query blocks of each key block
+    query_count: Array  # int32 [B, Hq, nk]
+    diagonal: Array  # int32 [], the masked offset i - j, or `NO_DIAGONAL`
+    block_size: int = jax.tree.static()  # g
+
+    listed: ClassVar[bool] = True
+    dense: ClassVar[bool] = False
+    num_segments: ClassVar[int] = 1
+
+    def row_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        return self.key_blocks, jnp.zeros_like(self.key_count), self.key_count
+
+    def column_lists(self, num_query_blocks: int, num_key_blocks: int) -> Lists:
+        return self.query_blocks, jnp.zeros_like(self.query_count), self.query_count
+
+    def check(self, batch: int, heads: int, num_query_blocks: int, num_key_blocks: int) -> None:
+        for own, lists, count, number in (
+            ("key", self.key_blocks, self.key_count, num_query_blocks),
+            ("query", self.query_blocks, self.query_count, num_key_blocks),
+        ):
+            check_shape(f"tiles.{own}_count", count, (batch, heads, number))
+            check_lists(f"tiles.{own}_blocks", lists, (batch, heads, number))
 
 
 @jax.tree_util.register_dataclass
