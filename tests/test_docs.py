@@ -56,7 +56,7 @@ def test_every_promise_of_the_page_on_bits_has_its_test():
 
 
 def test_the_table_of_the_interpreters_branches_is_whole():
-    page = (ROOT / "docs/design/interpreter-paths.md").read_text()
+    page = (ROOT / "docs/design/testing.md").read_text()
     rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     kernels = ROOT / "pallas_kernels/mosaic_gpu"
     branching = {

@@ -29,8 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu_tools import sanitizer  # noqa: E402
-
+from benchmarks.sanitize import sanitizer  # noqa: E402
 from benchmarks.sanitize.sanitizer import Result  # noqa: E402
 
 BARRIERS = ("threads", "bulk", "tensor", "store")

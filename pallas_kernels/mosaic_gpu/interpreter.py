@@ -1,4 +1,4 @@
-"""Kernel operations that differ in the GPU interpreter (docs/design/interpreter-paths.md)."""
+"""Kernel operations that differ in the GPU interpreter (docs/design/testing.md)."""
 
 # pyright: reportPrivateImportUsage=false
 from collections.abc import Callable, Sequence

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.gpu_tools import repeat, sanitize, sanitizer
 
+from benchmarks.sanitize import repeat, sanitize, sanitizer
 from benchmarks.sanitize.sanitizer import Result
 from pallas_kernels.mosaic_gpu.kernels.row_products import LongRows, ShortRows
 

@@ -100,7 +100,8 @@ class FamilyContract:
             assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
 
     def test_a_round_trip_has_the_same_bits(self, spec, state, directory, tmp_path):
-        out = save_hf(tmp_path / "out", spec, state, dtype="float32", like=directory)
+        dtype = json.loads((directory / "config.json").read_text())["dtype"]
+        out = save_hf(tmp_path / "out", spec, state, dtype=dtype, like=directory)
         assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
         ours, theirs = (load_file(path / "model.safetensors") for path in (out, directory))
         assert ours.keys() == theirs.keys()

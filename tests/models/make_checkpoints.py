@@ -39,6 +39,8 @@ QWEN2 = SIZES | {
 }  # fmt: skip
 MASKED = "qwen2_tiny"  # has golden outputs with label masks
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.1.mlp."
+# Weights in fp32: other tests have recorded results of these models. Other weights are bfloat16.
+FLOAT32 = ("qwen2_tiny", "qwen2_tiny_yarn", "llama3_tiny")
 # Configuration, and the tensors with golden gradients.
 CHECKPOINTS = {
     "qwen2_tiny": (
@@ -135,6 +137,7 @@ CHECKPOINTS = {
 def make(name: str, folder: Path) -> None:
     """Writes one checkpoint and its golden outputs."""
     config, gradients = CHECKPOINTS[name]
+    dtype = torch.float32 if name in FLOAT32 else torch.bfloat16
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     parameters = dict(model.named_parameters())
@@ -149,13 +152,13 @@ def make(name: str, folder: Path) -> None:
                 if parameter_name.endswith(("gate_up_proj", "sinks")):
                     scale = 0.6  # reaches the limits of gpt-oss
                 parameter.copy_(scale * torch.randn_like(parameter))
+            parameter.copy_(parameter.to(dtype))  # outputs are those of the weights as saved
     # 144 tokens: longer than the 64 to which YaRN and longrope refer.
     tokens = torch.randint(0, config.vocab_size, (2, 144))
     result = model(tokens, labels=tokens)
     result.loss.backward()
     gradient_of = {f"grad:{x}": parameters[x].grad.numpy().copy() for x in gradients}
-    model.save_pretrained(folder / name)
-    (folder / name / "generation_config.json").unlink(missing_ok=True)
+    (folder / name).mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         folder / name / "golden.npz",
         input_ids=tokens.numpy().astype(np.int32),
@@ -164,6 +167,8 @@ def make(name: str, folder: Path) -> None:
         **gradient_of,
         **(masked(model, tokens) if name == MASKED else {}),
     )
+    model.to(dtype).save_pretrained(folder / name)
+    (folder / name / "generation_config.json").unlink(missing_ok=True)
 
 
 def masked(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ class Gpu:
     index_seconds: float  # of selection and building work lists, per query head and key
     lists_seconds: float  # the same without selection
     # Bytes/s to and from the host that add to a step, as little of them is hidden: 9 GiB each way
-    # added 0.28 s (benchmarks/results/step-others-h200x2-2026-11-22.md, 3.56 s instead of 3.28).
+    # added 0.28 s (benchmarks/results/archive-step.md, 3.56 s instead of 3.28).
     offload_bytes: float = 69e9
     backend: str = "mosaic_gpu"
     # Description in this folder of a GPU for compiling without it, and what differs from it.
@@ -34,7 +34,7 @@ H200 = Gpu(
     memory=150_109_880_320,  # device_memory_size in the target description
     copy_bytes=4.27e12,  # measured on one H200 with jax 0.11.2, CUDA 13
     link_bytes=261 * 2**30,  # 8 H200 of one host, shards of 256 MiB
-    # docs/design/exact-top-p.md: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
+    # docs/design/selection.md: 0.87 ms for 16 heads and 131072 keys, caps of 4096.
     index_seconds=0.87e-3 / (16 * 131072),
     # benchmarks/results/attention-h200-2026-11-22-whole.md: "build" at 131072 tokens.
     lists_seconds=0.20e-3 / (16 * 131072),

@@ -10,10 +10,10 @@ import numpy as np
 # and backward on one H200, with five products per tile backward; fraction of these rates reached in
 # ring attention of one layer on eight GPUs). Rates on one GPU:
 #   0.8 %   mask A at S = 524288, benchmarks/results/attention-h200-2026-11-22-whole.md
-#   6.3 %   mask B at S = 524288, benchmarks/results/attention-h200-2026-11-21-in-step.md
+#   6.3 %   mask B at S = 524288, benchmarks/results/archive-attention.md
 #   17 %    the same: mask B forward runs at 579, 578 and 581 TFLOP/s at 8.8, 11.9 and 17.1 % (and
 #           backward at 458, 450 and 428), S = 131072, 65536 and 32768 in the first file
-#   dense   S = 131072, benchmarks/results/{attention-h200,ring-h200x2}-2026-11-22.md
+#   dense   S = 131072, benchmarks/results/archive-{attention,ring}.md, 2026-11-22
 # Ring: masks A, B and dense at S = 524288, gathered, "of one GPU's rate, same work" in
 # benchmarks/results/ring-h200x8-2026-11-22.md, for head dimension 128; not measured for 64. The
 # value at 17 % is interpolated. In entire steps other work hides this loss, so dry runs ignore it.
@@ -33,7 +33,7 @@ KERNEL_RATES = {
 }
 _RING = 8  # GPUs of the ring
 # Scores per second of the kernels that sum a softmax by block: 16 of 128 queries, 16 heads of 128
-# and 131072 tokens in 8.76 ms, benchmarks/results/choice-h200-2026-11-23.md. Exponentials are the
+# and 131072 tokens in 8.76 ms, benchmarks/results/archive-selection.md. Exponentials are the
 # bottleneck, so head dimension 64 is not faster.
 SCORES_PER_SECOND = 131072**2 / 2 * 16 * (16 / 128) / 8.76e-3
 # How much faster scores of coded keys are: the same selection takes 4.7 ms on an H100, its index
@@ -42,7 +42,7 @@ CODED_SPEEDUP = 8.76 / (4.7 - 0.87)
 
 # bf16 FLOP/s of a product of 8192^3: measured on one H200 with jax 0.11.2, CUDA 13.
 _MATMUL_FLOPS = 794e12
-# benchmarks/results/step-{qwen3b-512k-h200x4,others-h200x2}-2026-11-22.md: everything except
+# benchmarks/results/archive-step.md, 2026-11-22 (four GPUs, other models): everything except
 # attention runs at 0.56 of that at hidden_size 896, at 0.71 at 2048 and at 0.74 at 3584. Fit: very
 # wide models reach _MATMUL_SHARE, and half of it at _MATMUL_HALF_WIDTH, where norms, gates and
 # casts take as long as the matrix products, which grow with the square of the width.
@@ -50,8 +50,8 @@ _MATMUL_SHARE = 0.87
 _MATMUL_HALF_WIDTH = 480
 # Those steps ran on two and four GPUs, so exposed collectives are included. A GPU that holds entire
 # sequences has none. Without them the eight traces in
-# benchmarks/results/step-qwen3b-*-2026-11-22*.md, at hidden_size 2048, run at 567 to 606 TFLOP/s,
-# 579.5 on average; the share above gives 560.
+# benchmarks/results/archive-step.md and step-qwen3b-h200x8-2026-11-22.md, at hidden_size 2048, run
+# at 567 to 606 TFLOP/s, 579.5 on average; the share above gives 560.
 _MATMUL_SHARE_ALONE = 0.90
 
 

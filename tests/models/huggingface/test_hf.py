@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from mtraining_jax.models.huggingface import read, write
+from mtraining_jax.models.huggingface import read
 from mtraining_jax.models.huggingface.config import check_same_model, read_hf_config
 from mtraining_jax.models.huggingface.peft import PEFT_CONFIG, PEFT_FILE
 from mtraining_jax.models.huggingface.read import load_hf
@@ -16,6 +16,7 @@ from mtraining_jax.models.lora.adapters import LoraSpec, is_adapter
 from mtraining_jax.models.rope import LinearScaling, YarnScaling
 from mtraining_jax.models.transformer import param_shardings
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.tools.export import write
 from mtraining_jax.tools.export.write import save_hf, save_peft
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import assert_states_close, drawn, tiny_spec
