@@ -153,7 +153,7 @@ class Replay(VerticalSlash):
         thresholds = thresholds.astype(np.uint32).reshape(shape)
         return dataclasses.replace(self, thresholds=thresholds, salts=salts)
 
-    def row_sharded(self, documents: bool) -> bool:
+    def sharded_by_query(self, documents: bool) -> bool:
         return self.of_lists or documents
 
     def overridable(self) -> dict[str, int]:
@@ -248,8 +248,8 @@ class Replay(VerticalSlash):
     def softmax_share(self) -> float:
         return self.replay_estimate * pattern_costs.softmax_share(self.replayed())
 
-    def reads_coded_keys(self) -> bool:
-        return self.replay_estimate and pattern_costs.reads_coded_keys(self.replayed())
+    def scores_fp8_keys(self) -> bool:
+        return self.replay_estimate and pattern_costs.scores_fp8_keys(self.replayed())
 
     def capacities(self, num_blocks: int, documents: bool = False) -> tuple[int, int]:
         return pattern_costs.capacities(self.replayed(), num_blocks, documents)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.checks import HEAD_DIMS, NARROW_HEAD_DIMS, Shaped
-from pallas_kernels.coded import CodedScores
+from pallas_kernels.fp8_scores import Fp8Scores
 from pallas_kernels.interface import Backend, Estimate
 from pallas_kernels.masses import BlockScores
 from pallas_kernels.mosaic_gpu import device
@@ -111,9 +111,9 @@ def block_score_kernels(
     return kernels if reason is None else _leave_to_xla(name, reason, _BLOCK_SCORES_COST)
 
 
-def coded_score_kernels(name: str | None, q: Shaped, block_size: int) -> CodedScores | None:
-    """Returns the kernels that score coded keys, or None; arguments and errors as in `resolve`."""
-    kernels = resolve(name, q, block_size).coded_scores
+def fp8_score_kernels(name: str | None, q: Shaped, block_size: int) -> Fp8Scores | None:
+    """Returns the kernels that score 8-bit keys, or None; arguments and errors as in `resolve`."""
+    kernels = resolve(name, q, block_size).fp8_scores
     return kernels if q.shape[-1] in NARROW_HEAD_DIMS else None
 
 

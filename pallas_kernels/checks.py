@@ -11,7 +11,7 @@ from pallas_kernels.tiles import Columns, Tiles
 Shaped = Array | jax.ShapeDtypeStruct  # where only shape and dtype are read
 
 HEAD_DIMS = (64, 128, 192, 256)  # of the Hopper kernels
-NARROW_HEAD_DIMS = HEAD_DIMS[:2]  # of the Triton kernels, and of Hopper's for coded keys
+NARROW_HEAD_DIMS = HEAD_DIMS[:2]  # of the Triton kernels, and of Hopper's for 8-bit keys
 _DTYPES = (jnp.bfloat16, jnp.float16)
 BLOCK_SIZE = 128
 

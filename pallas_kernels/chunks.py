@@ -21,7 +21,7 @@ from pallas_kernels.interface import Pair, Plan
 from pallas_kernels.schedule import Schedule, Triple
 
 
-class Gathered(NamedTuple):
+class QueriesByChunk(NamedTuple):
     """Slots of the gathered copies of queries that see past chunks."""
 
     tokens: Array  # int32 [B, Hq, P], the query of each slot; arbitrary where not live
@@ -143,11 +143,11 @@ class PastChunks:
         )
         return sum_dq.astype(q.dtype), dk, dv
 
-    def _plan(self, copies: Array, k: Array, where: Gathered) -> Plan:
+    def _plan(self, copies: Array, k: Array, where: QueriesByChunk) -> Plan:
         return ops.plan(copies, k, where.index.tiles(), backend=self.backend)
 
 
-def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
+def gather_queries(index: TokenChunksIndex, rows: Array) -> QueriesByChunk:
     """Sorts queries of blocks `rows`, int32 [n/g], by past chunk, in whole tiles per chunk."""
     size, slots, num_chunks = index.block_size, index.most - 1, index.num_chunks
     past = index.past(rows)
@@ -184,7 +184,7 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> Gathered:
     safe = jnp.minimum(chunks, num_chunks - 1)
     places = _at(safe, first_tile) * size + sorted_place - _at(safe, start)
     places = jnp.clip(places, 0, num_tiles * size - 1)
-    return Gathered(
+    return QueriesByChunk(
         tokens,
         live.reshape(batch, heads, -1),
         places.reshape(batch, heads, count, slots),

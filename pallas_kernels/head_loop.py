@@ -19,7 +19,7 @@ _PART_BYTES = 1 << 32  # of gathered keys and work lists, if heads can be divide
 LISTS = 2  # the key blocks of each query block, and the transpose; int32
 
 
-def head_parts(heads: int, kv_heads: int, gathered_bytes: int, block_pairs: int) -> int:
+def num_head_chunks(heads: int, kv_heads: int, gathered_bytes: int, block_pairs: int) -> int:
     """Returns in how many parts a device computes its heads, by their size.
 
     `gathered_bytes` are those of keys, values and gradients from other devices. `block_pairs` are

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.checks import Shaped
-from pallas_kernels.coded import CodedScores
+from pallas_kernels.fp8_scores import Fp8Scores
 from pallas_kernels.masses import BlockScores
 from pallas_kernels.tiles import Columns, Tiles, scatter_columns
 
@@ -83,7 +83,7 @@ class ForwardCall(NamedTuple):
     scale: float
     init: Pair | None
     out_dtype: jnp.dtype
-    beside_transfers: bool
+    overlaps_collectives: bool
 
 
 class BackwardCall(NamedTuple):
@@ -100,7 +100,7 @@ class BackwardCall(NamedTuple):
     scale: float
     dq_dtype: jnp.dtype
     key_dtype: jnp.dtype | None
-    beside_transfers: bool
+    overlaps_collectives: bool
 
 
 class ProbeCall(NamedTuple):
@@ -151,7 +151,7 @@ class Backend(abc.ABC):
     name: str
     estimate: Estimate | None = None
     block_scores: BlockScores | None = None
-    coded_scores: CodedScores | None = None
+    fp8_scores: Fp8Scores | None = None
 
     @abc.abstractmethod
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
@@ -159,7 +159,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def plan(
-        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self,
+        q: Shaped,
+        k: Shaped,
+        tiles: Tiles | None,
+        columns: Columns | None,
+        *,
+        single_call: bool,
     ) -> Any: ...
 
     @abc.abstractmethod

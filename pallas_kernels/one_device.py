@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.checks import Shaped
 from pallas_kernels.chunks import PastChunks
-from pallas_kernels.head_loop import HeadLoop, head_parts
+from pallas_kernels.head_loop import HeadLoop, num_head_chunks
 from pallas_kernels.index import Index, TiledIndex, TokenChunksIndex, WindowIndex
 from pallas_kernels.interface import Plan
 from pallas_kernels.ops import Pair, backward, forward, plan, scale_of
@@ -71,7 +71,9 @@ def schedule_of(
     if isinstance(index, TokenChunksIndex):
         return PastChunks(one, one.scale)
     blocks = num_queries // index.block_size
-    parts = head_parts(num_heads, k.shape[2], 0, batch * blocks**2 if index.row_sharded else 0)
+    parts = num_head_chunks(
+        num_heads, k.shape[2], 0, batch * blocks**2 if index.sharded_by_query else 0
+    )
     return HeadLoop(one, parts) if parts > 1 else one
 
 
@@ -84,7 +86,7 @@ class OneDevice:
 
     def prepare(self, q: Shaped, k: Shaped, index: TiledIndex | WindowIndex) -> Plan:
         tiles, columns = index.on_one_device(q.shape[0], q.shape[1], q.shape[2], k.shape[1])
-        return plan(q, k, tiles, columns, whole=True, backend=self.backend)
+        return plan(q, k, tiles, columns, single_call=True, backend=self.backend)
 
     def forward(self, q: Array, k: Array, v: Array, work: Plan) -> Pair:
         return forward(q, k, v, work, _column_kv(k, v, work), scale=self.scale)

@@ -18,7 +18,7 @@ def plan(
     tiles: Tiles | None,
     columns: Columns | None = None,
     *,
-    whole: bool = False,
+    single_call: bool = False,
     backend: str | None = None,
 ) -> Plan:
     """Plans the kernels' work for `forward` and `backward`.
@@ -28,7 +28,7 @@ def plan(
         k: [B, nk, Hk, D], nk a multiple of the block size, Hq a multiple of Hk.
         tiles: (query block, key block) tiles to compute, or None.
         columns: gathered columns to compute as well, or None.
-        whole: whether a single call of `backward` returns complete gradients (its `key_dtype`).
+        single_call: whether one call of `backward` returns complete gradients (its `key_dtype`).
         backend: name of a backend; None or "auto" for the fastest available one.
 
     Raises:
@@ -37,7 +37,7 @@ def plan(
     block_size = check_plan(q, k, tiles, columns)
     runs = backends.resolve(backend, q, block_size)
     return Plan(
-        work=runs.plan(q, k, tiles, columns, whole=whole),
+        work=runs.plan(q, k, tiles, columns, single_call=single_call),
         columns=columns,
         backend=runs.name,
         block_size=block_size,
@@ -58,7 +58,7 @@ def forward(
     scale: float | None = None,
     init: Pair | None = None,
     out_dtype: jnp.dtype | None = None,
-    beside_transfers: bool = False,
+    overlaps_collectives: bool = False,
 ) -> Pair:
     """Computes attention of one shard of queries to one shard of keys and to gathered columns.
 
@@ -74,7 +74,7 @@ def forward(
         init: a running result to merge with: normalized output, fp32 [B, nq, Hq, D], and its lse,
             fp32 [B, Hq, nq] (-inf where nothing was computed yet).
         out_dtype: dtype of the output; defaults to fp32 with `init`, else that of q.
-        beside_transfers: whether collectives run concurrently and occupy some of a GPU's
+        overlaps_collectives: whether collectives run concurrently and occupy some of a GPU's
             multiprocessors. The work is then split into smaller parts that the others can take
             over, at the cost of starting more thread blocks.
 
@@ -92,7 +92,7 @@ def forward(
     if out_dtype is None:
         out_dtype = q.dtype if init is None else jnp.float32
     dtype, scale = jnp.dtype(out_dtype), scale_of(scale, q)
-    call = ForwardCall(q, k, v, plan, column_kv, scale, init, dtype, beside_transfers)
+    call = ForwardCall(q, k, v, plan, column_kv, scale, init, dtype, overlaps_collectives)
     return backends.named(plan.backend).forward(call)
 
 
@@ -110,14 +110,14 @@ def backward(
     scale: float | None = None,
     dq_dtype: jnp.dtype = jnp.float32,
     key_dtype: jnp.dtype | None = None,
-    beside_transfers: bool = False,
+    overlaps_collectives: bool = False,
 ) -> Gradients:
     """Computes the gradients of `forward`'s contribution to an attention output.
 
     With the row's final lse and delta, the contributions of several calls (ring steps) add up.
 
     Args:
-        q, k, v, plan, column_kv, scale, beside_transfers: as in `forward`.
+        q, k, v, plan, column_kv, scale, overlaps_collectives: as in `forward`.
         dout: [B, nq, Hq, D], gradient of the final output.
         lse: fp32 [B, Hq, nq], over everything the row attended to.
         delta: fp32 [B, Hq, nq], sum over D of dout * final output (`delta_of`).
@@ -141,7 +141,7 @@ def backward(
     check_shape("delta", delta, row_stats)
     arrays, scale = (q, k, v, dout, lse, delta), scale_of(scale, q)
     dtypes = jnp.dtype(dq_dtype), None if key_dtype is None else jnp.dtype(key_dtype)
-    call = BackwardCall(*arrays, plan, column_kv, scale, *dtypes, beside_transfers)
+    call = BackwardCall(*arrays, plan, column_kv, scale, *dtypes, overlaps_collectives)
     return backends.named(plan.backend).backward(call)
 
 

@@ -39,7 +39,7 @@ class Attention:
     def build(self, q: Array, k: Array, v: Array, index: Index | None) -> tuple[Plan, Any]:
         """Everything that the kernels of both passes read, other than q, k, v and dout."""
         tiles, columns = _or_dense(index).on_one_device(*q.shape[:3], k.shape[1])
-        plan = pallas_kernels.plan(q, k, tiles, columns, whole=True, backend=self.backend)
+        plan = pallas_kernels.plan(q, k, tiles, columns, single_call=True, backend=self.backend)
         if columns is None:
             return plan, None
         return plan, tuple(pallas_kernels.gather_columns(x, columns.tokens) for x in (k, v))

@@ -107,7 +107,7 @@ def _cells(args: argparse.Namespace, seq_len: int, text: str) -> list[str]:
         return index.on_one_device(1, seq_len, args.heads, seq_len)[0]
 
     def work(tiles: Tiles | None) -> Plan:
-        return plan(q, k, tiles, whole=True, backend=args.backend)
+        return plan(q, k, tiles, single_call=True, backend=args.backend)
 
     def probe_queries(q: Array, k: Array) -> tuple[Array, ...]:
         """The scores alone, by kernels of the backend or by XLA."""

@@ -221,7 +221,7 @@ def _parts(x: Values) -> tuple:
 
 def _forward(x: Values, backend: str) -> Values:
     tiles, columns, column_kv = _parts(x)
-    plan = pallas_kernels.plan(x["q"], x["k"], tiles, columns, whole=True, backend=backend)
+    plan = pallas_kernels.plan(x["q"], x["k"], tiles, columns, single_call=True, backend=backend)
     out, lse = pallas_kernels.forward(
         x["q"], x["k"], x["v"], plan, column_kv, init=x.get("running")
     )
@@ -231,7 +231,7 @@ def _forward(x: Values, backend: str) -> Values:
 def _backward(x: Values, backend: str) -> Values:
     tiles, columns, column_kv = _parts(x)
     q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
-    plan = pallas_kernels.plan(q, k, tiles, columns, whole=True, backend=backend)
+    plan = pallas_kernels.plan(q, k, tiles, columns, single_call=True, backend=backend)
     delta = pallas_kernels.delta_of(x["out"].astype(dout.dtype), dout, backend=backend)
     grads = pallas_kernels.backward(
         q, k, v, dout, x["lse"], delta, plan, column_kv, dq_dtype=q.dtype, key_dtype=k.dtype
@@ -264,7 +264,7 @@ def _ring_forward(x: Values, backend: str) -> Values:
     plan = pallas_kernels.plan(q, k, None, x["columns"], backend=backend)
     running = pallas_kernels.forward(q, k, v, plan, x["column_kv"], out_dtype="float32")
     plan = pallas_kernels.plan(q, k, x["tiles"], backend=backend)
-    out, lse = pallas_kernels.forward(q, k, v, plan, init=running, beside_transfers=True)
+    out, lse = pallas_kernels.forward(q, k, v, plan, init=running, overlaps_collectives=True)
     return {"out": out, "lse": lse}
 
 

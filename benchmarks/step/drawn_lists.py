@@ -58,7 +58,7 @@ class DrawnLists(Pattern):
     block_size: PositiveInt = BLOCK
     """Tokens on a side of a block."""
 
-    def row_sharded(self, documents: bool) -> bool:
+    def sharded_by_query(self, documents: bool) -> bool:
         return True
 
     def expected_density(self, tokens: int) -> tuple[float, str]:

@@ -53,8 +53,8 @@ def attend(
     batch, documents = P(placement.batch), inputs.documents
     heads = P(placement.batch, placement.sequence, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
-    row_sharded = _row_sharded(inputs)
-    of_index = rows if row_sharded else P(placement.batch, placement.heads)
+    sharded_by_query = _sharded_by_query(inputs)
+    of_index = rows if sharded_by_query else P(placement.batch, placement.heads)
     of_pattern = of_index if isinstance(pattern, Index) else P(placement.heads)
     specs_of_inputs = {
         "pattern": of_pattern,
@@ -65,7 +65,7 @@ def attend(
     }
     specs_of_output = {"out": heads, "lse": rows, "index": of_index, "statistics": P()}
     order = None
-    if row_sharded and spec.layout is not None and placement.ranks > 1:
+    if sharded_by_query and spec.layout is not None and placement.ranks > 1:
         order = spec.layout.block_order()
         if isinstance(pattern, Index):
             pattern = jax.tree.map(lambda x: take(x, order, axis=2), pattern)
@@ -118,13 +118,12 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
     if isinstance(pattern, Pattern):
         with jax.named_scope("selection"):
             selection = select_pairs(pattern, q, k, context)
-        row_sharded = _row_sharded(inputs)
-        of_index = selection.index.row_sharded
-        if of_index != row_sharded:
+        promised, selected = _sharded_by_query(inputs), selection.index.sharded_by_query
+        if selected != promised:
             raise UserError(
                 f"{type(pattern).__name__} selected a {type(selection.index).__name__}, for which "
-                f"its row_sharded() must return {of_index}, not {row_sharded}; add to the class: "
-                f"def row_sharded(self, documents): return {of_index}"
+                f"its sharded_by_query() must return {selected}, not {promised}; add to the class: "
+                f"def sharded_by_query(self, documents): return {selected}"
             )
         return selection
     assert pattern is not None
@@ -138,13 +137,13 @@ def _select(q: Array, k: Array, inputs: AttentionInputs, context: SelectionConte
         ) from error
 
 
-def _row_sharded(inputs: AttentionInputs) -> bool:
+def _sharded_by_query(inputs: AttentionInputs) -> bool:
     pattern = inputs.pattern
     assert pattern is not None
     if isinstance(pattern, Index):
-        return pattern.row_sharded
+        return pattern.sharded_by_query
     documents = inputs.documents
-    return pattern.row_sharded(documents is not None and documents.packed)
+    return pattern.sharded_by_query(documents is not None and documents.packed)
 
 
 def _measure(selection: Selection, context: SelectionContext, by_length: bool) -> Stats:

@@ -136,7 +136,7 @@ class Pattern:
                 "that selects within documents"
             )
 
-    def row_sharded(self, documents: bool) -> bool:
+    def sharded_by_query(self, documents: bool) -> bool:
         """Whether each rank holds its own rows of an index, with or without packed documents."""
         del documents
         return False
@@ -182,7 +182,7 @@ class BlockPattern(Pattern):
 
     supports_documents = True
 
-    def row_sharded(self, documents: bool) -> bool:
+    def sharded_by_query(self, documents: bool) -> bool:
         return True
 
 

@@ -90,7 +90,7 @@ class BudgetPattern(ProbePattern):
         """Returns the rule that keeps as many entries as the budgets of the rows' heads."""
         from mtraining_jax.selection.rules.columns_and_diagonals import by_budget
 
-        most = self.most_columns(probed.spans), self.caps()[1]
+        most = self.most_columns(probed.segments), self.caps()[1]
         return by_budget(probed, (self.verticals, self.slashes), most)
 
     def more_pairs(self) -> str:

@@ -68,7 +68,7 @@ class FlexPrefill(BlockPattern):
         from mtraining_jax.selection.checks import with_dense_documents
         from mtraining_jax.selection.context import Selection
         from mtraining_jax.selection.scores import flex_steps
-        from mtraining_jax.selection.spans import sparse_spans
+        from mtraining_jax.selection.segments import sparse_segments
         from pallas_kernels.index import BlockMaskIndex
 
         rows, num_blocks, size = context.block_ids, context.num_blocks, self.block_size
@@ -82,19 +82,19 @@ class FlexPrefill(BlockPattern):
             listed = jnp.ones((*shape, len(rows), num_blocks), bool)
             index = BlockMaskIndex.from_block_mask(listed, size, rows)
             return Selection(index, {"query_aware": jnp.zeros(shape, jnp.float32)})
-        spans = sparse_spans(context, max(num_blocks // least, 1), size)
-        last = flex_steps.last_attention(q, k, context, spans, size, self.gamma)
-        local = spans.local(rows)
+        segments = sparse_segments(context, max(num_blocks // least, 1), size)
+        last = flex_steps.last_attention(q, k, context, segments, size, self.gamma)
+        local = segments.local(rows)
         aware = jnp.zeros(last.tokens.shape[1:], bool)  # [B, Hq, E]
         if self.js_threshold:
-            aware = flex_steps.distances(q, k, context, last, spans) < self.js_threshold
+            aware = flex_steps.distances(q, k, context, last, segments) < self.js_threshold
         most = local.length
         if self.max_budget is not None:
             most = jnp.minimum(self.blocks(self.max_budget), most)
         counts = jnp.where(aware, budget, jnp.clip(last.tokens // size + 1, budget, most))
-        listed = flex_steps.kept_blocks(last, counts, context, spans)
+        listed = flex_steps.kept_blocks(last, counts, context, segments)
         if self.js_threshold:
-            pooled = flex_steps.pooled_lists(q, k, context, self.gamma, spans)
+            pooled = flex_steps.pooled_lists(q, k, context, self.gamma, segments)
             listed = listed | (pooled & local.spread(aware)[..., None])
         if documents.packed:
             listed = listed | documents.of(rows).shorter_than(least)[:, None, :, None]

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from jax import Array
 
     from mtraining_jax.selection.rules import top_p
-    from mtraining_jax.selection.scores.last_queries import Probed
-    from mtraining_jax.selection.spans import Spans
+    from mtraining_jax.selection.scores.last_queries import ProbeScores
+    from mtraining_jax.selection.segments import Segments
 
 _COLUMN_MULTIPLE = 128  # column capacities are rounded up to a multiple of this
 
@@ -41,7 +41,7 @@ class ProbePattern(Pattern):
     max_slashes: int | None
     min_sparse_tokens: int
 
-    def keys(self, probed: Probed) -> tuple[Array, top_p.Rule]:
+    def keys(self, probed: ProbeScores) -> tuple[Array, top_p.Rule]:
         """Returns selection keys, and how many of the largest to keep.
 
         Returns:
@@ -49,14 +49,14 @@ class ProbePattern(Pattern):
         """
         raise NotImplementedError(f"{type(self).__name__}.keys")
 
-    def nearest(self, slash_count: Array, spans: Spans) -> int | Array:
+    def nearest(self, slash_count: Array, segments: Segments) -> int | Array:
         """Returns how many nearest block diagonals are always kept, given int32 diagonals kept."""
-        del slash_count, spans
+        del slash_count, segments
         return 1
 
-    def statistics(self, saved: Array) -> dict[str, Array]:
-        """Reports on fp32 or int32 [B, Hq], the fraction of sequences with `Kept.saved`."""
-        del saved
+    def statistics(self, rescued: Array) -> dict[str, Array]:
+        """Reports on fp32 or int32 [B, Hq], the fraction of sequences with `Selected.rescued`."""
+        del rescued
         return {}
 
     def select(self, q, k, context):
@@ -64,7 +64,7 @@ class ProbePattern(Pattern):
         from mtraining_jax.selection.checks import with_dense_documents
         from mtraining_jax.selection.context import Selection
         from mtraining_jax.selection.scores import last_queries
-        from mtraining_jax.selection.spans import sparse_spans
+        from mtraining_jax.selection.segments import sparse_segments
 
         for name in self.arrays:
             if (shape := getattr(self, name).shape) != (q.shape[2],):
@@ -73,21 +73,21 @@ class ProbePattern(Pattern):
                 )
         least, num_blocks = self.blocks(self.min_sparse_tokens), context.num_blocks
         context = with_dense_documents(q, k, context, self.block_size, least)
-        spans = sparse_spans(context, self.most_documents(num_blocks), self.block_size)
-        probed = last_queries.probe(q, k, context, spans, self.num_probe_queries, self.by_logits)
+        segments = sparse_segments(context, self.most_documents(num_blocks), self.block_size)
+        probed = last_queries.probe(q, k, context, segments, self.num_probe_queries, self.by_logits)
         keys, rule = self.keys(probed)
-        kept = last_queries.each_kind(keys, rule, self.nearest, probed.spans)
+        kept = last_queries.each_kind(keys, rule, self.nearest, probed.segments)
         sizes = q.shape[0], q.shape[2]
         if context.documents.packed:
             room = self.document_columns(num_blocks)
-            index, saved = last_queries.marks(kept, probed.spans, room, sizes, context)
-            saved = saved / spans.count().clip(1)[:, None]
+            index, rescued = last_queries.marks(kept, probed.segments, room, sizes, context)
+            rescued = rescued / segments.count().clip(1)[:, None]
         else:
             capacities = self.list_capacities(num_blocks)
-            index, saved = last_queries.lists(kept, capacities, sizes, context)
-        return Selection(index, self.statistics(saved))
+            index, rescued = last_queries.lists(kept, capacities, sizes, context)
+        return Selection(index, self.statistics(rescued))
 
-    def row_sharded(self, documents: bool) -> bool:
+    def sharded_by_query(self, documents: bool) -> bool:
         return documents
 
     def caps(self) -> tuple[int, int]:
@@ -99,12 +99,14 @@ class ProbePattern(Pattern):
         """Number of columns that a document may keep whatever its length."""
         raise NotImplementedError(f"{type(self).__name__}.least_columns")
 
-    def most_columns(self, spans: Spans) -> Array:
+    def most_columns(self, segments: Segments) -> Array:
         """Returns the column limit of each document: int32 [R, E], or [1, 1] for single ones."""
-        (most, _), num_blocks = self.caps(), spans.num_blocks
+        (most, _), num_blocks = self.caps(), segments.num_blocks
         room = 2 * most
         # In two parts, since the product of room and blocks may overflow.
-        share = room // num_blocks * spans.length + room % num_blocks * spans.length // num_blocks
+        share = (
+            room // num_blocks * segments.length + room % num_blocks * segments.length // num_blocks
+        )
         return share.clip(self.least_columns(), most)
 
     def most_diagonals(self, num_blocks: int) -> int:

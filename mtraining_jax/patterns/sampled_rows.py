@@ -17,7 +17,7 @@ class SampledRows(RowPattern):
     that the last queries of a prompt, which look for its answer, are included.
 
     Masses are exact where XLA or Triton compute them; the Hopper kernel estimates them from keys in
-    8 bits and a part of the exponentials (`pallas_kernels.coded`).
+    8 bits and a part of the exponentials (`pallas_kernels.fp8_scores`).
 
     A block list spends a whole block on a single important key. With `columns`, the distant keys
     with the most mass from 128 probe queries over the whole sequence are visible to all later
@@ -52,15 +52,13 @@ class SampledRows(RowPattern):
     def bits(self, q, k, context):
         from mtraining_jax.selection.scores import probe_rows
 
-        kept = probe_rows.coded_bits(
-            q, k, context, self.probe_queries_per_block, self.rule(context)
-        )
+        kept = probe_rows.fp8_bits(q, k, context, self.probe_queries_per_block, self.rule(context))
         return super().bits(q, k, context) if kept is None else kept
 
     def rows_at_once(self, q, k, context):
         from mtraining_jax.selection.scores import probe_rows
 
-        count = probe_rows.coded_at_once(q, k, context, self.probe_queries_per_block)
+        count = probe_rows.fp8_at_once(q, k, context, self.probe_queries_per_block)
         return super().rows_at_once(q, k, context) if count is None else count
 
     def index(self, q, k: Any, context):

@@ -74,15 +74,15 @@ class VerticalSlash(ProbePattern):
             probed,
             probed.overrides.get("top_p", round(self.top_p * (1 << _TOP_P_BITS))),
             minimum=(self.least_columns(), self.min_slashes if safe else 0),
-            maximum=(self.most_columns(probed.spans), self.max_slashes),
+            maximum=(self.most_columns(probed.segments), self.max_slashes),
             sinks=self.sink_tokens if safe else None,
         )
 
-    def nearest(self, slash_count, spans):
+    def nearest(self, slash_count, segments):
         if self.preset == "safe":
             return self.local_blocks
         # The reference implementation pads short lists with -1, which selects the main diagonal.
-        return ((slash_count < self.max_slashes) & (slash_count < spans.tokens)).astype("int32")
+        return ((slash_count < self.max_slashes) & (slash_count < segments.tokens)).astype("int32")
 
     def statistics(self, saved):
         return {"saved_heads": saved} if self.preset == "paper" else {}

@@ -42,7 +42,7 @@ def gather_rows(
 
 
 def rows_of(block_ids: Array, axis_names: AxisNames) -> Rows:
-    """Returns the positions of the rows of a `row_sharded` index, for reductions over all rows."""
+    """Returns the positions of rows of a `sharded_by_query` index, for reductions over all rows."""
     return Rows(block_ids, functools.partial(exact_sum, axis_names=axis_names))
 
 
@@ -61,7 +61,7 @@ def all_rows(index: Index, block_ids: Array, num_blocks: int, axis_names: AxisNa
 
     Without `axis_names` all rows are local and in order.
     """
-    if not index.row_sharded or not axis_names:
+    if not index.sharded_by_query or not axis_names:
         return index
     axes = tuple(axis_names)
     order = local_index(lax.all_gather(block_ids, axes, tiled=True), num_blocks)

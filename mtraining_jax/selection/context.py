@@ -84,7 +84,7 @@ class Selection(NamedTuple):
 
     Attributes:
         index: pairs to compute, any `pallas_kernels.index.Index`. Replicated, or if the index is
-            `row_sharded`, the rows of this rank's blocks.
+            `sharded_by_query`, the rows of this rank's blocks.
         statistics: additional per-layer numbers to report, by name: fp32 scalars, or arrays that
             are averaged.
     """

@@ -63,8 +63,8 @@ def attention_recall(
     Args:
         q_BnHD: local queries.
         k_BnHkD: local keys.
-        index: any causal index; a `row_sharded` one has the local rows of blocks (on one device,
-            all rows in order).
+        index: any causal index; a `sharded_by_query` one has the local rows of blocks (on one
+            device, all rows in order).
         positions: int32 [R], global positions of the rows, replicated.
         block_ids, axis_names, scale, documents: as in `SelectionContext`. Exact attention stays
             within the row's document, and padding rows are ignored.

@@ -42,7 +42,7 @@ class Keys(NamedTuple):
         scale: float | None = None,
         documents: Documents | None = None,
     ) -> "Keys":
-        """Builds it from local shards; a `row_sharded` index has the local rows.
+        """Builds it from local shards; a `sharded_by_query` index has the local rows.
 
         Raises:
             ValueError: if the index is not causal.

@@ -9,11 +9,11 @@ from jax import Array, lax
 
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
-from pallas_kernels.coded import CodedKeys
+from pallas_kernels.fp8_scores import Fp8Keys
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.index import bits as sets
 
-Keys = Array | CodedKeys
+Keys = Array | Fp8Keys
 
 
 def gathered(keys: Keys, context: SelectionContext) -> Keys:

@@ -46,7 +46,7 @@ class BlockMaskIndex(TiledIndex):
     column_start: Array | None = None
 
     causal = True
-    row_sharded: ClassVar[bool] = True
+    sharded_by_query: ClassVar[bool] = True
 
     @classmethod
     @jax.numpy_rank_promotion("allow")

@@ -46,7 +46,7 @@ _MAX_MASK_BYTES = 2**32
 
 
 class Rows(NamedTuple):
-    """Positions of the rows of a `row_sharded` index, for one of the ranks that hold some."""
+    """Positions of the rows of a `sharded_by_query` index, for one of the ranks that hold some."""
 
     blocks: Array  # int32 [n], the global block number of each local row
     total: Callable[[Any], Any]  # sums integer arrays (a pytree) over all ranks that hold rows
@@ -60,13 +60,13 @@ class Index(abc.ABC):
     Attributes:
         block_size: g, tokens per block (static).
         causal: whether pairs with k > q are excluded, even if listed (static).
-        row_sharded: whether axis 2 of all arrays are rows, one per query block, of which each rank
-            holds those of its own blocks, in its order. Other indices are replicated.
+        sharded_by_query: whether axis 2 of all arrays are rows, one per query block, of which each
+            rank holds those of its own blocks, in its order. Other indices are replicated.
     """
 
     block_size: int
     causal: bool
-    row_sharded: ClassVar[bool] = False
+    sharded_by_query: ClassVar[bool] = False
 
     @abc.abstractmethod
     def computed_pairs(self, seq_len: int, rows: Rows | None = None) -> Array:
@@ -74,7 +74,7 @@ class Index(abc.ABC):
 
         Args:
             seq_len: S, tokens of the sequence, a multiple of the block size.
-            rows: positions of the local rows of a `row_sharded` index; None if it holds all.
+            rows: positions of the local rows of a `sharded_by_query` index; None if it holds all.
 
         Returns:
             float [B, Hq], or [1, 1] if all heads have the same pairs (fp64 under x64). Rounded,
@@ -100,7 +100,7 @@ class Index(abc.ABC):
     def pairs_of_rows(self, rows: Rows | None = None) -> Array | None:
         """Returns the computed pairs per row of blocks, int32 [B, Hq, rows], or None if unknown.
 
-        `rows` are the requested rows, for a `row_sharded` index the local ones; None for all.
+        `rows` are the requested rows, for a `sharded_by_query` index the local ones; None for all.
         """
         return None
 
@@ -168,13 +168,13 @@ class TiledIndex(Index):
         """Returns the tiles for queries and keys sharded over the sequence; causal indices only.
 
         `stride` is that of all query and key segments, `num_blocks` S / g, `rows`, int32 [n], the
-        block number of each local row of a `row_sharded` index; None if it holds all.
+        block number of each local row of a `sharded_by_query` index; None if it holds all.
         """
 
     def column_tokens(self, every_row: Callable[[Array], Array] | None = None) -> Array | None:
         """Returns the key columns to gather: int32 [B, Hq, Mv] as in `Columns`, or None.
 
-        For a `row_sharded` index, `every_row` gathers the rows of all ranks of an array
+        For a `sharded_by_query` index, `every_row` gathers the rows of all ranks of an array
         [B, Hq, rows, ...], in sequence order; None if all rows are local.
         """
         return None
@@ -188,8 +188,8 @@ class TiledIndex(Index):
     ) -> Columns | None:
         """Returns the gathered columns as seen by the queries of one segment, or None.
 
-        For a `row_sharded` index, `tokens` are its `column_tokens` (None if it holds all rows), and
-        `rows` are as in `shards`.
+        For a `sharded_by_query` index, `tokens` are its `column_tokens` (None if it holds all
+        rows), and `rows` are as in `shards`.
         """
         return None
 

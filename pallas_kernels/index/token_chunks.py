@@ -42,7 +42,7 @@ class TokenChunksIndex(Index):
     first: Array | None = None
 
     causal = True
-    row_sharded: ClassVar[bool] = True
+    sharded_by_query: ClassVar[bool] = True
 
     @property
     def num_chunks(self) -> int:

@@ -21,12 +21,12 @@ from pallas_kernels.mosaic_gpu.configs import CONFIGS, Configs
 from pallas_kernels.mosaic_gpu.fused_backward.kernel import fused_kernel
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.block_scores import HopperBlockScores
-from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
 from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
@@ -50,19 +50,25 @@ class MosaicGpu(Backend):
 
     estimate = HopperEstimate()
     block_scores = HopperBlockScores()
-    coded_scores = HopperCodedScores()
+    fp8_scores = HopperCodedScores()
 
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         reason = None if self.interpret else device.no_hopper_gpu()
         return reason or unsupported_operands(q, block_size)
 
     def plan(
-        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self,
+        q: Shaped,
+        k: Shaped,
+        tiles: Tiles | None,
+        columns: Columns | None,
+        *,
+        single_call: bool,
     ) -> HopperWork:
         sizes = Sizes.of(q, k)
         queries = query_work(tiles, columns, sizes)
         if isinstance(tiles, DiagonalTiles | SegmentedDiagonals):
-            config = self._fused_config(q, tiles, whole)
+            config = self._fused_config(q, tiles, single_call)
             if config is not None:
                 wave = device.multiprocessors(self.interpret) if config.waves else 0
                 # Items of a window are short: those of one head would often add to dk and dv.
@@ -72,11 +78,11 @@ class MosaicGpu(Backend):
         return HopperWork(queries, key_work(tiles, columns, sizes))
 
     def forward(self, call: ForwardCall) -> Pair:
-        num_blocks = self._thread_blocks(call.beside_transfers)
+        num_blocks = self._thread_blocks(call.overlaps_collectives)
         return forward_kernel(call, self._configs(call.q).forward, num_blocks, self.interpret)
 
     def backward(self, call: BackwardCall) -> Gradients:
-        """Ignores `beside_transfers` in the fused kernel, which has one thread block per item."""
+        """`overlaps_collectives` changes nothing in the fused kernel: one thread block per item."""
         lse, scale = call.lse, call.scale
         base = jnp.where(lse > -jnp.inf, lse / -scale, -jnp.inf)  # initial value of the logits
         dout = call.dout.astype(call.q.dtype)
@@ -103,7 +109,7 @@ class MosaicGpu(Backend):
             q, *keys = lax.optimization_barrier((operands.q, *keys))
             operands = operands._replace(q=q)
         dk, dv = keys
-        num_blocks = self._thread_blocks(call.beside_transfers)
+        num_blocks = self._thread_blocks(call.overlaps_collectives)
         dq = dq_kernel(call, operands, configs.dq, num_blocks, self.interpret)
         if not call.plan.has_tiles:
             dk = dv = None
@@ -131,7 +137,7 @@ class MosaicGpu(Backend):
         return grads
 
     def _fused_config(
-        self, q: Shaped, tiles: DiagonalTiles | SegmentedDiagonals, whole: bool
+        self, q: Shaped, tiles: DiagonalTiles | SegmentedDiagonals, single_call: bool
     ) -> FusedConfig | None:
         """Returns the configuration of the fused backward kernel, or None if it is not used."""
         if self.one_backward_kernel is False:
@@ -142,16 +148,16 @@ class MosaicGpu(Backend):
         # On part of a ring's keys, lists of sparse diagonals are too short for its fixed cost.
         configs = self._configs(q)
         small = math.prod(q.shape) * 4 <= configs.fused_sparse_bytes
-        sparse = whole and tiles.num_segments == 1 and small
+        sparse = single_call and tiles.num_segments == 1 and small
         chosen = tiles.dense or tiles.window is not None or sparse or self.one_backward_kernel
         return configs.fused if chosen else None
 
     def _configs(self, q: Shaped) -> Configs:
         return self.configs or CONFIGS[q.shape[-1]]
 
-    def _thread_blocks(self, beside_transfers: bool) -> int:
+    def _thread_blocks(self, overlaps_collectives: bool) -> int:
         """Returns the thread blocks of persistent kernels: more than fit next to a collective."""
-        parts = _PARTS_BESIDE_TRANSFERS if beside_transfers else 1
+        parts = _PARTS_BESIDE_TRANSFERS if overlaps_collectives else 1
         return device.multiprocessors(self.interpret) * parts
 
 

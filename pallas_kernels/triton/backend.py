@@ -50,13 +50,19 @@ class Triton(Backend):
         return unsupported_operands(q, block_size, NARROW_HEAD_DIMS)
 
     def plan(
-        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self,
+        q: Shaped,
+        k: Shaped,
+        tiles: Tiles | None,
+        columns: Columns | None,
+        *,
+        single_call: bool,
     ) -> TritonWork:
         sizes = Sizes.of(q, k)
         return TritonWork(query_work(tiles, columns, sizes), key_work(tiles, columns, sizes))
 
     def forward(self, call: ForwardCall) -> Pair:
-        """Ignores `beside_transfers`: every item has its own thread blocks."""
+        """Ignores `overlaps_collectives`: every item has its own thread blocks."""
         from pallas_kernels.triton.kernels.forward import attention_forward
 
         q, init, configs = call.q, call.init, self._configs(call.q)

@@ -18,7 +18,13 @@ class Xla(Backend):
         return None
 
     def plan(
-        self, q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None, *, whole: bool
+        self,
+        q: Shaped,
+        k: Shaped,
+        tiles: Tiles | None,
+        columns: Columns | None,
+        *,
+        single_call: bool,
     ) -> XlaWork:
         return xla_work(tiles, q.shape[1], k.shape[1])
 

@@ -444,9 +444,9 @@ class _Widths(Xla):
     def unsupported(self, q, block_size):
         return unsupported_operands(jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), block_size)
 
-    def plan(self, q, k, tiles, columns, *, whole):
+    def plan(self, q, k, tiles, columns, *, single_call):
         self.seen.add(q.shape[-1])
-        return super().plan(q, k, tiles, columns, whole=whole)
+        return super().plan(q, k, tiles, columns, single_call=single_call)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

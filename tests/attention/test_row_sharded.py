@@ -115,7 +115,9 @@ def test_the_pattern_of_the_documents_sees_its_window_and_the_first_keys(tmp_pat
     assert (index.to_mask() == expected).all()
 
     class Unsaid(window):
-        row_sharded = Pattern.row_sharded
+        sharded_by_query = Pattern.sharded_by_query
 
-    with pytest.raises(UserError, match=r"add to the class: def row_sharded\(self, documents\): r"):
+    with pytest.raises(
+        UserError, match=r"add to the class: def sharded_by_query\(self, documents\): r"
+    ):
         sparse_attention(*indices.inputs()[:3], pattern=Unsaid(block_size=size))

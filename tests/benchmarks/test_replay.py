@@ -155,7 +155,9 @@ def test_lists_have_their_density_and_forced_blocks():
         probe_queries_per_block=2,
         sink_blocks=2,
     )
-    assert settings.row_sharded(documents=False) and "lists for each row" in settings.describe()
+    assert (
+        settings.sharded_by_query(documents=False) and "lists for each row" in settings.describe()
+    )
     whole = settings.bind(ModelSizes(num_layers=2, num_heads=4, seq_len=2048))
     layers, q = [], jnp.zeros((1, 2048, 4, 1))
 

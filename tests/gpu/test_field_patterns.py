@@ -1,4 +1,4 @@
-"""Selections on a GPU: those of other publications with their attention, and coded keys."""
+"""Selections on a GPU: those of other publications with their attention, and 8-bit keys."""
 
 import functools
 
@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.pallas_kernels.helpers.fp8_masses import (
+    check_coded_masses,
+    check_coded_masses_are_independent,
+    check_kept_blocks,
+)
 
 from mtraining_jax import sparse_attention
 from mtraining_jax.patterns.adaspa import AdaSpa
@@ -14,14 +19,9 @@ from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
-from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
 from pallas_kernels.reference import reference_attention
 from tests.gpu.ring_errors import own_device
-from tests.pallas_kernels.helpers.coded_masses import (
-    check_coded_masses,
-    check_coded_masses_are_independent,
-    check_kept_blocks,
-)
 from tests.patterns import inputs
 
 SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM = 4096, 128, 4, 2, 128

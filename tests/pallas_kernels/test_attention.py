@@ -19,7 +19,7 @@ from pallas_kernels import (
     attention,
     head_loop,
 )
-from pallas_kernels.head_loop import head_parts
+from pallas_kernels.head_loop import num_head_chunks
 from pallas_kernels.index import Segment
 from tests.pallas_kernels.helpers import cases
 
@@ -238,7 +238,7 @@ def test_a_plan_serves_both_passes_and_passes_through_transformations():
     ],
 )
 def test_heads_are_divided_by_size(heads, gathered, pairs, parts):
-    assert head_parts(*heads, gathered, pairs) == parts
+    assert num_head_chunks(*heads, gathered, pairs) == parts
 
 
 def test_heads_one_after_another_give_equal_results(monkeypatch):

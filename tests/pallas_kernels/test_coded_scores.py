@@ -1,18 +1,18 @@
-"""Masses of key blocks from coded keys by the Hopper kernel, in Pallas' interpreter."""
+"""Masses of key blocks from 8-bit keys by the Hopper kernel, in Pallas' interpreter."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
-from tests.pallas_kernels.helpers.coded_masses import (
+from tests.pallas_kernels.helpers.fp8_masses import (
     check_coded_masses,
     check_coded_masses_are_independent,
     check_kept_blocks,
     encode_keys,
     encode_rows,
 )
+
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
 
 WATCHED = HopperCodedScores(plgpu.InterpretGPUParams(detect_races=True))
 

@@ -127,8 +127,8 @@ class ChoiceContract:
         )
         order = layout.permutation()
         found = jax.jit(run)(q[:, order], k[:, order])
-        assert expected.row_sharded == self.pattern.row_sharded(documents=False)
-        if expected.row_sharded:  # the rows of all ranks, concatenated
+        assert expected.sharded_by_query == self.pattern.sharded_by_query(documents=False)
+        if expected.sharded_by_query:  # the rows of all ranks, concatenated
             rows = np.argsort(order[::BLOCK] // BLOCK)
             found = jax.tree.map(
                 lambda x: np.concatenate(list(np.asarray(x)), axis=2)[:, :, rows], found

@@ -12,7 +12,7 @@ from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate
-from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.selection.segments import sparse_segments
 from pallas_kernels import names
 from tests.patterns import inputs, oracle
 
@@ -59,7 +59,7 @@ def test_columns_of_packed_documents_are_limited_by_their_share_of_the_pack():
     pattern = VerticalSlash(0.9, 64, 8, "paper", **SMALL)
     documents = Documents.from_lengths([[16, 32, 80, 128], [256]], 256, 16)
     context = SelectionContext(jnp.arange(16), 16, documents=documents)
-    limits = np.asarray(pattern.most_columns(sparse_spans(context, 4, 16)))
+    limits = np.asarray(pattern.most_columns(sparse_segments(context, 4, 16)))
     assert limits[0].tolist() == [8, 16, 40, 64]  # of 2 * 64, and of 64 alone
     assert limits[1, 0] == 64 and limits.sum(1).max() <= pattern.document_columns(16)
 

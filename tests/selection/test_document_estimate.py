@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mtraining_jax.documents import Documents
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate
-from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.selection.segments import sparse_segments
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from tests.pallas_kernels.helpers.quick_pallas import quicken_callbacks
 
@@ -28,9 +28,9 @@ def test_kernels_score_each_block_by_its_own_document(monkeypatch):
         @jax.jit
         def of(q, k, documents):
             context = SelectionContext(jnp.arange(blocks), blocks, documents=documents)
-            spans = sparse_spans(context, 3, size)
-            q_last = estimate.last_queries(q, context, spans, 64)
-            return estimate.softmax_scores(q_last, k, context, spans)
+            segments = sparse_segments(context, 3, size)
+            q_last = estimate.last_queries(q, context, segments, 64)
+            return estimate.softmax_scores(q_last, k, context, segments)
 
         return of(q, k, documents)
 

@@ -63,7 +63,7 @@ CAPPED = {
 EVERY = PATTERNS | CAPPED
 
 
-def spans(lengths):
+def segments(lengths):
     blocks = [-(-n // BLOCK) for n in lengths]
     return list(zip(np.cumsum([0, *blocks[:-1]]).tolist(), blocks, strict=True))
 
@@ -93,7 +93,7 @@ def test_a_pack_selects_the_same_as_each_document_on_its_own(name):
     wanted = np.zeros_like(found)
     noise = np.asarray(jax.random.normal(jax.random.key(1), (SEQ_LEN, 1, 1)) * 5)
     for row, lengths in enumerate(LENGTHS):
-        for (start, blocks), length in zip(spans(lengths), lengths, strict=True):
+        for (start, blocks), length in zip(segments(lengths), lengths, strict=True):
             own = slice(start * BLOCK, (start + blocks) * BLOCK)
             size = blocks * BLOCK
             wanted[row, :, own, own] = np.tri(size, dtype=bool)
@@ -124,7 +124,7 @@ def test_documents_share_the_column_capacity_by_length(name):
     index = pack(name).index
     marks = index.column_marks[..., 0][..., None] >> np.arange(BLOCK) & 1
     for row, lengths in enumerate(LENGTHS):
-        for start, blocks in spans(lengths):
+        for start, blocks in segments(lengths):
             most = 0 if blocks < 3 else min(max(2 * blocks, 4), 16)
             own = marks[row, :, start : start + blocks].sum((1, 2))
             np.testing.assert_array_equal(own, most)
@@ -154,7 +154,9 @@ def test_budget_files_have_the_capacities_of_their_pattern(kind, tmp_path):
     pattern = settings.bind(model)
     assert pattern.min_sparse_tokens == 2048
     for documents in (False, True):
-        assert settings.row_sharded(documents) == pattern.row_sharded(documents) == documents
+        assert (
+            settings.sharded_by_query(documents) == pattern.sharded_by_query(documents) == documents
+        )
         assert capacities(settings, 64, documents) == capacities(pattern, 64, documents)
     # 64 blocks: 120 columns by length, and the sinks of 4 documents; at most 60 of each.
     sinks = 9 if kind is FixedBudget else 40

@@ -11,7 +11,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_columns
 from mtraining_jax.selection.scores.probe_rows import probe_rows
-from mtraining_jax.selection.spans import sparse_spans
+from mtraining_jax.selection.segments import sparse_segments
 from mtraining_jax.tools.plan.pattern_costs import capacities
 from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs, oracle
@@ -37,8 +37,8 @@ def heads():
 def heaviest(q, k, valid_len):
     documents = Documents.padded(valid_len, SEQ_LEN, SIZE)
     context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
-    spans = sparse_spans(context, 1, SIZE)
-    return row_columns.heaviest_columns(q, k, context, spans, COLUMNS, RULE)[:, :, 0]
+    segments = sparse_segments(context, 1, SIZE)
+    return row_columns.heaviest_columns(q, k, context, segments, COLUMNS, RULE)[:, :, 0]
 
 
 @pytest.mark.parametrize("valid_len", [SEQ_LEN, SEQ_LEN - 3 * SIZE - 3])
@@ -74,8 +74,8 @@ def test_column_mass_is_excluded_from_block_mass(heads):
     def masses(own, k):
         context = SelectionContext(jnp.asarray(blocks), NUM_BLOCKS)
         rows, places = probe_rows(own, context, 4)
-        columns, spans = (jnp.asarray(tokens)[None, :, None], sparse_spans(context, 1, SIZE))
-        found = row_columns.masses_without(rows, places, k, columns, spans, context, like=own)
+        columns, segments = (jnp.asarray(tokens)[None, :, None], sparse_segments(context, 1, SIZE))
+        found = row_columns.masses_without(rows, places, k, columns, segments, context, like=own)
         return *found, places
 
     left, beside, places = map(np.asarray, masses(own, k))

@@ -14,9 +14,9 @@ from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.row_scores import rows_at_once
 from pallas_kernels import backends
-from pallas_kernels.coded import WEIGHT_BLOCKS, CodedScores
+from pallas_kernels.fp8_scores import WEIGHT_BLOCKS, Fp8Scores
 from pallas_kernels.masses import ScoreTiles
-from pallas_kernels.mosaic_gpu.kernels.coded_scores import HopperCodedScores
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
 from tests.patterns import inputs, oracle
 
 BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
@@ -158,7 +158,7 @@ def test_invalid_settings_raise():
         SampledRows(tau=0)
 
 
-class Decoded(CodedScores):
+class Decoded(Fp8Scores):
     """Weights by XLA, of three query blocks at a time."""
 
     def tiles(self):
@@ -204,7 +204,7 @@ def test_the_kernel_keeps_the_blocks_of_the_rule(monkeypatch):
     context = SelectionContext(jnp.arange(blocks, dtype=jnp.int32), blocks)
 
     def bits(kernels):
-        monkeypatch.setattr(backends, "coded_score_kernels", lambda *_: kernels)
+        monkeypatch.setattr(backends, "fp8_score_kernels", lambda *_: kernels)
         return np.asarray(jax.jit(lambda q, k: pattern.select(q, k, context).index.bits)(q, k))
 
     by_rule = bits(Decoded())
@@ -213,7 +213,7 @@ def test_the_kernel_keeps_the_blocks_of_the_rule(monkeypatch):
 
 
 def test_coded_keys_of_two_ranks_select_what_those_of_one_select(monkeypatch):
-    monkeypatch.setattr(backends, "coded_score_kernels", lambda *_: Decoded())
+    monkeypatch.setattr(backends, "fp8_score_kernels", lambda *_: Decoded())
     blocks, pattern = 16, SampledRows(tau=0.7)
     q, k = (x.astype(jnp.bfloat16) for x in inputs.random(0, 1, blocks * 128, 2, 1, 64))
 

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtraining_jax.selection.rules import top_p
-from mtraining_jax.selection.spans import PackedSpans
+from mtraining_jax.selection.segments import PackedSegments
 from tests.patterns import oracle
 
 BLOCKS, SIZE = 6, 8
@@ -98,10 +98,10 @@ PACKED = [
 @functools.partial(jax.jit, static_argnames=("with_mass", "keep_crossing"))
 def run_packed(keys, minimum, maximum, target, with_mass, keep_crossing):
     places = (np.array(x, np.int32) for x in PACKED)
-    spans = PackedSpans(*places, tokens=np.zeros((2, 2), np.int32))
+    segments = PackedSegments(*places, tokens=np.zeros((2, 2), np.int32))
     masses = (target, MASS) if with_mass else ()
     rule = top_p.Rule(minimum, maximum, *masses, keep_crossing=keep_crossing)
-    return top_p.kept_entries(keys, rule, spans)
+    return top_p.kept_entries(keys, rule, segments)
 
 
 def test_sequences_of_a_row_select_independently():

@@ -12,7 +12,7 @@ from mtraining_jax.parallel.ring.schedule import ring_backward, ring_forward
 from mtraining_jax.parallel.ring.steps import RingPlans, plan_ring
 from mtraining_jax.parallel.ring.topology import RingTopology
 from pallas_kernels.checks import Shaped
-from pallas_kernels.head_loop import HeadLoop, head_parts
+from pallas_kernels.head_loop import HeadLoop, num_head_chunks
 from pallas_kernels.index import Index, TiledIndex
 from pallas_kernels.interface import Pair
 from pallas_kernels.schedule import Schedule, Triple, attend
@@ -39,7 +39,7 @@ def ring_attention(
         q: [B, n, Hq, D], this rank's queries in layout order, n = S/W.
         k, v: [B, n, Hk, D], Hq a multiple of Hk.
         index: pairs to compute, any causal index in global positions. Replicated, or if
-            `row_sharded`, the rows of this rank's blocks in layout order. Not differentiated.
+            `sharded_by_query`, the rows of this rank's blocks in layout order. Not differentiated.
         layout: distribution of the S tokens over the W ranks.
         axis_names: mesh axes of the sequence, slowest first; () on one device.
         ring: one of `RINGS`.
@@ -74,17 +74,17 @@ def ring_schedule(
     axis_sizes = tuple(lax.axis_size(name) for name in axis_names)
     topology = RingTopology(layout, axis_names, axis_sizes, ring, scale, backend)
     _check(topology, q, k, v, index)
-    parts = head_parts(q.shape[2], k.shape[2], *_sizes(topology, index, k))
+    parts = num_head_chunks(q.shape[2], k.shape[2], *_sizes(topology, index, k))
     return HeadLoop(Ring(topology), parts) if parts > 1 else Ring(topology)
 
 
 def _sizes(topology: RingTopology, index: Index, k: Array) -> tuple[int, int]:
-    """Returns the last arguments of `head_parts`."""
+    """Returns the last arguments of `num_head_chunks`."""
     layout, (batch, tokens) = topology.layout, k.shape[:2]
     gathered = tokens * topology.group_size if topology.gathered else 2 * tokens
     # Keys and values, and their gradients in fp32.
     gathered *= 2 * batch * k.shape[2] * k.shape[3] * (k.dtype.itemsize + 4)
-    pairs = batch * layout.local_blocks * layout.num_blocks if index.row_sharded else 0
+    pairs = batch * layout.local_blocks * layout.num_blocks if index.sharded_by_query else 0
     return gathered, pairs
 
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from mtraining_jax.parallel.ring.steps import Pair, RankKernels, RingPlans, State, StepPlans
 from mtraining_jax.parallel.ring.topology import RingAxis, RingTopology
-from mtraining_jax.parallel.ring.transfers import Held, Pending, Transfers
+from mtraining_jax.parallel.ring.transfers import GradsInFlight, KeysInFlight, Transfers
 
 
 def ring_forward(topology: RingTopology, plans: RingPlans, q: Array, kv: Pair) -> list[Pair]:
@@ -28,20 +28,22 @@ def ring_forward(topology: RingTopology, plans: RingPlans, q: Array, kv: Pair) -
         source = lax.optimization_barrier((source, state))[0] if topology.rotating else source
     columns, held = transfers.columns_first(plans.column_positions, held, source)
 
-    def attend(step: StepPlans, held: Held, state: State, last: bool) -> list[Pair]:
+    def attend(step: StepPlans, held: KeysInFlight, state: State, last: bool) -> list[Pair]:
         if last and plans.last_with_columns is not None:
             step = plans.last_with_columns
         return kernels.forward(step, transfers.key_segments(held[-1]), columns, state, last)
 
     def turn(
-        axes: Sequence[RingAxis], steps: Any, held: Held, state: State, last: bool
+        axes: Sequence[RingAxis], steps: Any, held: KeysInFlight, state: State, last: bool
     ) -> list[Pair]:
         """Visits all shards along some axes; `last` if no other step follows."""
         if not axes:
             return attend(steps, held, state, last)
         axis, *inner = axes
 
-        def visit(carry: tuple[Held, State], step: Any) -> tuple[tuple[Held, State], None]:
+        def visit(
+            carry: tuple[KeysInFlight, State], step: Any
+        ) -> tuple[tuple[KeysInFlight, State], None]:
             held, state = carry
             arriving = transfers.advance(axis, held)
             state = turn(inner, step, held, state, False)
@@ -74,7 +76,7 @@ def ring_backward(
         held = kv, here
     columns, held = transfers.columns_first(plans.column_positions, held, held[-1])
 
-    def differentiate(step: StepPlans, held: Held, dq: Sequence, first: bool):
+    def differentiate(step: StepPlans, held: KeysInFlight, dq: Sequence, first: bool):
         """Returns dq, (dk, dv) of the visited group, and column gradients to add to the shard."""
         if first and plans.first_with_columns is not None:
             step = plans.first_with_columns
@@ -89,7 +91,7 @@ def ring_backward(
     def turn(
         axes: Sequence[RingAxis],
         steps: Any,
-        held: Held,
+        held: KeysInFlight,
         dq: Sequence,
         first: bool,
         collected: Pair | None = None,
@@ -102,7 +104,7 @@ def ring_backward(
         dq, shares, dcolumns = turn(inner, steps.first, held, dq, first)
         pending = transfers.defer(collected, shares)
 
-        def visit(carry: tuple[Held, Pending, Sequence], step: Any):
+        def visit(carry: tuple[KeysInFlight, GradsInFlight, Sequence], step: Any):
             held, pending, dq = carry
             # Send the gradients of the previous step home, together with their keys and values.
             collected = axis.shift(transfers.settle(pending))

@@ -21,7 +21,7 @@ StepPlans = tuple[Plan, ...]  # plans of one step, one per entry of `segment_pai
 State = Sequence[Pair | None]
 
 
-class Turn(NamedTuple):
+class AxisSteps(NamedTuple):
     """Plans of all steps of an axis; each is a `StepPlans`, or a turn of the next axis."""
 
     first: Any
@@ -82,7 +82,7 @@ def plan_ring(topology: RingTopology, index: TiledIndex, q: Shaped, k: Shaped) -
 
     def plan_step(*steps: Array | int, with_columns: bool = False) -> StepPlans:
         ranks = topology.sources(rank, *steps)
-        if not topology.own_apart:
+        if not topology.local_first:
             return plan_segments(_group_segments(layout, ranks), with_columns)
         (query,), (keys,) = queries, layout.segments(ranks)
         own_here = all(isinstance(step, int) and step == 0 for step in steps)
@@ -94,7 +94,7 @@ def plan_ring(topology: RingTopology, index: TiledIndex, q: Shaped, k: Shaped) -
         if not axes:
             return plan_step(*steps, with_columns=not steps)
         later = jnp.arange(1, axes[0].size, dtype=jnp.int32)
-        return Turn(
+        return AxisSteps(
             plan_turn(axes[1:], *steps, 0),
             jax.vmap(lambda step: plan_turn(axes[1:], *steps, step))(later),
         )
@@ -106,7 +106,7 @@ def plan_ring(topology: RingTopology, index: TiledIndex, q: Shaped, k: Shaped) -
         if zeros:
             first = plan_step(*zeros, with_columns=True)
             last = plan_step(*(axis.size - 1 for axis in topology.rotating), with_columns=True)
-    own = plan_segments(layout.segments(rank), False) if topology.own_apart else None
+    own = plan_segments(layout.segments(rank), False) if topology.local_first else None
     return RingPlans(own, plan_turn(topology.rotating), first, last, positions)
 
 
@@ -129,7 +129,7 @@ class RankKernels:
     """Runs planned steps on this rank's queries, [B, n, Hq, D]."""
 
     def __init__(self, topology: RingTopology, q: Array):
-        self._options = {"scale": topology.scale, "beside_transfers": True}
+        self._options = {"scale": topology.scale, "overlaps_collectives": True}
         self._pairs = segment_pairs(topology.layout)
         self.num_segments = len(topology.layout.segments(0))
         self._queries = self._split(q)

@@ -83,7 +83,7 @@ class RingTopology:
         return self.gathered.size if self.gathered else 1
 
     @property
-    def own_apart(self) -> bool:
+    def local_first(self) -> bool:
         """Whether the work on a rank's own keys is separate from that on the rest of its group."""
         # In the striped layout the residue of a diagonal identifies it; in others it does not.
         return self.gathered is not None and self.layout.kind == "striped"

@@ -15,9 +15,9 @@ from mtraining_jax.parallel.ring.topology import RingAxis, RingTopology
 from pallas_kernels.tiles import gather_columns, scatter_columns
 
 # The keys and values to send on, and with a gathered axis those of the group, to attend to.
-Held = tuple[Pair, ...]
+KeysInFlight = tuple[Pair, ...]
 # Summed fp32 (dk, dv) of visited shards, and with a gathered axis those of the last step's group.
-Pending = tuple[Pair, Pair | None]
+GradsInFlight = tuple[Pair, Pair | None]
 
 
 class Transfers:
@@ -28,18 +28,18 @@ class Transfers:
         self._num_segments = len(topology.layout.segments(0))
         self._rotating = tuple(name for axis in topology.rotating for name in axis.names)
 
-    def hold(self, kv: Pair) -> Held:
+    def hold(self, kv: Pair) -> KeysInFlight:
         """Gathers keys and values [B, n, Hk, D] over the group, along the tokens."""
         if self._gathered is None:
             return (kv,)
         names = self._gathered.names
         return kv, jax.tree.map(lambda x: lax.all_gather(x, names, axis=1, tiled=True), kv)
 
-    def advance(self, axis: RingAxis, held: Held) -> Held:
+    def advance(self, axis: RingAxis, held: KeysInFlight) -> KeysInFlight:
         """Sends shards to the next rank of a rotating axis; returns those of the previous one."""
         return self.hold(axis.shift(held[0]))
 
-    def defer(self, collected: Pair | None, shares: Pair) -> Pending:
+    def defer(self, collected: Pair | None, shares: Pair) -> GradsInFlight:
         """Adds a step's gradients, or keeps them until they are scattered during the next step."""
         if self._gathered is None:
             return accumulate(collected, shares), None
@@ -60,8 +60,8 @@ class Transfers:
         return accumulate(collected, shares)
 
     def columns_first(
-        self, positions: Array | None, held: Held, source: Pair
-    ) -> tuple[Pair | None, Held]:
+        self, positions: Array | None, held: KeysInFlight, source: Pair
+    ) -> tuple[Pair | None, KeysInFlight]:
         """Fetches the columns from `source`; on CPU, holds back the first transfer until then."""
         columns = None
         if positions is not None:

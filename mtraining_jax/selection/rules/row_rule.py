@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from mtraining_jax.documents import Documents
 from mtraining_jax.utils.random_bits import hash_uint32
-from pallas_kernels.coded import TAU_BITS, KeepRule
+from pallas_kernels.fp8_scores import TAU_BITS, KeepRule
 from pallas_kernels.index import bits as sets
 
 # The mass of a row is about 2^30 in total, and below 2^31 however it is rounded.

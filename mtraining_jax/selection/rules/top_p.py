@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtraining_jax.selection.spans import OneSpan, Spans
+from mtraining_jax.selection.segments import OneSegment, Segments
 
 KEY_BITS = 32
 _DIGIT_BITS = 4
@@ -42,19 +42,19 @@ class Rule:
     keep_crossing: bool = True
 
 
-def kept_entries(keys: Array, rule: Rule, spans: Spans | None = None) -> tuple[Array, Array]:
+def kept_entries(keys: Array, rule: Rule, segments: Segments | None = None) -> tuple[Array, Array]:
     """Marks the entries that a rule keeps in each document, by keys uint32 [..., NB, g].
 
-    Entries are numbered block after block. Without `spans` each row is one document. Returns bool
-    [..., NB, g], undefined for blocks of no document, and the number of entries kept, int32
+    Entries are numbered block after block. Without `segments` each row is one document. Returns
+    bool [..., NB, g], undefined for blocks of no document, and the number of entries kept, int32
     [..., E].
     """
-    spans = OneSpan(keys.shape[-2], 0) if spans is None else spans
-    threshold, ties_kept = _find_threshold(keys, rule, spans)
-    least = spans.spread(threshold)[..., None]
+    segments = OneSegment(keys.shape[-2], 0) if segments is None else segments
+    threshold, ties_kept = _find_threshold(keys, rule, segments)
+    least = segments.spread(threshold)[..., None]
     above, tied = keys > least, keys == least
-    kept = above | (tied & (numbered(tied, spans) < spans.spread(ties_kept)[..., None]))
-    return kept, spans.sums((kept.astype(jnp.int32),))[0]
+    kept = above | (tied & (numbered(tied, segments) < segments.spread(ties_kept)[..., None]))
+    return kept, segments.sums((kept.astype(jnp.int32),))[0]
 
 
 def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
@@ -62,7 +62,7 @@ def ascending_entries(kept: Array, capacity: int, fill: int) -> Array:
 
     int32 [..., capacity], padded with `fill`; the capacity must not be exceeded.
     """
-    number = numbered(kept, OneSpan(kept.shape[-2], 0))
+    number = numbered(kept, OneSegment(kept.shape[-2], 0))
     return scattered(jnp.where(kept, number, capacity), capacity, fill)
 
 
@@ -90,12 +90,12 @@ def float_keys(x: Array) -> Array:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
-def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array]:
+def _find_threshold(keys: Array, rule: Rule, segments: Segments) -> tuple[Array, Array]:
     """Finds the key of the last entry kept, and how many entries with that key are kept.
 
     Entries above that key are all kept. The count may exceed the number of entries with the key.
     """
-    lead = jax.eval_shape(spans.total, jax.ShapeDtypeStruct(keys.shape[:-1], jnp.int32)).shape
+    lead = jax.eval_shape(segments.total, jax.ShapeDtypeStruct(keys.shape[:-1], jnp.int32)).shape
     rounds = KEY_BITS // _DIGIT_BITS
     digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
     minimum = jnp.broadcast_to(jnp.asarray(rule.minimum, jnp.int32), lead)
@@ -117,7 +117,7 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
         base, count, mass = state
         shift = jnp.uint32((rounds - 1 - step) * _DIGIT_BITS)
         candidates = base[..., None] + (digits << shift)
-        counts, masses = _sums_from(keys, (keys & mask).astype(jnp.int32), candidates, spans)
+        counts, masses = _sums_from(keys, (keys & mask).astype(jnp.int32), candidates, segments)
         digit = enough(counts, masses).sum(-1, dtype=jnp.int32)
         counts = jnp.concatenate([counts, count[..., None]], axis=-1)
         masses = jnp.concatenate([masses, mass[..., None]], axis=-1)
@@ -139,7 +139,9 @@ def _find_threshold(keys: Array, rule: Rule, spans: Spans) -> tuple[Array, Array
     return threshold, jnp.clip(jnp.maximum(by_mass, minimum - count), 0, room)
 
 
-def _sums_from(keys: Array, masses: Array, candidates: Array, spans: Spans) -> tuple[Array, Array]:
+def _sums_from(
+    keys: Array, masses: Array, candidates: Array, segments: Segments
+) -> tuple[Array, Array]:
     """Counts the keys of each sequence that reach each candidate, and sums their masses.
 
     One pass over the keys for all sums. With a candidate axis, XLA reads the keys once per
@@ -148,9 +150,9 @@ def _sums_from(keys: Array, masses: Array, candidates: Array, spans: Spans) -> t
     """
     parts = []
     for i in range(candidates.shape[-1]):
-        reached = keys >= spans.spread(candidates[..., i])[..., None]
+        reached = keys >= segments.spread(candidates[..., i])[..., None]
         parts += [reached.astype(jnp.int32), jnp.where(reached, masses, 0)]
-    sums = spans.sums(tuple(parts))
+    sums = segments.sums(tuple(parts))
     return jnp.stack(sums[::2], axis=-1), jnp.stack(sums[1::2], axis=-1)
 
 
@@ -159,8 +161,8 @@ def _pick(x: Array, index: Array) -> Array:
     return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
 
 
-def numbered(marked: Array, spans: Spans) -> Array:
+def numbered(marked: Array, segments: Segments) -> Array:
     """Counts the earlier marked entries of the same sequence, for each of bool [..., NB, g]."""
     within = jnp.cumsum(marked, axis=-1, dtype=jnp.int32)
-    blocks = spans.up_to(within[..., -1])
+    blocks = segments.up_to(within[..., -1])
     return (blocks - within[..., -1])[..., None] + within - marked

@@ -26,7 +26,7 @@ from jax import Array, lax
 
 from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.spans import PackedSpans, Spans, sparse_spans
+from mtraining_jax.selection.segments import PackedSegments, Segments, sparse_segments
 from pallas_kernels import backends
 from pallas_kernels.interface import Estimate, ProbeCall
 
@@ -68,14 +68,16 @@ class Chunk(NamedTuple):
 class KeyBlocks:
     """The local key blocks of a sequence, each to be scored by queries of its own document."""
 
-    def __init__(self, k: Array, context: SelectionContext, spans: Spans | None = None) -> None:
-        """Reads [B, n, Hk, D], local keys; `spans` are the documents of each batch entry."""
+    def __init__(
+        self, k: Array, context: SelectionContext, segments: Segments | None = None
+    ) -> None:
+        """Reads [B, n, Hk, D], local keys; `segments` are the documents of each batch entry."""
         self.k, self.context = k, context
         self.block_size = k.shape[1] // context.block_ids.shape[0]
-        self.spans = spans or sparse_spans(context, 1, self.block_size)
+        self.segments = segments or sparse_segments(context, 1, self.block_size)
         self.slot = None
-        if isinstance(self.spans, PackedSpans):
-            self.slot = self.spans.of_block[:, context.block_ids]  # [B, n]; E without a document
+        if isinstance(self.segments, PackedSegments):
+            self.slot = self.segments.of_block[:, context.block_ids]  # [B, n]; E without a document
 
     def map_logits(
         self,
@@ -103,7 +105,7 @@ class KeyBlocks:
         ids = jnp.pad(block_ids, (0, padding), constant_values=num_blocks)
         slot = self.slot
         if slot is not None:
-            slot = jnp.pad(slot.T, ((0, padding), (0, 0)), constant_values=self.spans.slots)
+            slot = jnp.pad(slot.T, ((0, padding), (0, 0)), constant_values=self.segments.slots)
         k = jnp.pad(self.k, ((0, 0), (0, padding * size), (0, 0), (0, 0)))
         # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
         precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
@@ -131,7 +133,7 @@ class KeyBlocks:
             ).reshape(chunk, batch, -1, positions.shape[-1], size)
             seen_by = of.own(positions)
             if of.slot is not None:
-                seen_by = jnp.where((of.slot < self.spans.slots)[..., None], seen_by, -1)
+                seen_by = jnp.where((of.slot < self.segments.slots)[..., None], seen_by, -1)
             key_positions = of.ids[:, None] * size + jnp.arange(size)
             causal = key_positions[:, None, None, None] <= seen_by[:, :, None, :, None]
             return body(jnp.where(causal, logits, -jnp.inf), of)
@@ -160,7 +162,7 @@ class KeyBlocks:
             into = jnp.arange(batch)[:, None], self.slot
 
             def by_slot(start: Array) -> Any:
-                shape = batch, self.spans.slots + 1, heads, num_queries
+                shape = batch, self.segments.slots + 1, heads, num_queries
                 return jnp.broadcast_to(start, shape).at[into]
 
             peak = by_slot(jnp.float32(-jnp.inf)).max(block_peak)
@@ -175,12 +177,12 @@ def _part(x: Array, i: Array, size: int) -> Array:
     return lax.dynamic_slice_in_dim(x, i * size, size)
 
 
-def last_positions(spans: Spans, block_size: int, count: int) -> Array:
+def last_positions(segments: Segments, block_size: int, count: int) -> Array:
     """Returns the last `count` positions of each document: int32 [B or 1, E, count].
 
     The first ones precede a document with fewer tokens.
     """
-    ends = spans.first * block_size + spans.tokens
+    ends = segments.first * block_size + segments.tokens
     return ends[..., None] + jnp.arange(-count, 0, dtype=jnp.int32)
 
 
@@ -198,18 +200,18 @@ def queries_at(q: Array, positions: Array, context: SelectionContext) -> Array:
     return rows.swapaxes(2, 3)
 
 
-def last_queries(q: Array, context: SelectionContext, spans: Spans, count: int) -> Array:
+def last_queries(q: Array, context: SelectionContext, segments: Segments, count: int) -> Array:
     """Gathers the last `count` real queries of each document: [B, E, Hq, u, D], replicated.
 
     In shorter documents the first ones are arbitrary.
     """
     size = q.shape[1] // context.block_ids.shape[0]
-    positions = last_positions(spans, size, count)
+    positions = last_positions(segments, size, count)
     return queries_at(q, jnp.clip(positions, 0, context.num_blocks * size - 1), context)
 
 
 def softmax_scores(
-    q_last: Array, k: Array, context: SelectionContext, spans: Spans | None = None
+    q_last: Array, k: Array, context: SelectionContext, segments: Segments | None = None
 ) -> Scores:
     """Computes the mean attention mass of local key columns, and of diagonals in local blocks.
 
@@ -220,14 +222,14 @@ def softmax_scores(
         q_last: [B, E, Hq, u, D], replicated; the queries of `last_queries`.
         k: [B, n, Hk, D], local keys.
         context: the shards of the sequence.
-        spans: the documents; may be omitted for a single one.
+        segments: the documents; may be omitted for a single one.
 
     Returns:
         (columns, own, tails), int32 [B, Hq, n/g, g], [B, Hq, n/g, g] and [B, Hq, n/g, u-1]. 2^30 is
         the total mass of a head; the columns of a document sum to it, up to rounding. The diagonals
         are complete after `join_diagonals`. 0 in blocks without a slot.
     """
-    blocks = KeyBlocks(k, context, spans)
+    blocks = KeyBlocks(k, context, segments)
     kernels = backends.estimate_kernels(context.backend, q_last[:, 0], blocks.block_size)
     tiles = _XlaTiles(q_last, blocks)
     if kernels is not None:
@@ -238,7 +240,7 @@ def softmax_scores(
 
 
 def logit_scores(
-    q_last: Array, k: Array, context: SelectionContext, spans: Spans | None = None
+    q_last: Array, k: Array, context: SelectionContext, segments: Segments | None = None
 ) -> Scores:
     """Sums raw logits over columns, and over diagonals of blocks, in fp32 like softmax scores.
 
@@ -250,7 +252,7 @@ def logit_scores(
         seen = jnp.where(logits == -jnp.inf, 0.0, logits)
         return ordered_sum(logits), ordered_sum(_skew(seen))
 
-    columns, diagonals = _XlaTiles(q_last, KeyBlocks(k, context, spans)).map(block_scores)
+    columns, diagonals = _XlaTiles(q_last, KeyBlocks(k, context, segments)).map(block_scores)
     return columns, *_own_and_tails(diagonals, columns)
 
 
@@ -267,7 +269,7 @@ class _XlaTiles:
 
     def map(self, body: Callable) -> tuple[Array, ...]:
         """Applies the body of `map_logits` to the logits of the last queries."""
-        positions = last_positions(self.blocks.spans, self.blocks.block_size, self.q.shape[3])
+        positions = last_positions(self.blocks.segments, self.blocks.block_size, self.q.shape[3])
         return self.blocks.map_logits(body, lambda chunk: chunk.own(self.q), positions)
 
     def statistics(self) -> tuple[Array, Array]:
@@ -302,17 +304,17 @@ class _KernelTiles(_XlaTiles):
     def call(self) -> ProbeCall:
         """Passes each block of a pack as a sequence, with its document's queries and end."""
         k, (block_ids, num_blocks, _) = self.blocks.k, self.blocks.context.shards
-        spans, slot, size = self.blocks.spans, self.blocks.slot, self.blocks.block_size
-        if slot is None or not isinstance(spans, PackedSpans):
-            valid_len = None if isinstance(spans.tokens, int) else spans.tokens
+        segments, slot, size = self.blocks.segments, self.blocks.slot, self.blocks.block_size
+        if slot is None or not isinstance(segments, PackedSegments):
+            valid_len = None if isinstance(segments.tokens, int) else segments.tokens
             return ProbeCall(self.q[:, 0], k, block_ids, num_blocks, self.scale, valid_len)
         entry = jnp.arange(len(k), dtype=jnp.int32)[:, None]
-        held = jnp.minimum(slot, spans.slots - 1)
-        end = spans.tokens[entry, held] - (block_ids - spans.first[entry, held]) * size
-        end = jnp.where(slot < spans.slots, end, 0)
+        held = jnp.minimum(slot, segments.slots - 1)
+        end = segments.tokens[entry, held] - (block_ids - segments.first[entry, held]) * size
+        end = jnp.where(slot < segments.slots, end, 0)
         sets = self.q.reshape(-1, *self.q.shape[2:])
         keys = k.reshape(-1, size, *k.shape[2:])
-        queries = (entry * spans.slots + held).reshape(-1)
+        queries = (entry * segments.slots + held).reshape(-1)
         one = jnp.zeros(1, jnp.int32)
         return ProbeCall(sets, keys, one, 1, self.scale, end.reshape(-1), queries)
 
@@ -323,7 +325,7 @@ class _KernelTiles(_XlaTiles):
     def masses(self, peak: Array, normaliser: Array) -> Scores:
         heads, num_queries = self.q.shape[2:4]
         to_mean_mass = MASS_ONE // num_queries / normaliser
-        slots = self.blocks.spans.slots
+        slots = self.blocks.segments.slots
         of_sets = (x[:, :slots].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
         parts = self.kernels.block_masses(self.call, *of_sets)
         columns, own, beyond = map(self._by_block, parts)

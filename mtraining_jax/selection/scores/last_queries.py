@@ -22,73 +22,73 @@ from mtraining_jax.selection import collectives
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.scores import estimate
-from mtraining_jax.selection.spans import OneSpan, Spans
+from mtraining_jax.selection.segments import OneSegment, Segments
 from pallas_kernels.index import BlockMaskIndex, VerticalSlashIndex
 from pallas_kernels.index import bits as sets
 
 
-class Probed(NamedTuple):
+class ProbeScores(NamedTuple):
     """Scores of the rows of this rank."""
 
     by_distance: Array  # int32 or fp32 [2, R, NB, g], of columns, and of diagonals by distance
     heads: Array  # int32 [R], the query head of each row
-    spans: Spans
+    segments: Segments
     overrides: Mapping[str, Array]  # int32 [R, 1], `SelectionContext.overrides` of each row
 
 
-class Kept(NamedTuple):
+class Selected(NamedTuple):
     """The selection for the rows of this rank."""
 
     columns: Array  # bool [R, NB, g]
     diagonals: Array  # bool [R, NB], block diagonals
     # int32 [R, E], 1 for a document that would be left without columns, since the first one crosses
     # the mass target and is dropped, if the rule had no minimum.
-    saved: Array
+    rescued: Array
 
 
 def probe(
-    q: Array, k: Array, context: SelectionContext, spans: Spans, count: int, by_logits: bool
-) -> Probed:
+    q: Array, k: Array, context: SelectionContext, segments: Segments, count: int, by_logits: bool
+) -> ProbeScores:
     """Scores columns and diagonals within each document by its last `count` queries.
 
     Scores are sums of raw logits, or mean softmax masses. With fewer tokens, all queries are used.
-    Backends may differ in a score's last bits, so a run should use a single one. `spans` are the
+    Backends may differ in a score's last bits, so a run should use a single one. `segments` are the
     documents of each batch entry.
     """
-    q_last = estimate.last_queries(q, context, spans, count)
+    q_last = estimate.last_queries(q, context, segments, count)
     score = estimate.logit_scores if by_logits else estimate.softmax_scores
     (vertical, own, tails), heads = collectives.to_heads(
-        score(q_last, k, context, spans), *context.shards
+        score(q_last, k, context, segments), *context.shards
     )
     # Tails never reach another document: the key that holds a diagonal is seen by the last query.
     slash = estimate.join_diagonals(own, tails)
     entries = collectives.entries_of(q.shape[0], q.shape[2], context.axis_names)
-    spans = spans.rows(entries)
+    segments = segments.rows(entries)
     overrides = {name: values[entries][:, None] for name, values in context.overrides.items()}
-    return Probed(_by_distance(vertical, slash, spans), heads, spans, overrides)
+    return ProbeScores(_by_distance(vertical, slash, segments), heads, segments, overrides)
 
 
-def _by_distance(vertical: Array, slash: Array, spans: Spans) -> Array:
+def _by_distance(vertical: Array, slash: Array, segments: Segments) -> Array:
     """Orders scores [R, NB, g] of each document: columns by token, diagonals by distance.
 
     Diagonals are given at the key that the document's last query sees. Returns [2, R, NB, g],
     distance i of a document at its token i. What follows its tokens is at no visible pair.
     """
     num_blocks, size = vertical.shape[-2:]
-    if isinstance(spans, OneSpan):  # reversed and moved, which is cheaper than a gather
+    if isinstance(segments, OneSegment):  # reversed and moved, which is cheaper than a gather
         seq_len, slash = num_blocks * size, jnp.flip(slash, axis=(-2, -1))
-        if not isinstance(spans.tokens, int):
+        if not isinstance(segments.tokens, int):
             # Token V-1-s holds diagonal s; entries that padding would hold move to the end.
             flat = slash.reshape(-1, seq_len)
-            slash = jnp.roll(flat, spans.tokens - seq_len, 1).reshape(slash.shape)
+            slash = jnp.roll(flat, segments.tokens - seq_len, 1).reshape(slash.shape)
         return jnp.stack([vertical, slash])
-    start, tokens = spans.start * size, spans.spread(spans.tokens)
+    start, tokens = segments.start * size, segments.spread(segments.tokens)
     # Distance i is stored at the i-th token before the last one.
-    distance = spans.entries(size)
+    distance = segments.entries(size)
     held_by = jnp.clip((start + tokens - 1)[..., None] - distance, 0, num_blocks * size - 1)
     flat = slash.reshape(len(slash), -1), held_by.reshape(len(slash), -1)
     slash = jnp.take_along_axis(*flat, axis=1).reshape(slash.shape)
-    exists = spans.inside[..., None] & (distance < tokens[..., None])
+    exists = segments.inside[..., None] & (distance < tokens[..., None])
     return jnp.where(exists, jnp.stack([vertical, slash]), 0)
 
 
@@ -99,41 +99,44 @@ def per_kind(columns: int | Array, diagonals: int) -> Array:
 
 
 def each_kind(
-    keys: Array, rule: top_p.Rule, nearest: Callable[[Array, Spans], int | Array], spans: Spans
-) -> Kept:
+    keys: Array,
+    rule: top_p.Rule,
+    nearest: Callable[[Array, Segments], int | Array],
+    segments: Segments,
+) -> Selected:
     """Selects the largest column keys, and the block diagonals of the largest diagonal keys.
 
     Keys are uint32 [2, R, NB, g]. `nearest` returns how many block diagonals are always kept, given
     the int32 number of diagonals kept.
     """
-    kept, count = top_p.kept_entries(keys, rule, spans)
+    kept, count = top_p.kept_entries(keys, rule, segments)
     # Distance s = d*g + offset selects block diagonal d, and d+1 unless the offset is 0.
     beyond = kept[1, ..., 1:].any(-1)
-    active = kept[1].any(-1) | spans.from_previous(beyond)
-    near = nearest(count[1], spans)
-    forced = spans.blocks < (near if isinstance(near, int) else spans.spread(near))
-    saved = jnp.zeros_like(count[0])
+    active = kept[1].any(-1) | segments.from_previous(beyond)
+    near = nearest(count[1], segments)
+    forced = segments.blocks < (near if isinstance(near, int) else segments.spread(near))
+    rescued = jnp.zeros_like(count[0])
     if rule.mass_target is not None and not rule.keep_crossing:
         masses = (keys[0] & jnp.uint32(rule.mass_mask)).astype(jnp.int32)
-        mass = spans.sums((jnp.where(kept[0], masses, 0),))[0]
-        saved = (mass >= rule.mass_target).astype(jnp.int32)
-    return Kept(kept[0], active | forced, saved)
+        mass = segments.sums((jnp.where(kept[0], masses, 0),))[0]
+        rescued = (mass >= rule.mass_target).astype(jnp.int32)
+    return Selected(kept[0], active | forced, rescued)
 
 
 def lists(
-    kept: Kept, capacities: tuple[int, int], sizes: tuple[int, int], context: SelectionContext
+    kept: Selected, capacities: tuple[int, int], sizes: tuple[int, int], context: SelectionContext
 ) -> tuple[VerticalSlashIndex, Array]:
     """Builds the index of single documents from the rows of all ranks, replicated.
 
     Capacities are those of the lists of columns and of block diagonals, sizes are B and Hq. Also
-    returns `Kept.saved` as int32 [B, Hq].
+    returns `Selected.rescued` as int32 [B, Hq].
     """
-    columns, diagonals, saved = kept
+    columns, diagonals, rescued = kept
     num_blocks, size = columns.shape[-2:]
     # List padding is larger than every entry.
     tokens = top_p.ascending_entries(columns, capacities[0], num_blocks * size)
     blocks = jnp.where(diagonals, jnp.arange(num_blocks, dtype=jnp.int32), num_blocks)
-    parts = jnp.sort(blocks, axis=-1)[:, : capacities[1]], tokens, saved
+    parts = jnp.sort(blocks, axis=-1)[:, : capacities[1]], tokens, rescued
     rows = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
     slashes, verticals = rows[..., : capacities[1]], rows[..., capacities[1] : -1]
     index = VerticalSlashIndex(
@@ -148,23 +151,27 @@ def lists(
 
 
 def marks(
-    kept: Kept, spans: Spans, max_columns: int, sizes: tuple[int, int], context: SelectionContext
+    kept: Selected,
+    segments: Segments,
+    max_columns: int,
+    sizes: tuple[int, int],
+    context: SelectionContext,
 ) -> tuple[BlockMaskIndex, Array]:
     """Builds this rank's rows of the index of packed documents; dense ones keep all their pairs.
 
-    The documents in each row are `spans`. The columns of all documents of a sequence have room for
-    `max_columns`. Also returns the sum of `Kept.saved` over documents, fp32 [B, Hq].
+    The documents in each row are `segments`. The columns of all documents of a sequence have room
+    for `max_columns`. Also returns the sum of `Selected.rescued` over documents, fp32 [B, Hq].
     """
     rows, num_blocks, documents = context.block_ids, context.num_blocks, context.documents
-    size, inside = kept.columns.shape[-1], spans.inside
+    size, inside = kept.columns.shape[-1], segments.inside
     columns = sets.pack(kept.columns & inside[..., None])
     diagonals = sets.pack(kept.diagonals & inside)[:, None]
-    saved = kept.saved.sum(-1, dtype=jnp.int32).astype(jnp.uint32)
-    parts = [x.reshape(len(inside), -1) for x in (columns, diagonals, saved)]
+    rescued = kept.rescued.sum(-1, dtype=jnp.int32).astype(jnp.uint32)
+    parts = [x.reshape(len(inside), -1) for x in (columns, diagonals, rescued)]
     gathered = collectives.from_heads(jnp.concatenate(parts, axis=-1), *sizes, context.axis_names)
     words = sets.words_for(num_blocks)
     columns, diagonals = gathered[..., : -words - 1], gathered[..., -words - 1 : -1]
-    saved = gathered[..., -1].astype(jnp.float32)
+    rescued = gathered[..., -1].astype(jnp.float32)
 
     assert documents.packed
     first = documents.of(rows).first  # [B, n]
@@ -174,10 +181,10 @@ def marks(
     bits = sets.pack(seen) & documents.causal_blocks(rows, num_blocks)
     index = BlockMaskIndex(bits, num_blocks, size)
     if not max_columns:
-        return index, saved
+        return index, rescued
     columns = columns.reshape(*sizes, num_blocks, -1)[:, :, rows]
     index = dataclasses.replace(index, column_marks=columns, max_columns=max_columns)
-    return index.columns_from(first[:, None]), saved
+    return index.columns_from(first[:, None]), rescued
 
 
 def on_diagonals(diagonals: Array, first: Array | None, rows: Array) -> Array:

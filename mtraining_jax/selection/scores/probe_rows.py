@@ -8,7 +8,7 @@ from mtraining_jax.selection.row_lists import Keys
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_scores
 from pallas_kernels import backends
-from pallas_kernels.coded import CodedKeys, CodedScores, encode_keys
+from pallas_kernels.fp8_scores import Fp8Keys, Fp8Scores, encode_keys
 from pallas_kernels.index import bits as sets
 
 
@@ -20,7 +20,7 @@ def coded(q: Array, k: Array, context: SelectionContext) -> Keys:
 def block_masses(q: Array, k: Keys, context: SelectionContext, count: int) -> Array:
     """Computes the mean softmax mass that probe queries of each block give to key blocks.
 
-    With coded keys an estimate, undefined for blocks that a row does not see.
+    With 8-bit keys an estimate, undefined for blocks that a row does not see.
 
     Args:
         q, k, context: as in `RowPattern.scores`.
@@ -31,7 +31,7 @@ def block_masses(q: Array, k: Keys, context: SelectionContext, count: int) -> Ar
     """
     rows, positions = probe_rows(q, context, count)
     first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
-    if isinstance(k, CodedKeys):
+    if isinstance(k, Fp8Keys):
         return _coded_kernels(q, context).block_masses(rows, k, positions, first, scale=scale)
     return row_scores.block_masses(
         by_heads(rows),
@@ -44,11 +44,11 @@ def block_masses(q: Array, k: Keys, context: SelectionContext, count: int) -> Ar
     )
 
 
-def coded_bits(
+def fp8_bits(
     q: Array, k: Keys, context: SelectionContext, count: int, rule: RowRule
 ) -> Array | None:
     """Applies a rule to `block_masses` with a kernel, if there is one: bits as in `kept_blocks`."""
-    if not isinstance(k, CodedKeys):
+    if not isinstance(k, Fp8Keys):
         return None
     kernels = _coded_kernels(q, context)
     if not kernels.keeps(count, context.num_blocks):
@@ -63,20 +63,20 @@ def coded_bits(
     return bits | rule.drawn(context.block_ids, context.documents, q.shape[2], context.num_blocks)
 
 
-def coded_at_once(q: Array, k: Keys, context: SelectionContext, count: int) -> int | None:
-    """Returns how many rows of blocks the kernel for coded keys scores at a time, if it runs."""
-    if not isinstance(k, CodedKeys):
+def fp8_at_once(q: Array, k: Keys, context: SelectionContext, count: int) -> int | None:
+    """Returns how many rows of blocks the kernel for 8-bit keys scores at a time, if it runs."""
+    if not isinstance(k, Fp8Keys):
         return None
     sizes = q.shape[0], q.shape[2], count, context.block_ids.shape[0], context.num_blocks
     return _coded_kernels(q, context).rows_at_once(*sizes)
 
 
-def _kernels(q: Array, context: SelectionContext) -> CodedScores | None:
+def _kernels(q: Array, context: SelectionContext) -> Fp8Scores | None:
     block_size = q.shape[1] // context.block_ids.shape[0]
-    return backends.coded_score_kernels(context.backend, q, block_size)
+    return backends.fp8_score_kernels(context.backend, q, block_size)
 
 
-def _coded_kernels(q: Array, context: SelectionContext) -> CodedScores:
+def _coded_kernels(q: Array, context: SelectionContext) -> Fp8Scores:
     kernels = _kernels(q, context)
     assert kernels is not None
     return kernels

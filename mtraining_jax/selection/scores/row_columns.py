@@ -18,7 +18,7 @@ from mtraining_jax.selection.rules import top_p
 from mtraining_jax.selection.rules.row_rule import RowRule, kept_blocks
 from mtraining_jax.selection.scores import estimate, row_scores
 from mtraining_jax.selection.scores.probe_rows import by_heads, probe_rows
-from mtraining_jax.selection.spans import PackedSpans, Spans, sparse_spans
+from mtraining_jax.selection.segments import PackedSegments, Segments, sparse_segments
 from pallas_kernels.index import BlockMaskIndex
 from pallas_kernels.tiles import gather_columns
 
@@ -54,9 +54,9 @@ def index_with_columns(
     rows, num_blocks, documents = context.block_ids, context.num_blocks, context.documents
     size = q.shape[1] // rows.shape[0]
     probes = probe_rows(q, context, num_probes)
-    spans = sparse_spans(context, most_documents, size)
-    tokens = heaviest_columns(q, k, context, spans, count, rule)
-    of_blocks, of_columns = masses_without(*probes, k, tokens, spans, context, like=q)
+    segments = sparse_segments(context, most_documents, size)
+    tokens = heaviest_columns(q, k, context, segments, count, rule)
+    of_blocks, of_columns = masses_without(*probes, k, tokens, segments, context, like=q)
     bits = kept_blocks(of_blocks, rows, rule, documents, of_columns)
     index = BlockMaskIndex(bits, num_blocks, size)
     index = index.with_columns(tokens.reshape(*tokens.shape[:2], -1), rows)
@@ -68,41 +68,41 @@ def index_with_columns(
 
 
 def heaviest_columns(
-    q: Array, k: Array, context: SelectionContext, spans: Spans, count: int, rule: RowRule
+    q: Array, k: Array, context: SelectionContext, segments: Segments, count: int, rule: RowRule
 ) -> Array:
     """Selects the keys outside forced blocks with the most mass from evenly spaced probe queries.
 
     `rule` defines the forced blocks; q, k and the context are those of `RowPattern.scores`. Returns
-    int32 [B, Hq, E, C = `count`] for the documents in `spans`, ascending, padded with S,
+    int32 [B, Hq, E, C = `count`] for the documents in `segments`, ascending, padded with S,
     replicated. Columns without mass are dropped.
     """
     batch, heads, seq_len, num_blocks = q.shape[0], q.shape[2], k.shape[1], context.num_blocks
-    masses = _far_masses(q, k, context, spans, rule).reshape(batch * heads, num_blocks, -1)
-    spans = spans.repeat(heads)
-    most = jnp.full_like(spans.length, min(count, seq_len))
-    kept, _ = top_p.kept_entries(masses.astype(jnp.uint32), top_p.Rule(0, most), spans)
-    kept &= (masses > 0) & spans.inside[..., None]
-    number = top_p.numbered(kept, spans) + spans.of_block[..., None] * count
-    number = jnp.where(kept, number, spans.slots * count)
-    tokens = top_p.scattered(number, spans.slots * count, seq_len)
-    return tokens.reshape(batch, heads, spans.slots, count)
+    masses = _far_masses(q, k, context, segments, rule).reshape(batch * heads, num_blocks, -1)
+    segments = segments.repeat(heads)
+    most = jnp.full_like(segments.length, min(count, seq_len))
+    kept, _ = top_p.kept_entries(masses.astype(jnp.uint32), top_p.Rule(0, most), segments)
+    kept &= (masses > 0) & segments.inside[..., None]
+    number = top_p.numbered(kept, segments) + segments.of_block[..., None] * count
+    number = jnp.where(kept, number, segments.slots * count)
+    tokens = top_p.scattered(number, segments.slots * count, seq_len)
+    return tokens.reshape(batch, heads, segments.slots, count)
 
 
 def _far_masses(
-    q: Array, k: Array, context: SelectionContext, spans: Spans, rule: RowRule
+    q: Array, k: Array, context: SelectionContext, segments: Segments, rule: RowRule
 ) -> Array:
     """Computes the mass of keys outside forced blocks: int32 [B, Hq, NB, g]; total 2^30."""
     num_blocks, seq_len = context.num_blocks, k.shape[1]
     size, scale = seq_len // num_blocks, context.scale_for(q.shape[-1])
     count = min(_QUERIES, seq_len)
-    within = jnp.arange(1, count + 1, dtype=jnp.int32) * jnp.asarray(spans.tokens)[..., None]
+    within = jnp.arange(1, count + 1, dtype=jnp.int32) * jnp.asarray(segments.tokens)[..., None]
     within = jnp.maximum(within // count - 1, 0)
-    positions = spans.first[..., None] * size + within  # [B or 1, E, u]
+    positions = segments.first[..., None] * size + within  # [B or 1, E, u]
     queries = _queries_of(q, jnp.clip(positions, 0, seq_len - 1), context)
     all_blocks = dataclasses.replace(
         context, block_ids=jnp.arange(num_blocks, dtype=jnp.int32), axis_names=()
     )
-    blocks = estimate.KeyBlocks(k, all_blocks, spans)
+    blocks = estimate.KeyBlocks(k, all_blocks, segments)
     chunk = _blocks_per_step(num_blocks, 4 * q.shape[0] * q.shape[2] * count * size)
     where = queries, positions, chunk
     block_peak, block_total = blocks.map_logits(
@@ -113,7 +113,7 @@ def _far_masses(
 
     def masses(logits: Array, chunk: estimate.Chunk) -> tuple[Array]:
         distance = chunk.own(positions) // size - chunk.ids[:, None, None]  # [C, B or 1, u]
-        number = chunk.ids[:, None] - chunk.own(spans.first)  # [C, B or 1]
+        number = chunk.ids[:, None] - chunk.own(segments.first)  # [C, B or 1]
         counts = (distance >= rule.local_blocks) & (number >= rule.sink_blocks)[..., None]
         terms = estimate.relative_exp(logits, chunk.own(peak)[..., None], scale)
         mass = jnp.round(terms * chunk.own(to_mass)[..., None]).astype(jnp.int32)
@@ -144,7 +144,7 @@ def masses_without(
     positions: Array,
     k: Array,
     tokens: Array,
-    spans: Spans,
+    segments: Segments,
     context: SelectionContext,
     *,
     like: Array,
@@ -154,8 +154,8 @@ def masses_without(
     Args:
         rows, positions: from `probe_rows.probe_rows`.
         k: [B, S, Hk, D], all keys, in sequence order.
-        tokens: int32 [B, Hq, E, C], the columns of each document in `spans`; S for padding.
-        spans, context: the documents and the shards of the sequence.
+        tokens: int32 [B, Hq, E, C], the columns of each document in `segments`; S for padding.
+        segments, context: the documents and the shards of the sequence.
         like: [B, n, Hq, D], the queries of the attention.
 
     Returns:
@@ -172,9 +172,9 @@ def masses_without(
         like=like,
         backend=context.backend,
     )
-    if isinstance(spans, PackedSpans):
+    if isinstance(segments, PackedSegments):
         held = jnp.append(tokens, jnp.full_like(tokens[:, :, :1], k.shape[1]), axis=2)
-        slot = spans.of_block[:, context.block_ids]  # [B, n]; the last for none
+        slot = segments.of_block[:, context.block_ids]  # [B, n]; the last for none
         tokens = jax.vmap(lambda tokens, slot: tokens[:, slot])(held, slot)  # [B, Hq, n, C]
     column_masses = _column_masses(rows, positions, k, levels, tokens, context)
     batch, heads, num_local, _ = column_masses.shape

@@ -11,7 +11,7 @@ from mtraining_jax.tools.plan import pattern_costs
 from mtraining_jax.tools.plan.documents import Pairs, planned_pairs
 from mtraining_jax.tools.plan.hardware import Gpu
 from mtraining_jax.tools.plan.kernel_times import (
-    CODED_SPEEDUP,
+    FP8_SPEEDUP,
     KERNEL_RATES,
     SCORES_PER_SECOND,
     kernel_seconds,
@@ -92,8 +92,8 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
             softmax = pattern_costs.softmax_share(settings)
             products = softmax / 2 * dense
             scoring = pattern_costs.scoring_share(settings) * dense - products
-            coded = pattern_costs.reads_coded_keys(settings) and gpu.backend == "mosaic_gpu"
-            speedup = CODED_SPEEDUP if coded else 1.0
+            coded = pattern_costs.scores_fp8_keys(settings) and gpu.backend == "mosaic_gpu"
+            speedup = FP8_SPEEDUP if coded else 1.0
             exponentials = softmax * pairs / (SCORES_PER_SECOND * gpu.scores_share)
             scoring = scoring / gpu.forward_share
             scoring += max(products / gpu.forward_share, exponentials) / speedup

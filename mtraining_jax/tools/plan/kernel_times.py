@@ -36,9 +36,9 @@ _RING = 8  # GPUs of the ring
 # and 131072 tokens in 8.76 ms, benchmarks/results/archive-selection.md. Exponentials are the
 # bottleneck, so head dimension 64 is not faster.
 SCORES_PER_SECOND = 131072**2 / 2 * 16 * (16 / 128) / 8.76e-3
-# How much faster scores of coded keys are: the same selection takes 4.7 ms on an H100, its index
+# How much faster scores of 8-bit keys are: the same selection takes 4.7 ms on an H100, its index
 # included (benchmarks/results/selection-h200-2026-11-25.md; 72 ms at 524288 tokens).
-CODED_SPEEDUP = 8.76 / (4.7 - 0.87)
+FP8_SPEEDUP = 8.76 / (4.7 - 0.87)
 
 # bf16 FLOP/s of a product of 8192^3: measured on one H200 with jax 0.11.2, CUDA 13.
 _MATMUL_FLOPS = 794e12

@@ -18,7 +18,7 @@ from mtraining_jax.reporting.flops import adapter_products, head_products
 from mtraining_jax.tools.plan import pattern_costs
 from mtraining_jax.training.memory_check import shard_bytes
 from mtraining_jax.training.state import StateBuilder
-from pallas_kernels.head_loop import LISTS, head_parts
+from pallas_kernels.head_loop import LISTS, num_head_chunks
 from pallas_kernels.index.bits import BYTES_AT_ONCE
 
 # Arrays alive at the same time in XLA's schedule for an H200, 2026-11-21
@@ -182,10 +182,10 @@ def _kept(config: Config) -> int:
 
 
 def index_bytes(config: Config) -> int:
-    """Bytes of one layer's index on one device; indices `row_sharded` are sharded."""
+    """Bytes of one layer's index on one device; indices `sharded_by_query` are sharded."""
     numbers, _ = _capacities(config)
     whole = 4 * config.local_rows * config.model.num_heads * numbers
-    sharded = config.sparsity.pattern.row_sharded(config.data.has_documents)
+    sharded = config.sparsity.pattern.sharded_by_query(config.data.has_documents)
     return whole // config.ranks if sharded else whole
 
 
@@ -213,7 +213,7 @@ def _list_building(config: Config) -> int:
 def _block_pairs(config: Config) -> int:
     """Pairs of local query block and key block; 0 if no lists are made of them."""
     sparsity = config.sparsity
-    if not sparsity.pattern.row_sharded(config.data.has_documents):
+    if not sparsity.pattern.sharded_by_query(config.data.has_documents):
         return 0
     blocks = config.local_tokens // sparsity.block_size
     return blocks * (config.data.seq_len // sparsity.block_size)
@@ -223,7 +223,7 @@ def attention_parts(config: Config) -> int:
     """In how many parts a device computes its heads."""
     model = config.model
     sizes = _ring_bytes(config), _block_pairs(config)
-    return head_parts(model.num_heads, model.num_kv_heads, *sizes)
+    return num_head_chunks(model.num_heads, model.num_kv_heads, *sizes)
 
 
 def _capacities(config: Config) -> tuple[int, int]:

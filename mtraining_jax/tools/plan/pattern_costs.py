@@ -154,8 +154,8 @@ def softmax_share(pattern: Pattern) -> float:
 
 
 @_method_first
-def reads_coded_keys(pattern: Pattern) -> bool:
-    """Whether the Hopper kernel scores keys in 8 bits (`pallas_kernels.coded`)."""
+def scores_fp8_keys(pattern: Pattern) -> bool:
+    """Whether the Hopper kernel scores keys in 8 bits (`pallas_kernels.fp8_scores`)."""
     return isinstance(pattern, SampledRows) and not pattern.columns
 
 

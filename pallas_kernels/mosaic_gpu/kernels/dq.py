@@ -51,7 +51,9 @@ def dq_kernel(
     num_items = work.items.shape[0]
     num_blocks = min(num_blocks, num_items)
     interpreted = bool(interpret)
-    drawn = work.listed and not (call.beside_transfers or interpreted)  # as in the forward kernel
+    drawn = work.listed and not (
+        call.overlaps_collectives or interpreted
+    )  # as in the forward kernel
     log2_scale = scale * LOG2E
 
     def attention_dq(refs):

@@ -57,7 +57,7 @@ def forward_kernel(
     # Faster for lists, slower for diagonals: docs/design/hopper-flash-attention.md.
     turns = work.listed
     # Diagonals keep thread blocks in step, and next to transfers they end early.
-    drawn = work.listed and not (call.beside_transfers or interpret)
+    drawn = work.listed and not (call.overlaps_collectives or interpret)
     # Items of windows are short: their outputs leave during the next item.
     late = work.window is not None and config.query_slots > 1
     head_dim, dtype = q.shape[-1], q.dtype

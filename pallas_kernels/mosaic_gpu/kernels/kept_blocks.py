@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.coded import TAU_BITS, KeepRule
+from pallas_kernels.fp8_scores import TAU_BITS, KeepRule
 from pallas_kernels.masses import MASS_BITS
 from pallas_kernels.mosaic_gpu.common import COLUMN_LAYOUT, ROW_LAYOUT, ROWS, columns_to_tile, iota
 from pallas_kernels.mosaic_gpu.interpreter import load_rows_of
@@ -32,7 +32,7 @@ _PARAMS = plgpu.CompilerParams(
 
 
 def kept_blocks(weights: Array, totals: Array, rule: KeepRule, interpret: Any) -> Array:
-    """Returns uint32 bits [B, Hq, n, ceil(NB / 32)]; arguments as in `CodedScores`.
+    """Returns uint32 bits [B, Hq, n, ceil(NB / 32)]; arguments as in `Fp8Scores`.
 
     Weights are [B, Hq, NB', R] with NB' a multiple of 64. One warpgroup per query block and head:
     masses go to shared memory as integers, and the smallest kept one is found bit by bit.

@@ -1,4 +1,4 @@
-"""Checks of kernels that score key blocks with coded keys, against NumPy."""
+"""Checks of kernels that score key blocks with 8-bit keys, against NumPy."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.coded import CodedKeys, CodedScores, KeepRule, encode_keys, encode_rows
+from pallas_kernels.fp8_scores import Fp8Keys, Fp8Scores, KeepRule, encode_keys, encode_rows
 from pallas_kernels.index import bits as sets
 from tests.pallas_kernels.helpers.block_masses import expected
 
@@ -15,8 +15,8 @@ SIZE = 128
 encode_keys, encode_rows = jax.jit(encode_keys), jax.jit(encode_rows)
 
 
-def estimated(q, keys: CodedKeys, places, scale, first_blocks=None):
-    """Masses [B, Hq, n, NB] by the estimate of `CodedScores.weights`, in fp64."""
+def estimated(q, keys: Fp8Keys, places, scale, first_blocks=None):
+    """Masses [B, Hq, n, NB] by the estimate of `Fp8Scores.weights`, in fp64."""
     batch, blocks, rows, heads, dim = q.shape
     group = heads // keys.codes.shape[2]
     codes, units = encode_rows(q.reshape(batch, -1, heads, dim))
@@ -63,7 +63,7 @@ def visible(places, num_blocks):
     return np.arange(num_blocks) <= places.max(-1)[:, None, :, None] // SIZE
 
 
-def check_coded_masses(kernels: CodedScores, blocks: int, first: int, dim: int) -> None:
+def check_coded_masses(kernels: Fp8Scores, blocks: int, first: int, dim: int) -> None:
     """Checks masses of rows from block `first` on."""
     q, k, places = problem(np.random.default_rng(0), 1, blocks, first, 2, 1, dim)
     places[:, -1, 8:] = -1  # padding
@@ -83,7 +83,7 @@ def check_coded_masses(kernels: CodedScores, blocks: int, first: int, dim: int) 
     assert np.abs(found - exact)[seen].mean() < 0.02
 
 
-def check_coded_masses_are_independent(kernels: CodedScores) -> None:
+def check_coded_masses_are_independent(kernels: Fp8Scores) -> None:
     """Checks that other rows, and the position of a document, change no bit."""
     blocks, dim = 20, 64
     q, k, places = problem(np.random.default_rng(1), 2, blocks, 0, 1, 1, dim)
@@ -106,7 +106,7 @@ def check_coded_masses_are_independent(kernels: CodedScores) -> None:
     )
 
 
-def check_kept_blocks(kernels: CodedScores, sizes, tau=0.9, local=1, least=1, *, packed, ties):
+def check_kept_blocks(kernels: Fp8Scores, sizes, tau=0.9, local=1, least=1, *, packed, ties):
     """Compares the kept blocks of random weights with a rule in NumPy, for all bits."""
     batch, heads, num_blocks, count, rows = sizes
     rng = np.random.default_rng(num_blocks)

@@ -146,7 +146,7 @@ def test_documents_in_the_keys_of_several_ranks_use_two_kernels():
     assert (last - first)[0, 0, :, 2].tolist() == [1, 1, 1]  # keys 6, 5 and 4
     q, k = (jax.ShapeDtypeStruct((1, n * G, h, 64), "bfloat16") for n, h in ((4, 2), (12, 1)))
     backend = MosaicGpu("one kernel", interpret=True, one_backward_kernel=True)
-    plan = functools.partial(backend.plan, whole=False)
+    plan = functools.partial(backend.plan, single_call=False)
     assert isinstance(jax.eval_shape(plan, q, k, tiles, None).keys, KeyWork)
     alone = cases.tiles_and_columns(index, size)[0]
     assert isinstance(jax.eval_shape(plan, k, k, alone, None).keys, FusedWork)
@@ -161,7 +161,7 @@ def test_a_single_document_is_processed_like_a_sequence_without_documents():
     @jax.jit
     def plan(index):
         tiles = index.on_one_device(1, 12 * G, 4, 12 * G)[0]
-        return backend.plan(*shapes, tiles, None, whole=True)
+        return backend.plan(*shapes, tiles, None, single_call=True)
 
     works = [plan(x) for x in indices]
     assert isinstance(works[0].keys, FusedWork)

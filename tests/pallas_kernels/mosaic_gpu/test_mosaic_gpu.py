@@ -155,7 +155,7 @@ def test_a_key_block_listed_by_every_row_is_split_into_parts():
     mask[:, :, :, 0] = mask[:, :, [3, 7], 1] = mask[:, :, 9, 9] = True
     tiles = cases.lists_of_mask(mask, 128).tiles()
     unwatched = MosaicGpu("parts", interpret=UNWATCHED)
-    plan = jax.jit(lambda *args: unwatched.plan(*args, None, whole=True))
+    plan = jax.jit(lambda *args: unwatched.plan(*args, None, single_call=True))
     assert plan(q, k, tiles).keys.heavy.tolist() == [[[0]]]
     many = Size(1, 16, 16, query_blocks=16, key_blocks=16, block_size=128, dim=DIM)
     listed = cases.lists_of_mask(np.repeat(mask, 16, 1), 128).tiles()

@@ -110,7 +110,7 @@ def test_index_bytes_match_the_index(config, kind, tmp_path):
 
     index = jax.eval_shape(select, heads(model.num_heads), heads(model.num_kv_heads))
     expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(index))
-    if index.row_sharded:
+    if index.sharded_by_query:
         expected //= config.ranks
     assert index_bytes(config) == expected
 

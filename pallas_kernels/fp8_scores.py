@@ -23,7 +23,7 @@ _FRACTION_BITS = 23  # of fp32
 _WEIGHT_BYTES = 1 << 28  # of weights in memory at a time, if that fills the GPU
 
 
-class CodedKeys(NamedTuple):
+class Fp8Keys(NamedTuple):
     """Keys as e4m3 deviations from the means of their blocks of 128 tokens."""
 
     codes: Array  # e4m3 [B, S, Hk, D], (key - mean) / unit
@@ -31,19 +31,19 @@ class CodedKeys(NamedTuple):
     units: Array  # fp32 [B, NB, Hk], powers of two
 
 
-class CodedCall(NamedTuple):
+class Fp8Call(NamedTuple):
     """Rows to score, in whole tiles of a kernel."""
 
     q: Array  # [B, R, Hq, D], bf16 or fp16
     codes: Array  # e4m3 [B, R, Hq, D], q / unit
     units: Array  # fp32 [B, Hq, R], powers of two
-    keys: CodedKeys
+    keys: Fp8Keys
     places: Array  # int32 [B, R] or (without starts) [1, R], the last key seen, or -1
     starts: Array | None  # int32 [B, R], the first one, at the start of a block; None for 0
     scale: float  # of the products, positive
 
 
-def encode_keys(k: Array) -> CodedKeys:
+def encode_keys(k: Array) -> Fp8Keys:
     """Codes keys [B, S, Hk, D]; S is a multiple of 128. A block depends on its keys only."""
     blocks = k.reshape(k.shape[0], -1, BLOCK_SIZE, *k.shape[2:]).astype(jnp.float32)
     total = blocks
@@ -54,7 +54,7 @@ def encode_keys(k: Array) -> CodedKeys:
     rest = blocks - means.astype(jnp.float32)
     units = _unit(jnp.abs(rest).max((2, 4), keepdims=True))
     codes = (rest / units).astype(CODE).reshape(k.shape)
-    return CodedKeys(codes, means[:, :, 0], units[:, :, 0, :, 0])
+    return Fp8Keys(codes, means[:, :, 0], units[:, :, 0, :, 0])
 
 
 def encode_rows(q: Array) -> tuple[Array, Array]:
@@ -83,15 +83,15 @@ class KeepRule(NamedTuple):
     rows: int  # rows of a query block
 
 
-class CodedScores(abc.ABC):
-    """Scores key blocks for rows of queries with coded keys; subclasses provide the kernel."""
+class Fp8Scores(abc.ABC):
+    """Scores key blocks for rows of queries with 8-bit keys; subclasses provide the kernel."""
 
     @abc.abstractmethod
     def tiles(self) -> ScoreTiles:
         """Returns the sizes of tiles."""
 
     @abc.abstractmethod
-    def weights(self, call: CodedCall) -> tuple[Array, Array]:
+    def weights(self, call: Fp8Call) -> tuple[Array, Array]:
         """Returns weights of blocks, fp16 [B, Hq, NB', R], and of all blocks, fp32 [B, Hq, R].
 
         NB' is NB rounded up to a multiple of `WEIGHT_BLOCKS`. A weight is the base-2 logarithm of
@@ -127,7 +127,7 @@ class CodedScores(abc.ABC):
         return min(of_tile * parts, local)
 
     def score(
-        self, q: Array, keys: CodedKeys, places: Array, first_blocks: Array | None, scale: float
+        self, q: Array, keys: Fp8Keys, places: Array, first_blocks: Array | None, scale: float
     ) -> tuple[Array, Array]:
         """Computes `weights` for the rows of query blocks, padded to whole tiles.
 
@@ -151,12 +151,12 @@ class CodedScores(abc.ABC):
             places = jnp.broadcast_to(places, (batch, places.shape[1]))
         places = jnp.pad(places, ((0, 0), (0, padding)), constant_values=-1)
         codes, units = encode_rows(q)
-        return self.weights(CodedCall(q, codes, units, keys, places, starts, scale))
+        return self.weights(Fp8Call(q, codes, units, keys, places, starts, scale))
 
     def block_masses(
         self,
         q: Array,
-        keys: CodedKeys,
+        keys: Fp8Keys,
         places: Array,
         first_blocks: Array | None = None,
         *,

@@ -17,7 +17,7 @@ from mtraining_jax.selection.context import SelectionContext
 
 
 @dataclasses.dataclass(frozen=True)
-class OneSpan:
+class OneSegment:
     """One document per row.
 
     Attributes:
@@ -66,17 +66,17 @@ class OneSpan:
         """Numbers the entries from 0, with g per block: int32 [NB, g], or [R, NB, g] if packed."""
         return jnp.arange(self.num_blocks * size, dtype=jnp.int32).reshape(-1, size)
 
-    def rows(self, rows: Array) -> "OneSpan":
+    def rows(self, rows: Array) -> "OneSegment":
         """Returns the given rows, int32 [n]."""
         del rows
         return self
 
-    def repeat(self, heads: int) -> "OneSpan":
+    def repeat(self, heads: int) -> "OneSegment":
         """Returns each row `heads` times: rows b * Hq + h from batch entries b."""
         del heads
         return self
 
-    def local(self, block_ids: Array) -> "OneSpan":
+    def local(self, block_ids: Array) -> "OneSegment":
         """Returns the documents of local blocks, to broadcast from [B, ...] to [B, Hq, ...]."""
         del block_ids
         return self
@@ -107,8 +107,8 @@ class OneSpan:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedSpans:
-    """Several documents of whole blocks per row, at any position; methods as in `OneSpan`.
+class PackedSegments:
+    """Several documents of whole blocks per row, at any position; methods as in `OneSegment`.
 
     Sums are differences of sums over the whole row. These may wrap around, but their differences
     are correct: those of one document fit in int32.
@@ -133,15 +133,15 @@ class PackedSpans:
     def slots(self) -> int:
         return self.first.shape[-1]
 
-    def rows(self, rows: Array) -> "PackedSpans":
-        return PackedSpans(*(x[rows] for x in self._fields))
+    def rows(self, rows: Array) -> "PackedSegments":
+        return PackedSegments(*(x[rows] for x in self._fields))
 
-    def repeat(self, heads: int) -> "PackedSpans":
-        return PackedSpans(*(jnp.repeat(x, heads, axis=0) for x in self._fields))
+    def repeat(self, heads: int) -> "PackedSegments":
+        return PackedSegments(*(jnp.repeat(x, heads, axis=0) for x in self._fields))
 
-    def local(self, block_ids: Array) -> "PackedSpans":
+    def local(self, block_ids: Array) -> "PackedSegments":
         of_block, *others = self._fields
-        return PackedSpans(of_block[:, None, block_ids], *(x[:, None] for x in others))
+        return PackedSegments(of_block[:, None, block_ids], *(x[:, None] for x in others))
 
     @property
     def _fields(self) -> tuple[Array, ...]:
@@ -198,10 +198,10 @@ class PackedSpans:
         return jnp.where(self.blocks == 0, jnp.zeros((), x.dtype), _shifted(x)[..., :-1])
 
 
-Spans = OneSpan | PackedSpans
+Segments = OneSegment | PackedSegments
 
 
-def sparse_spans(context: SelectionContext, slots: int, block_size: int) -> Spans:
+def sparse_segments(context: SelectionContext, slots: int, block_size: int) -> Segments:
     """Returns the non-dense documents of each batch entry (R is B), in order.
 
     There must be at most `slots` (E) of them in any packed sequence.
@@ -210,7 +210,7 @@ def sparse_spans(context: SelectionContext, slots: int, block_size: int) -> Span
     if not documents.packed:
         # A number rather than an array without padding, so that nothing is moved or masked.
         whole = documents.is_whole
-        return OneSpan(num_blocks, num_blocks * block_size if whole else documents.tokens[0, 0])
+        return OneSegment(num_blocks, num_blocks * block_size if whole else documents.tokens[0, 0])
     batch = documents.first.shape[0]
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     sparse = (documents.length > 0) & ~documents.shorter_than(context.dense_below)
@@ -221,7 +221,7 @@ def sparse_spans(context: SelectionContext, slots: int, block_size: int) -> Span
     def collect(x: Array, empty: int) -> Array:
         return jnp.full((batch, slots), empty, jnp.int32).at[into].set(x, mode="drop")
 
-    return PackedSpans(
+    return PackedSegments(
         jnp.where(sparse, slot, slots),
         collect(documents.first, num_blocks),
         collect(documents.length, 0),

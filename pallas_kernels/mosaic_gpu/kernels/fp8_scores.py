@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.coded import CODE, WEIGHT_BLOCKS, CodedCall, CodedScores, KeepRule
+from pallas_kernels.fp8_scores import CODE, WEIGHT_BLOCKS, Fp8Call, Fp8Scores, KeepRule
 from pallas_kernels.masses import ScoreTiles
 from pallas_kernels.mosaic_gpu.common import (
     EDGE,
@@ -42,7 +42,7 @@ _MOST = 1e32  # of the sum of a tile, so that those of all tiles are finite
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperCodedScores(CodedScores):
+class HopperCodedScores(Fp8Scores):
     interpret: Any = False  # or parameters of Pallas' GPU interpreter
 
     def tiles(self) -> ScoreTiles:
@@ -54,7 +54,7 @@ class HopperCodedScores(CodedScores):
     def kept(self, of_blocks: Array, of_all: Array, rule: KeepRule) -> Array:
         return kept_blocks(of_blocks, of_all, rule, self.interpret)
 
-    def weights(self, call: CodedCall) -> tuple[Array, Array]:
+    def weights(self, call: Fp8Call) -> tuple[Array, Array]:
         batch, num_rows, heads, dim = call.q.shape
         keys, num_blocks = call.keys, call.keys.means.shape[1]
         interpreted = bool(self.interpret)
@@ -72,12 +72,12 @@ class HopperCodedScores(CodedScores):
         def kernel(refs: dict[str, Any]) -> None:
             shape = batch, heads, num_rows // _TILE_ROWS
             walk = RowTiles(refs, shape, TILE, programs, alternate=True)
-            coded = _CodedRows(refs, walk, heads // keys.codes.shape[2], call.scale * LOG2E)
+            coded = _Fp8Rows(refs, walk, heads // keys.codes.shape[2], call.scale * LOG2E)
             warpgroup = lax.axis_index("wg")
             pl.when(warpgroup == _WARPGROUPS)(coded.load)
             pl.when(warpgroup < _WARPGROUPS)(lambda: coded.score(warpgroup))
 
-        kernel.__name__ = "coded_scores"
+        kernel.__name__ = "fp8_scores"
         outputs = {
             "weights": jax.ShapeDtypeStruct((batch, heads, padded, num_rows), jnp.float16),
             "totals": jax.ShapeDtypeStruct((batch, heads, num_rows), jnp.float32),
@@ -101,7 +101,7 @@ class HopperCodedScores(CodedScores):
         return results["weights"], results["totals"]
 
 
-class _CodedRows:
+class _Fp8Rows:
     """Tiles of keys pass each row tile from the last to the first, one per block."""
 
     def __init__(self, refs: dict[str, Any], walk: RowTiles, group: int, log2_scale: float):
