@@ -12,6 +12,7 @@ def test_counts_of_a_small_tree(tmp_path):
         "mtraining_jax/models/b.py": '"""Not about tau."""\n' + "x = 1\n" * 59 + "g = h(tau=1)\n",
         "mtraining_jax/c.py": "from functools import partial\nf = partial(custom_vjp, x['tau'])\n",
         "pallas_kernels/d.py": "f.defvjp(custom_vjp_of(x))\n",
+        "mtraining_jax/tools/e.py": "x = 1\n",
         "tests/test_a.py": "\n\n",
         "other/e.py": "tau = 1\n",
     }
@@ -20,9 +21,10 @@ def test_counts_of_a_small_tree(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert house.count_files(tmp_path) == {
-        "lines": 5 + 61 + 2 + 1,
-        "files": 4,
-        "files < 60 lines": 3,
+        "lines": 5 + 61 + 2 + 1 + 1,
+        "without tools": 5 + 61 + 2 + 1,
+        "files": 5,
+        "files < 60 lines": 4,
         "lines of tests": 2,
         "custom_vjp": 2,
         "of attention": 1,
