@@ -161,9 +161,9 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> QueriesByChunk:
     numbers = jnp.broadcast_to(jnp.arange(chunks.shape[-1], dtype=jnp.int32), chunks.shape)
     _, order = lax.sort((chunks, numbers), dimension=-1, num_keys=1, is_stable=True)
     marked = sets.unpack(words, num_chunks)
-    of_chunk = marked.sum(2, dtype=jnp.int32)  # [B, Hq, NC]
-    start = jnp.cumsum(of_chunk, -1, dtype=jnp.int32) - of_chunk
-    tiles = -(-of_chunk // size)
+    queries_per_chunk = marked.sum(2, dtype=jnp.int32)  # [B, Hq, NC]
+    start = jnp.cumsum(queries_per_chunk, -1, dtype=jnp.int32) - queries_per_chunk
+    tiles = -(-queries_per_chunk // size)
     first_tile = jnp.cumsum(tiles, -1, dtype=jnp.int32) - tiles
     # Room for all copies, and for one partially filled tile per chunk.
     num_tiles = -(-count * slots // size) + num_chunks
@@ -175,7 +175,7 @@ def gather_queries(index: TokenChunksIndex, rows: Array) -> QueriesByChunk:
     tile_in_chunk = numbers_of_tiles - _at(chunk_of_tile, first_tile)
     used = tile_in_chunk < at
     place = tile_in_chunk[..., None] * size + jnp.arange(size, dtype=jnp.int32)
-    live = used[..., None] & (place < _at(chunk_of_tile, of_chunk)[..., None])
+    live = used[..., None] & (place < _at(chunk_of_tile, queries_per_chunk)[..., None])
     entry = jnp.where(live, place + _at(chunk_of_tile, start)[..., None], 0)
     entry = entry.reshape(batch, heads, -1)
     tokens = _at(entry, order) // slots

@@ -107,7 +107,7 @@ class Fp8Scores(abc.ABC):
         del num_rows, num_blocks
         return False
 
-    def kept(self, of_blocks: Array, of_all: Array, rule: KeepRule) -> Array:
+    def kept(self, weights: Array, totals: Array, rule: KeepRule) -> Array:
         """Returns the bits of the kept blocks, uint32 [B, Hq, n, NB / 32 or more], from `weights`.
 
         The mass of a block is the sum over the rows of 2^(weight - weight of all blocks), each
@@ -119,12 +119,12 @@ class Fp8Scores(abc.ABC):
     def rows_at_once(self, batch: int, heads: int, rows: int, local: int, blocks: int) -> int:
         """Returns how many of `local` query blocks, of `rows` rows each, to score at a time."""
         tiles = self.tiles()
-        of_tile = max(tiles.rows // rows, 1)
-        bytes_of_tile = 2 * batch * heads * of_tile * rows * blocks
+        blocks_per_tile = max(tiles.rows // rows, 1)
+        bytes_of_tile = 2 * batch * heads * blocks_per_tile * rows * blocks
         # At least one item for each thread block, however long the sequence is.
         room = max(_WEIGHT_BYTES / bytes_of_tile, tiles.programs / (batch * heads))
-        parts = parts_at_once(-(-local // of_tile), batch * heads, tiles.programs, room)
-        return min(of_tile * parts, local)
+        parts = parts_at_once(-(-local // blocks_per_tile), batch * heads, tiles.programs, room)
+        return min(blocks_per_tile * parts, local)
 
     def score(
         self, q: Array, keys: Fp8Keys, places: Array, first_blocks: Array | None, scale: float
@@ -167,10 +167,10 @@ class Fp8Scores(abc.ABC):
         Takes the arguments of `score`. Returns fp32 [B, Hq, n, NB], multiples of 2^-30; arbitrary
         after the last block that a row sees and before its first block.
         """
-        of_blocks, of_all = self.score(q, keys, places, first_blocks, scale)
-        of_blocks = of_blocks[:, :, : keys.means.shape[1]]
-        of_all = jnp.where(of_all > -jnp.inf, of_all, 0.0)  # for rows without keys
-        share = jnp.exp2(of_blocks.astype(jnp.float32) - of_all[:, :, None])
+        weights, totals = self.score(q, keys, places, first_blocks, scale)
+        weights = weights[:, :, : keys.means.shape[1]]
+        totals = jnp.where(totals > -jnp.inf, totals, 0.0)  # for rows without keys
+        share = jnp.exp2(weights.astype(jnp.float32) - totals[:, :, None])
         num_local, num_rows = q.shape[1:3]
         shares = (share * (float(1 << MASS_BITS) / num_rows) + 0.5).astype(jnp.int32)
         shares = shares[..., : num_local * num_rows].reshape(*shares.shape[:3], num_local, num_rows)

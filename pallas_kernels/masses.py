@@ -98,12 +98,12 @@ class BlockScores(abc.ABC):
         num_blocks, columns = k.shape[2:4]
         tiles = self.tiles(length)
         # The number of rows of blocks that make up whole row tiles.
-        whole = tiles.rows // math.gcd(tiles.rows, num_rows)
-        of_one = 4 * batch * heads * num_rows * num_blocks
-        items = batch * heads * (whole * num_rows // tiles.rows)
-        chunk = whole * parts_at_once(
-            -(-num_local // whole), items, tiles.programs, _SCORE_BYTES / (of_one * whole)
-        )
+        aligned_blocks = tiles.rows // math.gcd(tiles.rows, num_rows)
+        bytes_per_block = 4 * batch * heads * num_rows * num_blocks
+        items = batch * heads * (aligned_blocks * num_rows // tiles.rows)
+        parts = -(-num_local // aligned_blocks)
+        room = _SCORE_BYTES / (bytes_per_block * aligned_blocks)
+        chunk = aligned_blocks * parts_at_once(parts, items, tiles.programs, room)
         steps = -(-num_local // chunk)
         padding = steps * chunk - num_local
         q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0), (0, 0)))
@@ -117,32 +117,32 @@ class BlockScores(abc.ABC):
         k = jnp.pad(k, ((0, 0), (0, 0), (0, -k.shape[2] % tiles.columns), (0, 0)))
 
         def step(i: Array) -> tuple[Array, Array]:
-            own = lax.dynamic_slice_in_dim(q, i * chunk, chunk, axis=2)
-            own = own.reshape(batch, heads, -1, length)
+            chunk_rows = lax.dynamic_slice_in_dim(q, i * chunk, chunk, axis=2)
+            chunk_rows = chunk_rows.reshape(batch, heads, -1, length)
             seen = lax.dynamic_slice_in_dim(places, i * chunk, chunk, axis=1)
             seen = seen.reshape(places.shape[0], -1)
             begin, size = None, chunk * num_rows
             if starts is not None:
                 begin = lax.dynamic_slice_in_dim(starts, i * size, size, axis=1)
-            scores, peak = self.scores(ScoreCall(own, k, seen, begin, scale, columns))
-            masses, of_rows = _masses(
+            scores, peak = self.scores(ScoreCall(chunk_rows, k, seen, begin, scale, columns))
+            masses, log2_sums = _masses(
                 scores[:, :, :num_blocks], peak, seen, begin, columns, num_rows
             )
-            return masses, of_rows.reshape(batch, heads, chunk, num_rows)
+            return masses, log2_sums.reshape(batch, heads, chunk, num_rows)
 
         if steps == 1:
-            found = [x[None] for x in step(jnp.int32(0))]
+            results = [x[None] for x in step(jnp.int32(0))]
         else:
-            found = lax.map(step, jnp.arange(steps))
-        masses, of_rows = (
+            results = lax.map(step, jnp.arange(steps))
+        masses, log2_sums = (
             jnp.moveaxis(x, 0, 2).reshape(batch, heads, steps * chunk, -1)[:, :, :num_local]
-            for x in found
+            for x in results
         )
         if not levels:
             return masses
         # The minimum prevents contraction of the product with a sum that it feeds.
         largest = float(jnp.finfo(jnp.float32).max)
-        return masses, jnp.minimum(of_rows * (1 / (scale * LOG2E)), largest)
+        return masses, jnp.minimum(log2_sums * (1 / (scale * LOG2E)), largest)
 
 
 def parts_at_once(count: int, items: int, programs: int, room: float) -> int:
@@ -186,6 +186,6 @@ def _masses(
     total = (high + low * 2.0**-_LOW_BITS) * 2.0**-_HIGH_BITS
     total = jnp.where(total > 0, total, 1.0)[:, :, None]  # for rows without keys
     shares = jnp.round(weights / total * float((1 << MASS_BITS) // num_rows)).astype(jnp.int32)
-    of_blocks = shares.reshape(*shares.shape[:3], -1, num_rows).sum(-1, dtype=jnp.int32)
-    masses = jnp.swapaxes(of_blocks.astype(jnp.float32) * 2.0**-MASS_BITS, 2, 3)
+    block_shares = shares.reshape(*shares.shape[:3], -1, num_rows).sum(-1, dtype=jnp.int32)
+    masses = jnp.swapaxes(block_shares.astype(jnp.float32) * 2.0**-MASS_BITS, 2, 3)
     return masses, (base + jnp.log2(total))[:, :, 0]

@@ -115,7 +115,7 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
 def _forward(loaded: Loaded, programs: Programs, ids: np.ndarray) -> Callable[[], Array]:
     """The model as in training, up to the input of the output layer."""
     network = loaded.network
-    layout, (*arguments, inputs) = programs.inputs(ids, of_prompt=False)
+    layout, (*arguments, inputs) = programs.inputs(ids, is_prompt=False)
     arguments.append(dataclasses.replace(inputs, documents=None))
 
     def forward(*arguments: Any) -> Array:

@@ -100,21 +100,21 @@ class Placement:
             if self.mesh is not None:
                 function = shard_map_remaining(function, self.mesh, in_specs, out_specs)
             return function(*args)
-        of_args, of_results = jax.tree.map(
+        arg_shardings, result_shardings = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
             (in_specs, out_specs),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         args = jax.tree.map(
             lambda to, tree: jax.tree.map(lambda x: jax.sharding.reshard(x, to), tree),
-            of_args,
+            arg_shardings,
             args,
         )
         if self.mesh is not None:
             function = jax.shard_map(
                 function, in_specs=in_specs, out_specs=out_specs, check_vma=False
             )
-        return jax.sharding.auto_axes(function, out_sharding=of_results)(*args)
+        return jax.sharding.auto_axes(function, out_sharding=result_shardings)(*args)
 
 
 def take(x: Array, order: np.ndarray, axis: int = 1) -> Array:

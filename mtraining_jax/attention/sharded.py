@@ -54,16 +54,16 @@ def attend(
     heads = P(placement.batch, placement.sequence, placement.heads)
     rows = P(placement.batch, placement.heads, placement.sequence)
     sharded_by_query = _sharded_by_query(inputs)
-    of_index = rows if sharded_by_query else P(placement.batch, placement.heads)
-    of_pattern = of_index if isinstance(pattern, Index) else P(placement.heads)
+    index_spec = rows if sharded_by_query else P(placement.batch, placement.heads)
+    pattern_spec = index_spec if isinstance(pattern, Index) else P(placement.heads)
     specs_of_inputs = {
-        "pattern": of_pattern,
+        "pattern": pattern_spec,
         "overrides": batch,
         "observer": P(),
         "documents": batch if documents is None or documents.packed else P(),
         "sinks": P(placement.heads),
     }
-    specs_of_output = {"out": heads, "lse": rows, "index": of_index, "statistics": P()}
+    specs_of_output = {"out": heads, "lse": rows, "index": index_spec, "statistics": P()}
     order = None
     if sharded_by_query and spec.layout is not None and placement.ranks > 1:
         order = spec.layout.block_order()

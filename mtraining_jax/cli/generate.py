@@ -96,10 +96,10 @@ def _run(arguments: list[str]) -> int:
             "--temperature=1 to sample"
         )
     # Dense attention has a block size too.
-    of_sparse = {x for x in overrides if x.startswith("sparsity.")} - {"sparsity.block_size"}
-    if found.attention == "dense" and of_sparse:
+    sparse_options = {x for x in overrides if x.startswith("sparsity.")} - {"sparsity.block_size"}
+    if found.attention == "dense" and sparse_options:
         raise UserError(
-            f"--{min(of_sparse)} has no effect with --attention=dense; add --attention=sparse"
+            f"--{min(sparse_options)} has no effect with --attention=dense; add --attention=sparse"
         )
     numbers = {name: getattr(found, name) for name in _NUMBERS}
     try:

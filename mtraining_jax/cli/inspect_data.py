@@ -77,11 +77,13 @@ def _run(arguments: list[str]) -> int:
         found = f"{counted(count, 'sequence')} of {data.seq_len:,} tokens ({data.mode})"
         lines = [f"{data.source}: {corpus.summary}; {found}"]
     parts = getattr(packs, "parts", None) or corpus.parts
-    of_parts = {"": range(count)} if parts is None else parts.sequences
-    for number, part in [(x, name) for name, of in of_parts.items() for x in of[: options.samples]]:
+    sequences = {"": range(count)} if parts is None else parts.sequences
+    for number, part in [
+        (x, name) for name, numbers in sequences.items() for x in numbers[: options.samples]
+    ]:
         begins, lengths = pieces(number)
-        of_part = f" of {part}" if part else ""
-        lines.append(f"sequence {number}{of_part}: {counted(lengths.size, 'document')}")
+        part_suffix = f" of {part}" if part else ""
+        lines.append(f"sequence {number}{part_suffix}: {counted(lengths.size, 'document')}")
         position = 0
         for begin, length in zip(begins[:_DOCUMENTS], lengths[:_DOCUMENTS], strict=True):
             positions = begin + np.arange(length)

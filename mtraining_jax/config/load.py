@@ -178,12 +178,12 @@ def with_bos(config: Config, saved: Mapping[str, Any] | None = None) -> Config:
             bos = recorded[0] if recorded else False
         return dataclasses.replace(data, bos=bos)
 
-    of_data = of_eval = None
+    saved_data = saved_eval = None
     if saved is not None:
-        of_data, of_eval = saved.get("data", {}), saved.get("eval", {}).get("data") or {}
-    data = resolved(config.data, of_data)
+        saved_data, saved_eval = saved.get("data", {}), saved.get("eval", {}).get("data") or {}
+    data = resolved(config.data, saved_data)
     try:
-        held_out = dataclasses.replace(config.eval, data=resolved(config.eval.data, of_eval))
+        held_out = dataclasses.replace(config.eval, data=resolved(config.eval.data, saved_eval))
     except UserError as error:
         raise UserError(about_held_out(str(error))) from error
     return dataclasses.replace(config, data=data, eval=held_out)

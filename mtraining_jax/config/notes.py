@@ -80,8 +80,8 @@ def _reasons(config: Sections, name: str) -> Iterator[str]:
         yield "checkpoint.local_dir = none has no folder for checkpoints"
     if name in DENSE_STEPS and not config.sparsity.pattern.sparse:
         yield f'sparsity.kind = "{config.sparsity.kind}" computes all pairs in every step'
-    of_pattern = section == "audit" or (section == "sparsity" and field != "block_size")
-    if of_pattern and None not in layer_windows(config.model):
+    is_pattern_option = section == "audit" or (section == "sparsity" and field != "block_size")
+    if is_pattern_option and None not in layer_windows(config.model):
         yield "all layers have a sliding window, and no sparse pattern"
     if name in ("optimizer.final_lr_ratio", "optimizer.decay_steps") and schedule == "constant":
         yield 'optimizer.schedule = "constant" does not decay the learning rate'

@@ -94,8 +94,8 @@ class DocumentSource(Source):
             summary += f", documents begin {encoder.tokenizer.beginning}"
         pack = functools.partial(pack_documents, lengths, stream)
         trained = stream.trained if stream.masked else None
-        of_vocab = encoder.vocab_size, encoder.tokenizer
-        return Corpus(stream, *of_vocab, summary, pack=pack, trained=trained, bos=bos)
+        vocabulary = encoder.vocab_size, encoder.tokenizer
+        return Corpus(stream, *vocabulary, summary, pack=pack, trained=trained, bos=bos)
 
     def _key(self, data: DataSpec, encoder: "Encoder") -> str | None:
         """Changes with any option, file or code that determines the token ids."""

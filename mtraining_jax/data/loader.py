@@ -119,7 +119,7 @@ class Loader(LocalPart):
         # Tokens that are also labels are read once.
         both = np.concatenate([positions, following])
         self._needed, indices = np.unique(both, return_inverse=True)
-        self._of_tokens, self._of_labels = np.split(indices, 2)
+        self._token_indices, self._label_indices = np.split(indices, 2)
         self.sequences: np.ndarray | None = None
         self.step = 0
         self._start_reading()
@@ -150,8 +150,8 @@ class Loader(LocalPart):
         """The description, with the number of epochs in these steps."""
         if self.parts is not None:
             read = steps * self._data.batch_size / sum(self.parts.weights)
-            of_parts = zip(self.parts.sequences.items(), self.parts.weights, strict=True)
-            texts = [f"{read * weight / len(of):.3g} of {name}" for (name, of), weight in of_parts]
+            parts = zip(self.parts.sequences.items(), self.parts.weights, strict=True)
+            texts = [f"{read * weight / len(of):.3g} of {name}" for (name, of), weight in parts]
             return f"{self.description}; epochs in {counted(steps, 'step')}: {', '.join(texts)}"
         if self.corpus.endless:
             return self.description
@@ -289,19 +289,19 @@ class Loader(LocalPart):
             places, left = stream_positions(starts, first, real, self._needed, size)
             ids = np.zeros(places.shape, np.int32)
             ids[left > 0] = self.corpus.stream.take(places[left > 0])
-            tokens[i] = ids[self._of_tokens]
+            tokens[i] = ids[self._token_indices]
             # The last token of a document has no label.
-            followed = left[self._of_tokens] > 1
+            followed = left[self._token_indices] > 1
             if self.corpus.trained is not None:
                 trained = np.zeros(places.shape, bool)
                 trained[left > 0] = self.corpus.trained(places[left > 0])
-                followed &= trained[self._of_labels]
-            labels[i] = np.where(followed, ids[self._of_labels], IGNORE_LABEL)
+                followed &= trained[self._label_indices]
+            labels[i] = np.where(followed, ids[self._label_indices], IGNORE_LABEL)
             if self._weighted:
                 blocks = -(-lengths // size)
-                of_block = np.repeat(self._label_counts(starts, lengths), blocks)
-                block = self._needed[self._of_tokens] // size
-                weights[i, followed] = 1 / of_block[block[followed]]
+                label_counts = np.repeat(self._label_counts(starts, lengths), blocks)
+                block = self._needed[self._token_indices] // size
+                weights[i, followed] = 1 / label_counts[block[followed]]
         batch: Batch = {"tokens": tokens, "labels": labels}
         if self.packs is not None:
             batch["documents"] = documents

@@ -57,37 +57,37 @@ def linear_cross_entropy(
         fp32 scalar, differentiable in `hidden_BSE` and `weight_VE`; in `per_replica`, of a replica.
     """
     check_output_layer(hidden_BSE, weight_VE, labels_BS, chunk_size)
-    of_labels = (labels_BS,) if label_weights_BS is None else (labels_BS, label_weights_BS)
+    targets = (labels_BS,) if label_weights_BS is None else (labels_BS, label_weights_BS)
     how = chunk_size, mesh, weight_spec, trains_weight
-    return _summed(hidden_BSE, weight_VE, of_labels, *how)
+    return _summed(hidden_BSE, weight_VE, targets, *how)
 
 
-# `of_labels` are the labels and, optionally, their weights.
+# `targets` are the labels and, optionally, their weights.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _summed(hidden, weight, of_labels, chunk_size, mesh, weight_spec, trains_weight):
+def _summed(hidden, weight, targets, chunk_size, mesh, weight_spec, trains_weight):
     how = chunk_size, mesh, weight_spec, trains_weight
-    return _summed_fwd(hidden, weight, of_labels, *how)[0]
+    return _summed_fwd(hidden, weight, targets, *how)[0]
 
 
 @jax.named_scope("loss")
-def _summed_fwd(hidden, weight, of_labels, chunk_size, mesh, weight_spec, trains_weight):
+def _summed_fwd(hidden, weight, targets, chunk_size, mesh, weight_spec, trains_weight):
     local = functools.partial(_local, chunk_size=chunk_size, trains_weight=trains_weight)
     weight = weight.astype(hidden.dtype)  # before the gather, which halves its traffic
     if mesh is None:
-        return local(hidden, weight, of_labels)
+        return local(hidden, weight, targets)
 
     axes = remaining_axes(AXES)
 
-    def summed_over_devices(hidden, weight, of_labels):
+    def summed_over_devices(hidden, weight, targets):
         full_weight = gather_weight(weight, weight_spec)
-        loss, (d_hidden, d_weight) = local(hidden, full_weight, of_labels)
+        loss, (d_hidden, d_weight) = local(hidden, full_weight, targets)
         if d_weight is not None:
             d_weight = reduce_gradient(d_weight, weight_spec, axes)
         return lax.psum(loss, axes), (d_hidden, d_weight)
 
     in_specs, out_specs = (ACTIVATIONS, weight_spec, TOKENS), (P(), (ACTIVATIONS, weight_spec))
     on_mesh = shard_map_remaining(summed_over_devices, mesh, in_specs, out_specs)
-    return on_mesh(hidden, weight, of_labels)
+    return on_mesh(hidden, weight, targets)
 
 
 def _summed_bwd(chunk_size, mesh, weight_spec, trains_weight, gradients, d_loss):
@@ -100,14 +100,14 @@ def _summed_bwd(chunk_size, mesh, weight_spec, trains_weight, gradients, d_loss)
 _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
-def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, trains_weight) -> tuple[Array, Any]:
+def _local(hidden_BSE, weight_VE, targets, *, chunk_size, trains_weight) -> tuple[Array, Any]:
     """The sum for the tokens of one device, and its gradients, without communication."""
     dtype, (batch, seq, width) = hidden_BSE.dtype, hidden_BSE.shape
     tokens = batch * seq
     size = first_chunks(tokens, chunk_size, 1)
     hidden = chunked(hidden_BSE.reshape(tokens, width), size)
-    labels, *weights = (x.reshape(tokens) for x in of_labels)
-    of_labels = chunked(labels, size, IGNORE_LABEL), *(chunked(x, size) for x in weights)
+    labels, *weights = (x.reshape(tokens) for x in targets)
+    targets = chunked(labels, size, IGNORE_LABEL), *(chunked(x, size) for x in weights)
 
     def body(carry, inputs) -> tuple[Any, Any]:
         hidden_CE, (labels_C, *weights_C) = inputs
@@ -127,6 +127,6 @@ def _local(hidden_BSE, weight_VE, of_labels, *, chunk_size, trains_weight) -> tu
 
     zeros = jnp.zeros(weight_VE.shape, jnp.float32) if trains_weight else None
     start = (jnp.zeros((), jnp.float32), zeros)
-    (total, d_weight), d_hidden = lax.scan(body, start, (hidden, of_labels))
+    (total, d_weight), d_hidden = lax.scan(body, start, (hidden, targets))
     d_hidden = d_hidden.reshape(-1, width)[:tokens]
     return total, (d_hidden.reshape(hidden_BSE.shape), d_weight)

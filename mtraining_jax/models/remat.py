@@ -52,31 +52,31 @@ def scan_kinds(
     """
 
     def runs(x: Any, inputs: Any, kinds: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-        found, start = [], 0
+        parts, start = [], 0
         for kind, members in itertools.groupby(kinds):
             stop = start + len(list(members))
-            own = jax.tree.map(lambda x, part=slice(start, stop): x[part], inputs)
-            x, statistics = jax.lax.scan(layers[kind], x, own)
-            found.append((stop - start, statistics))
+            run_inputs = jax.tree.map(lambda x, part=slice(start, stop): x[part], inputs)
+            x, statistics = jax.lax.scan(layers[kind], x, run_inputs)
+            parts.append((stop - start, statistics))
             start = stop
-        return x, _joined(found)
+        return x, _joined(parts)
 
     count = len(kinds)
     period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[:-n])
     if period in (1, count):
         return runs(x, inputs, kinds)
-    whole = count // period * period
+    repeated = count // period * period
 
     def repeats(x: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
         return runs(x, inputs, kinds[:period])
 
-    first = jax.tree.map(lambda x: x[:whole].reshape(-1, period, *x.shape[1:]), inputs)
+    first = jax.tree.map(lambda x: x[:repeated].reshape(-1, period, *x.shape[1:]), inputs)
     x, statistics = jax.lax.scan(repeats, x, first)
-    found = [(whole, jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), statistics))]
-    if whole < count:
-        x, statistics = runs(x, jax.tree.map(lambda x: x[whole:], inputs), kinds[whole:])
-        found.append((count - whole, statistics))
-    return x, _joined(found)
+    parts = [(repeated, jax.tree.map(lambda x: x.reshape(repeated, *x.shape[2:]), statistics))]
+    if repeated < count:
+        x, statistics = runs(x, jax.tree.map(lambda x: x[repeated:], inputs), kinds[repeated:])
+        parts.append((count - repeated, statistics))
+    return x, _joined(parts)
 
 
 def _joined(parts: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:

@@ -200,8 +200,8 @@ class Experts(nnx.Module):
         chunks = (len(x_TE), 1) if saved else (spec.mlp_chunk_size, spec.mlp_kept_chunks)
         pairs = tuple(x.reshape(len(x_TE), -1) for x in (routed.ids, routed.weights))
         how = *chunks, spec.lora is None, FAMILIES.get(spec.family).activation
-        of_experts = None if biases[1] is None else cast(Any, biases[1:])
-        out = padded_experts(x_TE, cast(Any, pairs), experts, of_experts, *how)
+        expert_biases = None if biases[1] is None else cast(Any, biases[1:])
+        out = padded_experts(x_TE, cast(Any, pairs), experts, expert_biases, *how)
         return out.reshape(x_BSE.shape), balance(routed, real_BS)
 
 

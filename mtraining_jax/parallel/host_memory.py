@@ -42,13 +42,13 @@ def over_layers(function: Callable[..., Any], updated: Any, read: Any) -> Any:
     """
 
     def one_layer(arrays: Any, layer: Array) -> tuple[Any, None]:
-        def of_layer(x: Array) -> Array:
+        def get(x: Array) -> Array:
             return to_device(lax.dynamic_index_in_dim(x, layer, keepdims=False))
 
         def put(x: Array, new: Array) -> Array:
             return lax.dynamic_update_index_in_dim(x, move_to(new, x), layer, axis=0)
 
-        return jax.tree.map(put, arrays, function(*jax.tree.map(of_layer, (arrays, read)))), None
+        return jax.tree.map(put, arrays, function(*jax.tree.map(get, (arrays, read)))), None
 
     if not (leaves := jax.tree.leaves(updated)):
         return updated

@@ -80,8 +80,8 @@ class AdaSpa(Pattern):
         able = jnp.minimum((shares > _ENOUGH).sum(-1, keepdims=True), num_heads // 2)
         # Rank of each head, by descending mass kept.
         rank = jnp.argsort(jnp.argsort(-shares, axis=-1, stable=True), axis=-1)
-        of_heads = jnp.where(rank < able, few, jnp.where(rank >= num_heads - able, many, middle))
-        return largest(masses, of_heads[..., None], *ends)
+        budgets = jnp.where(rank < able, few, jnp.where(rank >= num_heads - able, many, middle))
+        return largest(masses, budgets[..., None], *ends)
 
     def describe(self) -> str:
         return f"AdaSpa, {100 * self.sparsity:g} % of the key blocks skipped"

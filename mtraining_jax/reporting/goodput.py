@@ -27,7 +27,7 @@ class Goodput:
     repeated, time without any process, and the start of the new ones.
 
     Attributes:
-        of_steps: `step_deviation`, standard deviation over mean of the newest steps, and
+        step_timing: `step_deviation`, standard deviation over mean of the newest steps, and
             `host_wait`, mean seconds of a step in which devices waited for this process.
     """
 
@@ -39,7 +39,7 @@ class Goodput:
         self._count = 0
         self._newest: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_NEWEST))
         self._waits: deque[float] = deque(maxlen=_NEWEST)
-        self.of_steps = {"step_deviation": 0.0, "host_wait": 0.0}
+        self.step_timing = {"step_deviation": 0.0, "host_wait": 0.0}
 
     def state(self, *, finished: bool) -> dict[str, Any]:
         """What a checkpoint keeps; the time after a finished run is not part of a longer one."""
@@ -97,16 +97,16 @@ class Goodput:
             newest.append(seconds - data)
             self._waits.append(host_wait)
             most = max(self._newest.values(), key=len)
-            deviation = float(np.std(most) / np.mean(most))
-            self.of_steps = {"step_deviation": deviation, "host_wait": float(np.mean(self._waits))}
+            deviation, wait = np.std(most) / np.mean(most), np.mean(self._waits)
+            self.step_timing = {"step_deviation": float(deviation), "host_wait": float(wait)}
 
-    def record(self, of_processes: Sequence[Mapping[str, float]]) -> Record:
-        """Entries of the newest step's record; `of_processes` has the `of_steps` of each."""
+    def record(self, process_timings: Sequence[Mapping[str, float]]) -> Record:
+        """Entries of the newest step's record; `process_timings` has the `step_timing` of each."""
         wall = self._wall()
         seconds = self._seconds | {"other": max(0.0, wall - sum(self._seconds.values()))}
         record: Record = {f"time_share/{kind}": seconds[kind] / wall for kind in KINDS}
-        for name in self.of_steps:
-            record[f"{name}_by_process"] = [x.get(name, 0.0) for x in of_processes]
+        for name in self.step_timing:
+            record[f"{name}_by_process"] = [x.get(name, 0.0) for x in process_timings]
         return record | {"wall_time": wall, "restarts": self._restarts}
 
     def _wall(self) -> float:

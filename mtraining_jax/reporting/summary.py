@@ -27,8 +27,8 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
         rows["dense"] = _dense_speed(history)
     if history.losses:
         last = list(history.losses)[-max(1, history.finite_losses // 4) :]
-        of_last = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
-        rows["loss"] = f"{history.first_loss:.3f} -> {np.mean(last):.3f}{of_last}"
+        mean_note = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
+        rows["loss"] = f"{history.first_loss:.3f} -> {np.mean(last):.3f}{mean_note}"
     if history.validation:
         rows["validation"] = " -> ".join(history.validation)
     rows["attention"] = _density(history)

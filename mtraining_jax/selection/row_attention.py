@@ -76,8 +76,8 @@ class Keys(NamedTuple):
 
     def counts(self, positions: Array) -> Array:
         """Whether each row is a real token: bool [B or 1, 1, R]."""
-        of_rows = self.documents.of(positions // self.block_size)
-        return (positions < of_rows.ends())[:, None]
+        row_documents = self.documents.of(positions // self.block_size)
+        return (positions < row_documents.ends())[:, None]
 
 
 class RowAttention(NamedTuple):

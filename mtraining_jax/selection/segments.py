@@ -34,8 +34,8 @@ class OneSegment:
         return 1
 
     @property
-    def of_block(self) -> Array:
-        """The document of each block: int32 [NB], or [R, NB] if packed."""
+    def slot_of_block(self) -> Array:
+        """The document slot of each block: int32 [NB], or [R, NB] if packed."""
         return jnp.zeros(self.num_blocks, jnp.int32)
 
     @property
@@ -114,20 +114,20 @@ class PackedSegments:
     are correct: those of one document fit in int32.
 
     Attributes:
-        of_block: int32 [R, NB], the document of each block; E for none, with undefined results.
+        slot_of_block: int32 [R, NB], slot of the document; E for none, with undefined results.
         first: int32 [R, E], the first block; NB for an empty slot.
         length: int32 [R, E], number of blocks; 0 for an empty slot.
         tokens: int32 [R, E], number of tokens; 0 for an empty slot.
     """
 
-    of_block: Array
+    slot_of_block: Array
     first: Array
     length: Array
     tokens: Array
 
     @property
     def num_blocks(self) -> int:
-        return self.of_block.shape[-1]
+        return self.slot_of_block.shape[-1]
 
     @property
     def slots(self) -> int:
@@ -140,16 +140,16 @@ class PackedSegments:
         return PackedSegments(*(jnp.repeat(x, heads, axis=0) for x in self._fields))
 
     def local(self, block_ids: Array) -> "PackedSegments":
-        of_block, *others = self._fields
-        return PackedSegments(of_block[:, None, block_ids], *(x[:, None] for x in others))
+        slot_of_block, *others = self._fields
+        return PackedSegments(slot_of_block[:, None, block_ids], *(x[:, None] for x in others))
 
     @property
     def _fields(self) -> tuple[Array, ...]:
-        return self.of_block, self.first, self.length, self.tokens
+        return self.slot_of_block, self.first, self.length, self.tokens
 
     @property
     def inside(self) -> Array:
-        return self.of_block < self.slots
+        return self.slot_of_block < self.slots
 
     def count(self) -> Array:
         return (self.tokens > 0).sum(-1, dtype=jnp.int32)
@@ -161,13 +161,13 @@ class PackedSegments:
 
     @property
     def blocks(self) -> Array:
-        return jnp.arange(self.of_block.shape[-1], dtype=jnp.int32) - self.start
+        return jnp.arange(self.slot_of_block.shape[-1], dtype=jnp.int32) - self.start
 
     def entries(self, size: int) -> Array:
         return self.blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)
 
     def spread(self, x: Array) -> Array:
-        slot = jnp.minimum(self.of_block, self.slots - 1)
+        slot = jnp.minimum(self.slot_of_block, self.slots - 1)
         lead = jnp.broadcast_shapes(x.shape[:-1], slot.shape[:-1])
         x = jnp.broadcast_to(x, (*lead, x.shape[-1]))
         return _take(x, jnp.broadcast_to(slot, (*lead, slot.shape[-1])))
@@ -187,7 +187,7 @@ class PackedSegments:
     def highest(self, x: Array) -> Array:
         lowest = jnp.full((len(x), self.slots + 1), -jnp.inf)
         row = jnp.arange(len(x), dtype=jnp.int32)[:, None]
-        return lowest.at[row, self.of_block].max(x)[:, :-1]
+        return lowest.at[row, self.slot_of_block].max(x)[:, :-1]
 
     def up_to(self, x: Array) -> Array:
         running = jnp.cumsum(x, axis=-1, dtype=jnp.int32)

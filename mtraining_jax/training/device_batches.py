@@ -47,7 +47,7 @@ class DeviceBatches:
             if given is None
             else GivenBatches(given, config.data, **how)
         )
-        self._of_documents = NamedSharding(mesh, DOCUMENTS)
+        self._documents_sharding = NamedSharding(mesh, DOCUMENTS)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -66,7 +66,7 @@ class DeviceBatches:
         shape = batch_size, documents.first.shape[1]
         return batch | {
             "documents": jax.tree.map(
-                lambda x: self._spread(x, shape, self._of_documents, axes=1), documents
+                lambda x: self._spread(x, shape, self._documents_sharding, axes=1), documents
             )
         }
 

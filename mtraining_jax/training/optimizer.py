@@ -79,8 +79,10 @@ def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
         mu = jax.tree.map(lambda m, g: m + (1 - config.b1) * (g - m), state.mu, updates)
         nu = jax.tree.map(lambda v, g: v + (1 - config.b2) * (g * g - v), state.nu, updates)
         count = optax.safe_increment(state.count)
-        of_mu, of_nu = (1 / (1 - b**count) for b in (config.b1, config.b2))
-        updates = jax.tree.map(lambda m, v: m * of_mu / (jnp.sqrt(v * of_nu) + config.eps), mu, nu)
+        mu_scale, nu_scale = (1 / (1 - b**count) for b in (config.b1, config.b2))
+        updates = jax.tree.map(
+            lambda m, v: m * mu_scale / (jnp.sqrt(v * nu_scale) + config.eps), mu, nu
+        )
         return updates, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.chain(
@@ -216,12 +218,12 @@ def zeros_like(parameters: Parameters) -> Parameters:
     """Zeros in the same memory as parameters."""
     here, there = by_memory(parameters)
 
-    def of_layer(arrays: Parameters) -> Parameters:
+    def layer_zeros(arrays: Parameters) -> Parameters:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
         # XLA would copy equal ones in host memory.
         return jax.tree.map(move_to, lax.optimization_barrier(zeros), arrays)
 
-    zeros = map_layers(of_layer, there)
+    zeros = map_layers(layer_zeros, there)
     return jax.tree.map(jnp.zeros_like, here) | zeros
 
 

@@ -105,7 +105,7 @@ class StateBuilder:
         """Returns a `TrainState` of `jax.ShapeDtypeStruct` with shardings."""
         everywhere = NamedSharding(self.mesh, P())
 
-        def of_leaf(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
+        def abstract_leaf(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
             # Parameters and their moments are dicts by name; all else is replicated.
             name = getattr(path[-1], "key", "")
             sharding = everywhere
@@ -119,7 +119,7 @@ class StateBuilder:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         shapes = jax.eval_shape(self._around, self._shapes)
-        return jax.tree_util.tree_map_with_path(of_leaf, shapes)
+        return jax.tree_util.tree_map_with_path(abstract_leaf, shapes)
 
     def shardings(self) -> TrainState:
         return jax.tree.map(lambda x: x.sharding, self.abstract())
@@ -134,7 +134,7 @@ class StateBuilder:
             parameters = self._drawn()
         else:
             parameters = self.base() | self._drawn(self._adapters)
-        return self._of_model(parameters)
+        return self._initial_state(parameters)
 
     def continued(self, state: State) -> TrainState:
         """Builds the state before the first step from the arrays of another run.
@@ -152,7 +152,7 @@ class StateBuilder:
                     f"but {needs} is needed"
                 )
         if not jax.tree.leaves(state.opt_state):
-            return self._of_model(state.model)
+            return self._initial_state(state.model)
         shapes = [jax.tree.map(lambda x: x.shape, x.opt_state) for x in (state, abstract)]
         if shapes[0] != shapes[1]:
             raise UserError(
@@ -167,7 +167,7 @@ class StateBuilder:
         new = dataclasses.replace(new, step=zero, skipped=zero, skipped_in_row=zero, rng=rng)
         return jax.tree.map(lambda x, place: jax.device_put(x, place.sharding), new, abstract)
 
-    def _of_model(self, parameters: Parameters) -> TrainState:
+    def _initial_state(self, parameters: Parameters) -> TrainState:
         """The state before the first step, with these parameters, which are donated."""
         abstract, opt_state = self.abstract(), ()
         places = {name: x.sharding for name, x in abstract.model.items()}

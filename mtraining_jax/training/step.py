@@ -69,7 +69,7 @@ class StepObserver(Protocol):
         """Returns the observers of all layers, with a leading layer axis."""
         ...
 
-    def results(self, layers: dict[str, Any], of_taps: Any) -> dict[str, Any]:
+    def results(self, layers: dict[str, Any], tap_gradients: Any) -> dict[str, Any]:
         """Returns the statistics of layers, [L, ...] by name, given the cotangent of the taps."""
         ...
 
@@ -219,12 +219,12 @@ def make_gradients(
     `drawn` is that of the observer. Stats are [L, ...], or [M, L, ...] with several replicas.
     """
     model, mesh, parts = config.model, builder.mesh, config.optimizer.accumulation_steps
-    of_run, layout = attention_inputs or AttentionInputs(), build_layout(config)
+    run_inputs, layout = attention_inputs or AttentionInputs(), build_layout(config)
 
     def loss_of(trained: Parameters, taps: Any, frozen, batch, counts, drawn):
         count, sequences = counts
-        of_layers = None if observer is None else observer.observer(drawn, taps)
-        inputs = dataclasses.replace(of_run, observer=of_layers)
+        layer_observers = None if observer is None else observer.observer(drawn, taps)
+        inputs = dataclasses.replace(run_inputs, observer=layer_observers)
         hidden, lm_head, layers = run_layers(
             builder, layout, attention, inputs, {**trained, **frozen}, batch
         )
@@ -255,12 +255,12 @@ def make_gradients(
 
     def differentiate(trained: Parameters, *args: Any):
         taps = None if observer is None else observer.taps()
-        (_, (loss, layers)), (gradients, of_taps) = value_and_grad(trained, taps, *args)
+        (_, (loss, layers)), (gradients, tap_gradients) = value_and_grad(trained, taps, *args)
         if observer is not None:
-            layers = observer.results(layers, of_taps)
+            layers = observer.results(layers, tap_gradients)
         return loss, gradients, layers
 
-    def of_replica(trained: Parameters, frozen: Parameters, batch: Batch, *rest: Any):
+    def replica_gradients(trained: Parameters, frozen: Parameters, batch: Batch, *rest: Any):
         if parts == 1:
             return differentiate(trained, frozen, batch, *rest)
 
@@ -275,22 +275,22 @@ def make_gradients(
         return loss, gradients, jax.tree.map(mean_over_parts, layers)
 
     def summed_over_replicas(*args: Any):
-        loss, gradients, layers = of_replica(*args)
+        loss, gradients, layers = replica_gradients(*args)
         # All gradients first: an early reduction would make replicas wait for each other.
         loss, gradients = join((loss, gradients))
         loss, gradients = lax.psum((loss, gradients), DATA_AXIS)
         return loss, gradients, jax.tree.map(lambda x: x[None], layers)
 
-    of_batch = of_replica
+    batch_gradients = replica_gradients
     if config.parallel.replicas > 1:
         in_specs, out_specs = (P(), P(), P(DATA_AXIS), P(), P()), (P(), P(), P(DATA_AXIS))
-        of_batch = per_replica(summed_over_replicas, mesh, in_specs, out_specs)
+        batch_gradients = per_replica(summed_over_replicas, mesh, in_specs, out_specs)
 
     def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, drawn: Any):
         labels, weights = batch["labels"], batch.get("weights")
         # The weights of a document sum to 1.
         count = count_labels(labels) if weights is None else jnp.sum(weights)
-        return of_batch(trained, frozen, batch, (count, len(labels)), drawn)
+        return batch_gradients(trained, frozen, batch, (count, len(labels)), drawn)
 
     return gradients_of
 

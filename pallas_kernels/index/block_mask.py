@@ -128,8 +128,8 @@ class BlockMaskIndex(TiledIndex):
         return pairs + as_float(below + in_own) * self.block_size
 
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
-        of_queries = self.bits[:, :, query_positions // self.block_size]
-        by_block = sets.contains(of_queries, key_blocks)[..., None]
+        query_bits = self.bits[:, :, query_positions // self.block_size]
+        by_block = sets.contains(query_bits, key_blocks)[..., None]
         if self.column_marks is None:
             return by_block
         columns = jnp.take(self._marked(), key_blocks, axis=2, mode="fill", fill_value=False)
@@ -216,9 +216,9 @@ class BlockMaskIndex(TiledIndex):
     def _beside_blocks(self, rows: Rows | None, by_row: bool = False) -> tuple[Array, Array, Array]:
         """Counts what columns add to the set blocks, int32 [B, Hq] or, `by_row`, [B, Hq, rows]."""
         rows, marks = self._rows(rows), self._marked()
-        of_row = marks.sum(-1, dtype=jnp.int32)
-        counts = jnp.zeros((*of_row.shape[:2], self.num_blocks), jnp.int32)
-        counts = rows.total(counts.at[:, :, rows.blocks].set(of_row))
+        columns_per_row = marks.sum(-1, dtype=jnp.int32)
+        counts = jnp.zeros((*columns_per_row.shape[:2], self.num_blocks), jnp.int32)
+        counts = rows.total(counts.at[:, :, rows.blocks].set(columns_per_row))
         blocks = jnp.arange(self.num_blocks, dtype=jnp.int32)
         # (Column, later row of blocks that sees it without its block) pairs; token pairs of columns
         # in own blocks that are not set; columns in such blocks.
@@ -230,7 +230,7 @@ class BlockMaskIndex(TiledIndex):
         unlisted = ~self._own_listed(rows)
         later = self.block_size - jnp.arange(self.block_size, dtype=jnp.int32)
         own = jnp.where(unlisted[..., None] & marks, later, 0).sum(over, dtype=jnp.int32)
-        in_own = jnp.where(unlisted, of_row, 0)
+        in_own = jnp.where(unlisted, columns_per_row, 0)
         if by_row:
             return below, own, in_own
         return rows.total((below, own, in_own.sum(-1, dtype=jnp.int32)))

@@ -90,14 +90,14 @@ class TokenChunksIndex(Index):
     def computes(self, query_positions: Array, key_blocks: Array) -> Array:
         size = self.block_size
         rows = query_positions // size
-        of_queries = self.chosen[:, :, rows, query_positions % size]
+        query_bits = self.chosen[:, :, rows, query_positions % size]
         if self.first is None:
-            return sets.contains(of_queries, key_blocks // self.chunk_blocks)[..., None]
+            return sets.contains(query_bits, key_blocks // self.chunk_blocks)[..., None]
         first = self.first[:, :, rows, None]
         chunks = chunks_of(first, key_blocks, self.chunk_blocks)
-        words = jnp.clip(chunks // sets.WORD, 0, of_queries.shape[-1] - 1)
+        words = jnp.clip(chunks // sets.WORD, 0, query_bits.shape[-1] - 1)
         place = (chunks % sets.WORD).astype(jnp.uint32)
-        bit = (jnp.take_along_axis(of_queries, words, axis=-1) >> place) & 1
+        bit = (jnp.take_along_axis(query_bits, words, axis=-1) >> place) & 1
         return ((key_blocks >= first) & bit.astype(bool))[..., None]
 
     def budgets(self) -> dict[str, Array]:

@@ -99,12 +99,12 @@ class MosaicGpu(Backend):
 
     def _two_kernels(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
         configs = self._configs(call.q)
-        keys, of_columns = dkdv_kernel(call, operands, configs.dkdv, self.interpret)
+        keys, column_gradients = dkdv_kernel(call, operands, configs.dkdv, self.interpret)
         columns = call.plan.columns
         if call.key_dtype is not None:
-            if of_columns is not None and columns is not None:
-                keys = _whole_keys(keys, of_columns, columns.tokens, call.key_dtype)
-                of_columns = None
+            if column_gradients is not None and columns is not None:
+                keys = _whole_keys(keys, column_gradients, columns.tokens, call.key_dtype)
+                column_gradients = None
             # These come first: their fp32 sums (with columns, one array) then fit in dq's memory.
             q, *keys = lax.optimization_barrier((operands.q, *keys))
             operands = operands._replace(q=q)
@@ -113,7 +113,7 @@ class MosaicGpu(Backend):
         dq = dq_kernel(call, operands, configs.dq, num_blocks, self.interpret)
         if not call.plan.has_tiles:
             dk = dv = None
-        return Gradients(dq, dk, dv, *(of_columns or (None, None)))
+        return Gradients(dq, dk, dv, *(column_gradients or (None, None)))
 
     def _one_kernel(self, call: BackwardCall, operands: BackwardOperands) -> Gradients:
         config = self._configs(call.q).fused
@@ -162,9 +162,11 @@ class MosaicGpu(Backend):
 
 
 def _whole_keys(
-    keys: Array, of_columns: Array, tokens: Array, dtype: jnp.dtype
+    keys: Array, column_gradients: Array, tokens: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     """Applies `whole_keys` to dk and dv in one array [2, B, ...]."""
-    pair, of_columns = (x.reshape(-1, *x.shape[2:]) for x in (keys, of_columns))
-    dk, dv = scatter_columns(pair, of_columns, jnp.concatenate([tokens] * 2)).reshape(keys.shape)
+    pair, column_gradients = (x.reshape(-1, *x.shape[2:]) for x in (keys, column_gradients))
+    dk, dv = scatter_columns(pair, column_gradients, jnp.concatenate([tokens] * 2)).reshape(
+        keys.shape
+    )
     return dk.astype(dtype), dv.astype(dtype)

@@ -60,9 +60,9 @@ class Columns:
         if not apart:
             return found
         first = jnp.where(limit > 0, jnp.argmax(keep, axis=-1).astype(jnp.int32), 0)
-        of_tiles = keep.reshape(*keep.shape[:-1], -1, COLUMN_TILE).any(-1)
+        tile_has_kept = keep.reshape(*keep.shape[:-1], -1, COLUMN_TILE).any(-1)
         number = jnp.arange(1, keep.shape[2] + 1, dtype=jnp.int32)[:, None]
-        ends = jnp.where(of_tiles, number, 0).max(2, initial=0)
+        ends = jnp.where(tile_has_kept, number, 0).max(2, initial=0)
         return dataclasses.replace(found, first=first, ends=ends)
 
     def check(self, batch: int, heads: int, num_query_blocks: int) -> None:

@@ -89,10 +89,10 @@ class Triton(Backend):
         }
         keys = Gradients(q, None, None, None, None)  # without dq, which comes last
         if call.plan.has_tiles:
-            dk, dv = self._of_blocks(call, rows)
+            dk, dv = self._block_gradients(call, rows)
             keys = keys._replace(dk=dk, dv=dv)
         if call.column_kv is not None:
-            dk, dv = self._of_columns(call, rows)
+            dk, dv = self._column_gradients(call, rows)
             keys = keys._replace(dk_columns=dk, dv_columns=dv)
         if call.key_dtype is not None:
             keys = whole_keys(keys, call.plan.columns, call.key_dtype)
@@ -125,7 +125,7 @@ class Triton(Backend):
         grid = (work.items.shape[0] * (BLOCK // config.rows),)
         return self.run(Call.of(kernel, values | more, outputs, grid, config))
 
-    def _of_blocks(self, of: BackwardCall, rows: dict[str, Any]) -> Pair:
+    def _block_gradients(self, of: BackwardCall, rows: dict[str, Any]) -> Pair:
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv
 
         k, work, config = of.k, of.plan.work.keys, self._configs(of.q).dkdv
@@ -148,7 +148,7 @@ class Triton(Backend):
         dk = join_parts(work.heavy, found["dk"], found["dk_parts"])
         return dk, join_parts(work.heavy, found["dv"], found["dv_parts"])
 
-    def _of_columns(self, of: BackwardCall, rows: dict[str, Any]) -> Pair:
+    def _column_gradients(self, of: BackwardCall, rows: dict[str, Any]) -> Pair:
         from pallas_kernels.triton.kernels.dkdv import attention_dkdv_columns
 
         config, count, work = self._configs(of.q).dkdv, _column_items(of), of.plan.work.keys

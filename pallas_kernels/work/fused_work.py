@@ -112,8 +112,8 @@ def _turn_short_documents(
     at = of.batch, of.head // (falling.shape[1] // heads), block
     number = jnp.arange(items.shape[0], dtype=jnp.int32)
     number = jnp.zeros((batch, heads, num_blocks), jnp.int32).at[at].set(number)
-    of_keys = number.reshape(batch, -1, sharing, num_blocks)
-    turns = jnp.sum(of_keys[:, :, :, None] > of_keys[:, :, None], axis=3, dtype=jnp.int32)
+    item_numbers = number.reshape(batch, -1, sharing, num_blocks)
+    turns = jnp.sum(item_numbers[:, :, :, None] > item_numbers[:, :, None], axis=3, dtype=jnp.int32)
     of = of._replace(
         block=block, sign=jnp.where(rises, 1, of.sign), key_turn=turns.reshape(number.shape)[at]
     )

@@ -75,7 +75,7 @@ def from_blocks(x: Array) -> Array:
     return x.transpose(0, 2, 3, 1, 4).reshape(batch, -1, heads, dim)
 
 
-def of_rows(x: Array, rows: Array) -> Array:
+def slice_rows(x: Array, rows: Array) -> Array:
     """Slices the entries [B, Hq, rows, ...] of adjacent blocks of [B, Hq, n, ...]."""
     return slice_from(x, rows[0], rows.size, axis=2)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.tiles import COLUMN_TILE, Columns, Tiles
-from pallas_kernels.xla.products import entry, of_rows, slice_from
+from pallas_kernels.xla.products import entry, slice_from, slice_rows
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +22,7 @@ class Walk:
     last: Array
     diagonal: Array  # int32 [], the offset of the tiles that are masked per element
     listed: bool = jax.tree.static()  # whether entries are blocks
-    of_queries: bool = jax.tree.static()  # whether own blocks are query blocks, else key blocks
+    owns_queries: bool = jax.tree.static()  # whether own blocks are query blocks, else key blocks
     num_others: int = jax.tree.static()  # number of blocks of the other side
     block_size: int = jax.tree.static()
     window: int | None = jax.tree.static(default=None)  # as in `DiagonalTiles`
@@ -31,7 +31,7 @@ class Walk:
         """Folds step(other block [B, Hq, n], mask [B, Hq, n, g|1, g|1], state) over all entries."""
 
         def run(number: Array | int, state: Any) -> Any:
-            first, last = (of_rows(entry(x, number, 2), own) for x in (self.first, self.last))
+            first, last = (slice_rows(entry(x, number, 2), own) for x in (self.first, self.last))
             return self._fold_range(first, last, own, step, state)
 
         runs = self.first.shape[2]
@@ -59,9 +59,9 @@ class Walk:
         return lax.fori_loop(jnp.where(some.any(), lowest, 0), stop, visit, state)
 
     def _at(self, own: Array, slot: Array) -> tuple[Array, Array]:
-        sign = 1 if self.of_queries else -1
+        sign = 1 if self.owns_queries else -1
         if self.listed:
-            block = entry(of_rows(self.entries, own), slot, -1)
+            block = entry(slice_rows(self.entries, own), slot, -1)
             return block, sign * (own - block)
         offset = entry(self.entries, slot, -1)[..., None]
         return own - sign * offset, offset
@@ -77,15 +77,15 @@ def xla_work(tiles: Tiles | None, num_queries: int, num_keys: int) -> XlaWork:
         return XlaWork(None, None)
     sizes = num_queries // tiles.block_size, num_keys // tiles.block_size
 
-    def walk(lists: tuple[Array, Array, Array], of_queries: bool) -> Walk:
+    def walk(lists: tuple[Array, Array, Array], owns_queries: bool) -> Walk:
         entries, *ranges = lists
         first, last = (x if x.ndim == 4 else x[:, :, None] for x in ranges)
-        how = tiles.listed, of_queries, sizes[of_queries], tiles.block_size, tiles.window
+        how = tiles.listed, owns_queries, sizes[owns_queries], tiles.block_size, tiles.window
         return Walk(entries, first, last, tiles.diagonal, *how)
 
     return XlaWork(
-        walk(tiles.row_lists(*sizes), of_queries=True),
-        walk(tiles.column_lists(*sizes), of_queries=False),
+        walk(tiles.row_lists(*sizes), owns_queries=True),
+        walk(tiles.column_lists(*sizes), owns_queries=False),
     )
 
 
@@ -115,7 +115,7 @@ def column_tile(
         slice_from(x, start, COLUMN_TILE, axis=1).swapaxes(1, 2)[:, :, None] for x in column_kv
     )
     words = slice_from(
-        of_rows(columns.keep, rows), tile * (COLUMN_TILE // 32), COLUMN_TILE // 32, axis=-1
+        slice_rows(columns.keep, rows), tile * (COLUMN_TILE // 32), COLUMN_TILE // 32, axis=-1
     )
     bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     keep = bits.reshape(*words.shape[:-1], COLUMN_TILE).astype(bool)
@@ -129,9 +129,9 @@ def column_tile(
 
 def _column_tiles(columns: Columns, rows: Array) -> tuple[Array | int, Array]:
     """Returns the first column tile that some query blocks may see, and one past the last."""
-    limits = of_rows(columns.limit, rows)
+    limits = slice_rows(columns.limit, rows)
     end = (jnp.max(limits, initial=0) + COLUMN_TILE - 1) // COLUMN_TILE
     if columns.first is None:
         return 0, end
-    first = jnp.where(limits > 0, of_rows(columns.first, rows), columns.tokens.shape[-1])
+    first = jnp.where(limits > 0, slice_rows(columns.first, rows), columns.tokens.shape[-1])
     return jnp.min(first // COLUMN_TILE), end

@@ -85,7 +85,7 @@ class Clock:
 
 
 def shares(counted):
-    record = counted.record([counted.of_steps])
+    record = counted.record([counted.step_timing])
     found = {kind: round(record[f"time_share/{kind}"] * record["wall_time"], 3) for kind in KINDS}
     return {kind: seconds for kind, seconds in found.items() if seconds}
 
@@ -114,7 +114,7 @@ def test_wall_time_is_split_by_kind_of_work_also_over_restarts(monkeypatch):
     clock.step(again, 2.0)
     expected |= {"steps": 26.75, "starting": 76}
     assert shares(again) == expected
-    record = again.record([again.of_steps])
+    record = again.record([again.step_timing])
     assert record["wall_time"] == pytest.approx(sum(expected.values())) and record["restarts"] == 1
     assert time_text(record) == (
         "19.4% in steps, 55.2% starting, 14.5% compile, 7.3% stalled, 2.2% other, 1.5% data, of"
@@ -135,11 +135,11 @@ def test_step_times_vary_and_devices_wait_by_process(monkeypatch):
     clock, counted = Clock(monkeypatch), Goodput()
     for seconds in (60.0, 9.0, 1.0, 3.0):  # the first two warm up
         clock.step(counted, seconds, host_wait=seconds / 2)
-    assert counted.of_steps == {"step_deviation": 0.5, "host_wait": 1.0}
-    record = counted.record([counted.of_steps, {}, {"step_deviation": 0.1, "host_wait": 7.0}])
+    assert counted.step_timing == {"step_deviation": 0.5, "host_wait": 1.0}
+    record = counted.record([counted.step_timing, {}, {"step_deviation": 0.1, "host_wait": 7.0}])
     assert record["step_deviation_by_process"] == [0.5, 0.0, 0.1]
     assert processes_text(record) == (
         "step times vary by 50.0%; devices wait 7.000 s per step for process 2, 1.000 s for the"
         " median one"
     )
-    assert processes_text(counted.record([counted.of_steps])) is None
+    assert processes_text(counted.record([counted.step_timing])) is None

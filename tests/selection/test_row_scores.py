@@ -182,15 +182,15 @@ class Kept(Decoded):
     """The same weights, with the rule applied by the Hopper kernel in the interpreter."""
 
     def weights(self, call):
-        of_blocks, of_all = super().weights(call)
-        padding = -of_blocks.shape[2] % WEIGHT_BLOCKS
-        return jnp.pad(of_blocks, ((0, 0), (0, 0), (0, padding), (0, 0))), of_all
+        weights, totals = super().weights(call)
+        padding = -weights.shape[2] % WEIGHT_BLOCKS
+        return jnp.pad(weights, ((0, 0), (0, 0), (0, padding), (0, 0))), totals
 
     def keeps(self, num_rows, num_blocks):
         return True
 
-    def kept(self, of_blocks, of_all, rule):
-        return HopperCodedScores(plgpu.InterpretGPUParams()).kept(of_blocks, of_all, rule)
+    def kept(self, weights, totals, rule):
+        return HopperCodedScores(plgpu.InterpretGPUParams()).kept(weights, totals, rule)
 
 
 def test_the_kernel_keeps_the_blocks_of_the_rule(monkeypatch):

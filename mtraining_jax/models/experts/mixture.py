@@ -106,7 +106,7 @@ class _Dispatch(NamedTuple):
         tokens = self.pairs_R // self.rows_CK.shape[1]
         return x_CE.at[tokens].get(mode="fill", fill_value=0)
 
-    def of_rows(self, x_CK: Array) -> Array:
+    def row_values(self, x_CK: Array) -> Array:
         """Values [R] of pairs; 0 in padding."""
         return x_CK.reshape(-1).at[self.pairs_R].get(mode="fill", fill_value=0)
 
@@ -194,43 +194,43 @@ def _forward(
     x_TE, ids_TK, weights_TK, gate, up, down, chunk_size, kept_chunks, trained, activation, biases
 ):
     groups = Groups(x_TE.dtype, down.shape[1:])
-    of_gate, of_up, of_down = biases or [None] * 3
+    gate_bias, up_bias, down_bias = biases or [None] * 3
 
     def chunk(x_CE, ids_CK, weights_CK) -> tuple[Array, tuple[Array, Array]]:
         dispatch = _Dispatch.of(ids_CK, len(gate), groups.row_tile)
         x_RE = dispatch.spread(x_CE)
         product = functools.partial(dispatch.product, groups, x_RE)
-        products = product(gate, of_gate), product(up, of_up)
-        out_RE = dispatch.product(groups, gated(activation, *products), down, of_down)
+        products = product(gate, gate_bias), product(up, up_bias)
+        out_RE = dispatch.product(groups, gated(activation, *products), down, down_bias)
         return dispatch.summed(out_RE, weights_CK).astype(x_CE.dtype), products
 
-    of_tokens = x_TE, ids_TK, weights_TK
-    out_TE, products = in_chunks(chunk, of_tokens, chunk_size, kept_chunks)
-    return out_TE, (*of_tokens, gate, up, down, biases, products)
+    token_arrays = x_TE, ids_TK, weights_TK
+    out_TE, products = in_chunks(chunk, token_arrays, chunk_size, kept_chunks)
+    return out_TE, (*token_arrays, gate, up, down, biases, products)
 
 
 def _backward(chunk_size, kept_chunks, trained, activation, residuals, d_out_TE):
     x_TE, ids_TK, weights_TK, gate, up, down, biases, kept_products = residuals
     dtype, groups = x_TE.dtype, Groups(x_TE.dtype, down.shape[1:])
-    of_gate, of_up, of_down = biases or [None] * 3
+    gate_bias, up_bias, down_bias = biases or [None] * 3
 
     def chunk(sums, inputs, products=None):
         x_CE, ids_CK, weights_CK, d_out_CE = inputs
         dispatch = _Dispatch.of(ids_CK, len(gate), groups.row_tile)
         sizes = dispatch.sizes_G
         x_RE, d_out_RE = dispatch.spread(x_CE), dispatch.spread(d_out_CE)
-        weights_R1 = dispatch.of_rows(weights_CK)[:, None]
+        weights_R1 = dispatch.row_values(weights_CK)[:, None]
         if products is None:
             product = functools.partial(dispatch.product, groups, x_RE)
-            products = product(gate, of_gate), product(up, of_up)
+            products = product(gate, gate_bias), product(up, up_bias)
         # The gradient of hidden_RF times its weights, without these.
         d_RF = groups.transposed(d_out_RE, down, sizes)
         hidden_RF, d_gate_RF, d_up_RF = activation_gradients(
             products, d_RF, weights_R1, activation=activation
         )
         d_weights_R = jnp.sum(hidden_RF * d_RF.astype(jnp.float32), axis=-1)
-        if of_down is not None:
-            bias_RE = of_down[dispatch.experts_R()].astype(jnp.float32)
+        if down_bias is not None:
+            bias_RE = down_bias[dispatch.experts_R()].astype(jnp.float32)
             d_weights_R += jnp.sum(bias_RE * d_out_RE, axis=-1)
         hidden_RF = (hidden_RF * weights_R1).astype(dtype)
         d_x_RE = groups.transposed(d_gate_RF, gate, sizes).astype(jnp.float32)
@@ -250,8 +250,8 @@ def _backward(chunk_size, kept_chunks, trained, activation, residuals, d_out_TE)
 
     experts = (gate, up, down, *(biases or ())) if trained else ()
     sums = tuple(jnp.zeros(w.shape, jnp.float32) for w in experts)
-    of_tokens = x_TE, ids_TK, weights_TK, d_out_TE
-    kept, rest = token_parts(of_tokens, chunk_size, kept_chunks)
+    token_arrays = x_TE, ids_TK, weights_TK, d_out_TE
+    kept, rest = token_parts(token_arrays, chunk_size, kept_chunks)
     found = []
     if kept[0].shape[0]:
         sums, gradients = chunk(sums, kept, kept_products)
@@ -260,9 +260,9 @@ def _backward(chunk_size, kept_chunks, trained, activation, residuals, d_out_TE)
         sums, gradients = lax.scan(chunk, sums, rest)
         found.append(jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), gradients))
     d_x, d_weights = (jnp.concatenate(x)[: x_TE.shape[0]] for x in zip(*found, strict=True))
-    of_experts: Any = [x.astype(w.dtype) for x, w in zip(sums, experts, strict=True)]
-    of_experts = of_experts or [None] * 3
-    return d_x, None, d_weights, *of_experts[:3], tuple(of_experts[3:]) or None
+    expert_gradients: Any = [x.astype(w.dtype) for x, w in zip(sums, experts, strict=True)]
+    expert_gradients = expert_gradients or [None] * 3
+    return d_x, None, d_weights, *expert_gradients[:3], tuple(expert_gradients[3:]) or None
 
 
 chunked_experts.defvjp(_forward, _backward)

@@ -61,8 +61,8 @@ def checkpoint_tensors(spec: ModelSpec) -> list[CheckpointTensor]:
     for layer in range(spec.num_layers):
         for name, parameters in family.layer_tensors(spec).items():
             stacked = tuple(LAYERS + parameter for parameter in parameters)
-            of_all, name = name in family.alternating, f"model.layers.{layer}.{name}"
-            if of_all:
+            is_alternating, name = name in family.alternating, f"model.layers.{layer}.{name}"
+            if is_alternating:
                 found.append(alternating(name, stacked, layer))
                 continue
             for expert in range(spec.num_experts) if "*" in name else (None,):

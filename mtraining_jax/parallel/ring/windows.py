@@ -42,7 +42,7 @@ class RingWindow:
 
     def prepare(self, q: Shaped, k: Shaped, index: WindowIndex) -> Any:
         local, lag = self.layout.local_blocks, self._lag
-        near = _of_keys(index, lax.axis_index(self.axes) * local - lag, lag + local)
+        near = _key_index(index, lax.axis_index(self.axes) * local - lag, lag + local)
         tokens = (lag + local) * index.block_size
         keys = jax.ShapeDtypeStruct((k.shape[0], tokens, *k.shape[2:]), k.dtype)
         return self.inner.prepare(q, keys, near)
@@ -88,7 +88,7 @@ class RingWindow:
         return _with_earlier(x, self._lag, layout.local_blocks, layout.num_ranks, self.axes)
 
 
-def _of_keys(index: WindowIndex, start: Array, count: int) -> WindowIndex:
+def _key_index(index: WindowIndex, start: Array, count: int) -> WindowIndex:
     """Returns the index of `count` blocks from `start` on, which may precede the sequence."""
     blocks = start + jnp.arange(count, dtype=jnp.int32)
     first, end = (x[..., jnp.maximum(blocks, 0)] for x in (index.first, index.end))
@@ -130,7 +130,7 @@ def _places(before: Layout, after: Layout) -> tuple[Array, Array]:
     owner = np.argsort(after.block_order()) // local  # of each block
     held = owner[order].reshape(ranks, local)
     sends = [[np.flatnonzero(x == to) for to in range(ranks)] for x in held]
-    most = max(len(blocks) for of_rank in sends for blocks in of_rank)
+    most = max(len(blocks) for rank_sends in sends for blocks in rank_sends)
     to_send = np.zeros((ranks, ranks, most), np.int32)
     arrives = np.zeros(before.num_blocks, np.int32)
     for rank, to in np.ndindex(ranks, ranks):

@@ -59,7 +59,7 @@ class RowRule:
     def least_mass(self) -> int:
         return max(round(self.min_block_mass * (1 << _MASS_BITS)), 1)
 
-    def of_kernel(self, rows: Array, documents: Documents, num_rows: int) -> KeepRule:
+    def kernel_rule(self, rows: Array, documents: Documents, num_rows: int) -> KeepRule:
         """Returns the rule, without random blocks, for the kernels that keep blocks."""
         tau = self.tau
         if not isinstance(tau, Array):
@@ -98,8 +98,8 @@ def kept_blocks(
     num_blocks = scores.shape[-1]
     numbers = jnp.arange(num_blocks, dtype=jnp.int32)
     distance = rows[:, None] - numbers
-    of_rows = documents.of(rows)
-    first, length = (x[:, None, :, None] for x in (of_rows.first, of_rows.length))
+    row_documents = documents.of(rows)
+    first, length = (x[:, None, :, None] for x in (row_documents.first, row_documents.length))
     causal = (distance >= 0) & (numbers >= first)
     sinks = numbers < rule.forced_ends(rows, documents)[:, None, :, None]
     forced = causal & (sinks | (distance < rule.local_blocks))

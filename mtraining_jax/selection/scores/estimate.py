@@ -77,7 +77,7 @@ class KeyBlocks:
         self.segments = segments or sparse_segments(context, 1, self.block_size)
         self.slot = None
         if isinstance(self.segments, PackedSegments):
-            self.slot = self.segments.of_block[:, context.block_ids]  # [B, n]; E without a document
+            self.slot = self.segments.slot_of_block[:, context.block_ids]  # [B, n]; E for none
 
     def map_logits(
         self,
@@ -110,14 +110,14 @@ class KeyBlocks:
         # bf16 products are exact in fp32; only fp32 inputs need the slower passes.
         precision = lax.Precision.HIGHEST if k.dtype == jnp.float32 else None
 
-        def of_kv_heads(of: Chunk) -> Array:
+        def queries_by_kv_head(of: Chunk) -> Array:
             q = queries(of)
             q = q.reshape(*q.shape[:2], kv_heads, -1, head_dim)
             return jnp.broadcast_to(q, (chunk, *q.shape[1:]))
 
         # Blocks are a batch dimension, so each block is a separate product and its bits cannot
         # depend on its position in the chunk. A single document has the same queries in every step.
-        same = of_kv_heads(Chunk(ids[:chunk], None)) if slot is None else None
+        same = queries_by_kv_head(Chunk(ids[:chunk], None)) if slot is None else None
 
         def step(i: Array) -> tuple[Array, ...]:
             own_slot = None if slot is None else _part(slot, i, chunk)
@@ -125,7 +125,7 @@ class KeyBlocks:
             k_chunk = lax.dynamic_slice_in_dim(k, i * chunk * size, chunk * size, axis=1)
             k_chunk = k_chunk.reshape(batch, chunk, size, kv_heads, head_dim)
             logits = lax.dot_general(
-                of_kv_heads(of) if same is None else same,
+                queries_by_kv_head(of) if same is None else same,
                 k_chunk.transpose(1, 0, 3, 2, 4),
                 (((4,), (4,)), ((0, 1, 2), (0, 1, 2))),
                 precision=precision,
@@ -326,8 +326,8 @@ class _KernelTiles(_XlaTiles):
         heads, num_queries = self.q.shape[2:4]
         to_mean_mass = MASS_ONE // num_queries / normaliser
         slots = self.blocks.segments.slots
-        of_sets = (x[:, :slots].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
-        parts = self.kernels.block_masses(self.call, *of_sets)
+        by_set = (x[:, :slots].reshape(-1, heads, num_queries) for x in (peak, to_mean_mass))
+        parts = self.kernels.block_masses(self.call, *by_set)
         columns, own, beyond = map(self._by_block, parts)
         return _round(columns), _round(own), _round(beyond[..., : num_queries - 1])
 

@@ -53,8 +53,8 @@ def last_attention(
     for number in range(passes):
         # Each pass has the queries before an earlier end.
         tokens = jnp.maximum(segments.tokens - number * count, 0)
-        of_pass = dataclasses.replace(segments, tokens=tokens)
-        probes.append(last_queries.probe(q, k, context, of_pass, count, False))
+        pass_segments = dataclasses.replace(segments, tokens=tokens)
+        probes.append(last_queries.probe(q, k, context, pass_segments, count, False))
     masses = functools.reduce(operator.add, (x.by_distance // passes for x in probes))
     segments = probes[0].segments
     rule = top_p.Rule(
@@ -114,7 +114,7 @@ def distances(
     else:
         # Each block is a separate product, with the last queries of its document only.
         means = estimate.ordered_sum(queries) / jnp.float32(size)  # [B, E, Hq, D]
-        slot = jnp.minimum(segments.of_block, segments.slots - 1)
+        slot = jnp.minimum(segments.slot_of_block, segments.slots - 1)
         means = jax.vmap(lambda means, slot: means[slot])(means, slot)  # [B, NB, Hq, D]
         means = means.reshape(batch, num_blocks, kv_heads, -1, dim)
         logits = _products(means, keys.swapaxes(1, 2)[..., None, :], 3)
@@ -237,8 +237,8 @@ def largest_within(
     none = jnp.zeros((*mass.shape[:2], segments.slots), jnp.uint32)
     cut = lax.fori_loop(0, 31, narrow, none)
     upper, lower, above = sums(cut + 1)
-    of_rows = segments.spread(cut)[..., None]
-    equal = (mass == of_rows) & (of_rows > 0)
+    row_cuts = segments.spread(cut)[..., None]
+    equal = (mass == row_cuts) & (row_cuts > 0)
     # Number of entries equal to the cut that fit into the rest, by exact division in limbs.
     borrow = (low < lower).astype(jnp.uint32)
     missing = high - upper - borrow, low + (borrow << _LIMB) - lower
@@ -254,7 +254,7 @@ def _sums_of_rows(x: Array, segments: Segments) -> Array:
         return x.sum(-1, keepdims=True, dtype=x.dtype)
     zeros = jnp.zeros((x.shape[1], segments.slots), x.dtype)  # local rows have no order
     return jax.vmap(lambda values, slot: zeros.at[:, slot].add(values, mode="drop"))(
-        x, segments.of_block[:, 0]
+        x, segments.slot_of_block[:, 0]
     )
 
 

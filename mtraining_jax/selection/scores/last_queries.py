@@ -94,8 +94,8 @@ def _by_distance(vertical: Array, slash: Array, segments: Segments) -> Array:
 
 def per_kind(columns: int | Array, diagonals: int) -> Array:
     """Stacks limits of columns, a number or [R, E], and of diagonals: broadcasts with [2, R, E]."""
-    of_columns = jnp.broadcast_to(jnp.asarray(columns, jnp.int32), jnp.shape(columns) or (1, 1))
-    return jnp.stack([of_columns, jnp.full_like(of_columns, diagonals)])
+    column_limits = jnp.broadcast_to(jnp.asarray(columns, jnp.int32), jnp.shape(columns) or (1, 1))
+    return jnp.stack([column_limits, jnp.full_like(column_limits, diagonals)])
 
 
 def each_kind(

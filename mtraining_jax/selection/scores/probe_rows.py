@@ -55,8 +55,8 @@ def fp8_bits(
         return None
     rows, positions = probe_rows(q, context, count)
     first, scale = context.first_blocks(context.block_ids), context.scale_for(q.shape[-1])
-    of_kernel = rule.of_kernel(context.block_ids, context.documents, count)
-    bits = kernels.kept(*kernels.score(rows, k, positions, first, scale), of_kernel)
+    kernel_rule = rule.kernel_rule(context.block_ids, context.documents, count)
+    bits = kernels.kept(*kernels.score(rows, k, positions, first, scale), kernel_rule)
     bits = bits[..., : sets.words_for(context.num_blocks)]
     if not rule.random_block_prob:
         return bits

@@ -56,8 +56,8 @@ def index_with_columns(
     probes = probe_rows(q, context, num_probes)
     segments = sparse_segments(context, most_documents, size)
     tokens = heaviest_columns(q, k, context, segments, count, rule)
-    of_blocks, of_columns = masses_without(*probes, k, tokens, segments, context, like=q)
-    bits = kept_blocks(of_blocks, rows, rule, documents, of_columns)
+    block_masses, column_mass = masses_without(*probes, k, tokens, segments, context, like=q)
+    bits = kept_blocks(block_masses, rows, rule, documents, column_mass)
     index = BlockMaskIndex(bits, num_blocks, size)
     index = index.with_columns(tokens.reshape(*tokens.shape[:2], -1), rows)
     if not documents.packed:
@@ -82,7 +82,7 @@ def heaviest_columns(
     most = jnp.full_like(segments.length, min(count, seq_len))
     kept, _ = top_p.kept_entries(masses.astype(jnp.uint32), top_p.Rule(0, most), segments)
     kept &= (masses > 0) & segments.inside[..., None]
-    number = top_p.numbered(kept, segments) + segments.of_block[..., None] * count
+    number = top_p.numbered(kept, segments) + segments.slot_of_block[..., None] * count
     number = jnp.where(kept, number, segments.slots * count)
     tokens = top_p.scattered(number, segments.slots * count, seq_len)
     return tokens.reshape(batch, heads, segments.slots, count)
@@ -174,7 +174,7 @@ def masses_without(
     )
     if isinstance(segments, PackedSegments):
         held = jnp.append(tokens, jnp.full_like(tokens[:, :, :1], k.shape[1]), axis=2)
-        slot = segments.of_block[:, context.block_ids]  # [B, n]; the last for none
+        slot = segments.slot_of_block[:, context.block_ids]  # [B, n]; the last for none
         tokens = jax.vmap(lambda tokens, slot: tokens[:, slot])(held, slot)  # [B, Hq, n, C]
     column_masses = _column_masses(rows, positions, k, levels, tokens, context)
     batch, heads, num_local, _ = column_masses.shape
@@ -233,8 +233,8 @@ def _column_masses(
             return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis)
 
         if same:
-            columns, of_rows = tokens, part(rows, 2).reshape(batch, heads, -1, dim)
-            logits = product(of_rows, keys, (((3,), (3,)), ((0, 1), (0, 1))))
+            columns, flat_rows = tokens, part(rows, 2).reshape(batch, heads, -1, dim)
+            logits = product(flat_rows, keys, (((3,), (3,)), ((0, 1), (0, 1))))
             logits = logits.reshape(batch, heads, chunk, num_rows, -1)
         else:  # keys of these blocks only: most slots may be empty
             columns = part(tokens, 2)

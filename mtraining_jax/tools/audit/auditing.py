@@ -111,11 +111,11 @@ class StepAudit:
         rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (layers, *x.shape)), drawn)
         return Audit(rows, taps, self.mask_heads)
 
-    def results(self, layers: dict[str, Any], of_taps: Array) -> dict[str, Any]:
+    def results(self, layers: dict[str, Any], tap_gradients: Array) -> dict[str, Any]:
         """Adds the metrics of gradients, the cotangent of the taps, to statistics of layers."""
         unknown = jnp.isnan(layers["audit"]["recall"])  # as in layers with a window
-        of_taps = jnp.where(unknown[..., None], jnp.nan, of_taps)
-        figures = zip(GRADIENT_FIGURES, jnp.moveaxis(of_taps, -1, 0), strict=True)
+        tap_gradients = jnp.where(unknown[..., None], jnp.nan, tap_gradients)
+        figures = zip(GRADIENT_FIGURES, jnp.moveaxis(tap_gradients, -1, 0), strict=True)
         return layers | {"audit": layers["audit"] | dict(figures)}
 
 

@@ -30,13 +30,13 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
     width = min(_KEY_BLOCKS, num_local)
     depth = min(_QUERY_BLOCKS, num_blocks)
 
-    def of_keys(i):
+    def kept_keys(i):
         # The last chunk starts early enough to end with the last block.
         ids = lax.dynamic_slice_in_dim(
             keys.block_ids, jnp.minimum(i * width, num_local - width), width
         )
 
-        def of_queries(found, j):
+        def kept_by_queries(found, j):
             blocks = jnp.minimum(j * depth, num_blocks - depth) + jnp.arange(depth)
             kept = keys.index.computes(blocks * size + size - 1, ids)
             later = (ids < blocks[:, None]) & keys.documents.of(blocks).contain(ids)  # [B, Q, C]
@@ -44,10 +44,10 @@ def starved_keys(keys: Keys, num_heads: int) -> tuple[Array, Array]:
             return found | jnp.broadcast_to(kept, found.shape), None
 
         none = jnp.zeros((batch, num_heads, width, size), bool)
-        return lax.scan(of_queries, none, jnp.arange(-(-num_blocks // depth)))[0]
+        return lax.scan(kept_by_queries, none, jnp.arange(-(-num_blocks // depth)))[0]
 
     count = -(-num_local // width)
-    chunks = jnp.moveaxis(lax.map(of_keys, jnp.arange(count)), 0, 2)  # [B, Hq, count, C, g]
+    chunks = jnp.moveaxis(lax.map(kept_keys, jnp.arange(count)), 0, 2)  # [B, Hq, count, C, g]
     last = chunks[:, :, -1, (count * width - num_local) :]
     first = chunks[:, :, :-1].reshape(batch, num_heads, (count - 1) * width, size)
     kept = jnp.concatenate([first, last], 2).reshape(batch, num_heads, -1)
@@ -78,13 +78,13 @@ class AuditRows(NamedTuple):
     @classmethod
     def draw(cls, key: Array, seq_len: int, count: int, *, last: bool) -> "AuditRows":
         """Samples `count` rows without repetition, a quarter from the last 64 queries if `last`."""
-        of_last, of_all = jax.random.split(key)
+        last_key, everywhere_key = jax.random.split(key)
         near = min(LAST, seq_len)
         few = min(count // 4, near) if last else 0
-        all_ = jax.random.choice(of_all, seq_len, (count - few,), replace=False)
+        all_ = jax.random.choice(everywhere_key, seq_len, (count - few,), replace=False)
         if not few:
             return cls(all_.astype(jnp.int32))
-        end = seq_len - 1 - jax.random.choice(of_last, near, (few,), replace=False)
+        end = seq_len - 1 - jax.random.choice(last_key, near, (few,), replace=False)
         return cls(all_.astype(jnp.int32), end.astype(jnp.int32))
 
 
@@ -129,11 +129,11 @@ def forward_figures(
     error, norm = _over_batch((error, norm), batch_axes)
     could = jnp.broadcast_to(could, starved.shape)
     starved_and_all = keys.total(tuple(x.sum((0, 2), dtype=jnp.float32) for x in (starved, could)))
-    number, of_all = _over_batch(starved_and_all, batch_axes)
+    num_starved, num_all = _over_batch(starved_and_all, batch_axes)
     figures = {
         "recall": mean(recall, everywhere),
         "output_error": jnp.sqrt(error / norm),
-        "starved_keys": number / of_all,
+        "starved_keys": num_starved / num_all,
         "starved_mass": mean(found.share(found.marked), everywhere),
     }
     if rows.last is not None:
@@ -166,11 +166,11 @@ def gradient_figures(
         jnp.where(counted, a * b, 0).sum((0, 2, 3))
         for a, b in ((full, kept), (full, full), (kept, kept))
     )
-    dot, of_full, of_kept = _over_batch(sums, batch_axes)
-    norms = jnp.sqrt(of_full), jnp.sqrt(of_kept)
+    dot, full_square, kept_square = _over_batch(sums, batch_axes)
+    norms = jnp.sqrt(full_square), jnp.sqrt(kept_square)
     # A single pair has zero gradient, so nothing of the direction is kept.
-    cosine = jnp.where(of_kept > 0, dot / jnp.where(of_kept > 0, norms[0] * norms[1], 1), 0)
-    cosine = jnp.where(of_full > 0, cosine, jnp.nan)
+    cosine = jnp.where(kept_square > 0, dot / jnp.where(kept_square > 0, norms[0] * norms[1], 1), 0)
+    cosine = jnp.where(full_square > 0, cosine, jnp.nan)
     return jnp.stack([cosine, norms[1] / norms[0]], -1)
 
 

@@ -16,7 +16,7 @@ from mtraining_jax.attention.checks import check_arrays, check_scale
 from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.selection.metrics import attention_recall, pairs_to_share
-from mtraining_jax.tools.audit.picture import Panel, block_shares, draw, of_one_head
+from mtraining_jax.tools.audit.picture import Panel, block_shares, draw, index_of_head
 from pallas_kernels.index import Index
 
 
@@ -73,7 +73,7 @@ class Inspection:
         Takes S^2 bytes, at most 4 GiB; use `block_mask` for long sequences.
         """
         self._check_head(batch, head)
-        return np.asarray(of_one_head(self.index, batch, head).to_mask(self.seq_len))[0, 0]
+        return np.asarray(index_of_head(self.index, batch, head).to_mask(self.seq_len))[0, 0]
 
     def block_mask(self, batch: int = 0, head: int = 0) -> np.ndarray:
         """Returns the blocks of one head with a computed pair: bool [S/g, S/g], queries by keys."""

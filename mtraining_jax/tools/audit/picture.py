@@ -33,7 +33,7 @@ def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarra
     size = index.block_size
     blocks = np.arange(seq_len // size)
     shares = np.zeros((blocks.size, blocks.size), np.float32)
-    one_head = of_one_head(index, batch, head)
+    one_head = index_of_head(index, batch, head)
     # All queries of a block share their keys, except where each token selects its own.
     queries = range(size) if isinstance(index, TokenChunksIndex) else range(1)
     for start in range(0, blocks.size, _ROWS_AT_ONCE):
@@ -50,7 +50,7 @@ def block_shares(index: Index, seq_len: int, batch: int, head: int) -> np.ndarra
     return shares
 
 
-def of_one_head(index: Index, batch: int, head: int) -> Index:
+def index_of_head(index: Index, batch: int, head: int) -> Index:
     """Returns the index of one head, with arrays [1, 1, ...]."""
     return jax.tree.map(lambda x: x[batch, head][None, None], index)
 

@@ -39,7 +39,7 @@ class ReplicaDocuments:
         self._dense = padded < min_sparse_tokens
         self._class_ids = length_classes(self.lengths, block_size)
         pairs = padded * (padded + 1.0) / 2
-        row = np.repeat(np.arange(len(rows)), [len(of_row) for of_row in rows])
+        row = np.repeat(np.arange(len(rows)), [len(lengths) for lengths in rows])
         # The density of a replica is the mean over its sequences, whatever their pair counts.
         weights = pairs / np.bincount(row, pairs)[row] / len(rows)
         self._sparse_weights = np.where(self._dense, 0.0, weights)
@@ -119,7 +119,7 @@ class DensityResponse:
     def state(self) -> dict[str, Any]:
         return {name: getattr(self, name).tolist() for name in _FITTED}
 
-    def of_state(self, state: dict[str, Any]) -> Self:
+    def with_state(self, state: dict[str, Any]) -> Self:
         """Restores the result of `state`; raises a UserError if sizes differ from these."""
         try:
             restored = {name: np.array(state[name], np.float64) for name in _FITTED}

@@ -45,7 +45,7 @@ class FractionTuning:
     ) -> TunedFractions:
         untuned = np.array([self.ms(own, response, 1.0) for own in documents])
         target = float(_ANCHORS[self.anchor](untuned))
-        tuned = [self._of_replica(own, response, target) for own in documents]
+        tuned = [self._tune_replica(own, response, target) for own in documents]
         fractions, times, infeasible = (np.array(x) for x in zip(*tuned, strict=True))
         return TunedFractions(fractions, infeasible, untuned, times)
 
@@ -54,7 +54,7 @@ class FractionTuning:
         densities = documents.densities(response.densities, factor)
         return pack_ms(documents.lengths, densities, self.size)
 
-    def _of_replica(
+    def _tune_replica(
         self, documents: ReplicaDocuments, response: DensityResponse, target: float
     ) -> tuple[np.ndarray, float, bool]:
         """Returns the fractions [L] of a replica, its time, and whether it is infeasible."""

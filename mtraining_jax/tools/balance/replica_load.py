@@ -133,7 +133,7 @@ class ReplicaLoad(Callback):
     def _times(self, lengths: list[np.ndarray], densities: np.ndarray) -> np.ndarray:
         """Returns the attention milliseconds of each replica in a step, float64 [M]."""
         block = self._config.sparsity.block_size
-        costs = [sequence_cost(of_row, densities, self._weigh, block) for of_row in lengths]
+        costs = [sequence_cost(row, densities, self._weigh, block) for row in lengths]
         return np.array(costs).reshape(self._config.parallel.replicas, -1).sum(1)
 
     def _imbalances(self, attention_ms: np.ndarray, suffix: str) -> Record:

@@ -98,7 +98,7 @@ class Tuner(ReplicaLoad):
             after = {int(at): x for at, x in (saved or {}).items()}
         except (AttributeError, ValueError) as error:
             raise UserError("the checkpoint has no valid state of sparsity.tune") from error
-        self._after = {at: start.of_state(x) for at, x in after.items()} or {step: start}
+        self._after = {at: start.with_state(x) for at, x in after.items()} or {step: start}
 
     def _measured_ms(
         self, documents: list[ReplicaDocuments], response: DensityResponse, measured: np.ndarray

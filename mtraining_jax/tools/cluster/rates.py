@@ -114,8 +114,8 @@ def link_rates(per_node: int, watch: Watch, timeout: int) -> list[tuple[str, int
                 exchange, wrong = _exchange(devices, to, size, timeout)
                 found += [("wrong", sender, i, 0.0) for sender, i in wrong()]  # connects
                 fits = min(max(int(_SECONDS / max(exchange(1).values())), 1), 64)
-                of_all = collect(fits, timeout)
-                repeats = run_on_process_0(lambda of_all=of_all: min(of_all), timeout)
+                all_fits = collect(fits, timeout)
+                repeats = run_on_process_0(lambda all_fits=all_fits: min(all_fits), timeout)
                 first, second = exchange(repeats), exchange(repeats)
             for i, seconds in first.items():
                 if to[i] != i:
@@ -141,8 +141,8 @@ def _exchange(
     specs = {"in_specs": (P("x"), P()), "out_specs": P("x"), "check_vma": False}
     run = jax.jit(jax.shard_map(repeated, mesh=mesh, **specs))
     sharding, shape = NamedSharding(mesh, P("x")), (len(devices) * size // 4,)
-    own = [(i, x) for i, x in enumerate(devices) if x.process_index == jax.process_index()]
-    shards = [jax.device_put(_data(i, size), device) for i, device in own]
+    local = [(i, x) for i, x in enumerate(devices) if x.process_index == jax.process_index()]
+    shards = [jax.device_put(_data(i, size), device) for i, device in local]
     data = jax.make_array_from_single_device_arrays(shape, sharding, shards)
     pool = ThreadPoolExecutor(len(data.addressable_shards))
 
@@ -158,11 +158,11 @@ def _exchange(
         return dict(pool.map(wait, run(data, np.int32(repeats)).addressable_shards))
 
     def wrong() -> list[tuple[int, int]]:
-        places = {devices.index(x.device): x for x in run(data, np.int32(1)).addressable_shards}
-        found = ((to.index(i), i, shard) for i, shard in places.items())
+        received = {devices.index(x.device): x for x in run(data, np.int32(1)).addressable_shards}
+        transfers = ((to.index(i), i, shard) for i, shard in received.items())
         return [
             (sender, i)
-            for sender, i, shard in found
+            for sender, i, shard in transfers
             if not np.array_equal(np.asarray(shard.data), _data(sender, size))
         ]
 

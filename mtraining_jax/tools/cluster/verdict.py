@@ -43,12 +43,12 @@ def problems(facts: Sequence[Facts], needed: int, per_node: int) -> list[Problem
         per_node: devices of a node.
     """
     return [
-        *_of_devices(facts, needed),
-        *_of_settings(facts),
-        *_of_hosts(facts),
-        *_of_rates(facts),
-        *_of_links(facts, "pair", 1),
-        *_of_links(facts, "pair of nodes", per_node),
+        *_device_problems(facts, needed),
+        *_setting_problems(facts),
+        *_host_problems(facts),
+        *_rate_problems(facts),
+        *_link_problems(facts, "pair", 1),
+        *_link_problems(facts, "pair of nodes", per_node),
     ]
 
 
@@ -71,7 +71,7 @@ def table(facts: Sequence[Facts]) -> Table:
         rates = [[x.get(name) for x in fact["devices"]] for name in _RATES]
         for kind in ("pair", "ring", "pair of nodes", "ring of nodes"):
             rates.append([x[3] for x in fact.get("links", ()) if x[0] == kind])
-        least = [min((x for x in of_kind if x), default=None) for of_kind in rates]
+        least = [min((x for x in kind_rates if x), default=None) for kind_rates in rates]
         pairs = zip([*least, fact.get("write")], [1e12, *[1e9] * 7], strict=True)
         cells = ["-" if value is None else f"{value / unit:.3g}" for value, unit in pairs]
         cells.append(f"{fact['seen']:.1f}" if "seen" in fact else "-")
@@ -81,7 +81,7 @@ def table(facts: Sequence[Facts]) -> Table:
     return rows
 
 
-def _of_devices(facts: Sequence[Facts], needed: int) -> Iterator[Problem]:
+def _device_problems(facts: Sequence[Facts], needed: int) -> Iterator[Problem]:
     counts = [len(fact["devices"]) for fact in facts]
     for value, usual, numbers in _different(counts):
         what = f"{_who(facts, numbers)} has {counted(value, 'device')}"
@@ -94,9 +94,9 @@ def _of_devices(facts: Sequence[Facts], needed: int) -> Iterator[Problem]:
         )
 
 
-def _of_settings(facts: Sequence[Facts]) -> Iterator[Problem]:
+def _setting_problems(facts: Sequence[Facts]) -> Iterator[Problem]:
     settings = [{**fact["same"], "data.paths": fact["data"]} for fact in facts]
-    for name in sorted({name for of_process in settings for name in of_process}):
+    for name in sorted({name for process_settings in settings for name in process_settings}):
         for value, usual, numbers in _different([x.get(name) for x in settings]):
             where = f"is {value} in {_who(facts, numbers)} and {usual} in most others"
             yield Problem(f"{name} {where}; it must be the same in all processes", numbers)
@@ -105,7 +105,7 @@ def _of_settings(facts: Sequence[Facts]) -> Iterator[Problem]:
         yield Problem(f"{_who(facts, numbers)}: {text}", numbers)
 
 
-def _of_hosts(facts: Sequence[Facts]) -> Iterator[Problem]:
+def _host_problems(facts: Sequence[Facts]) -> Iterator[Problem]:
     clock = statistics.median_low(fact["clock"] for fact in facts)
     memory = statistics.median(fact["memory"] for fact in facts)
     files = max(_LEAST_FILES, _FILES_PER_DEVICE * sum(len(fact["devices"]) for fact in facts))
@@ -125,7 +125,7 @@ def _of_hosts(facts: Sequence[Facts]) -> Iterator[Problem]:
             yield Problem(f"{_who(facts, [number])}: {text}", (number,))
 
 
-def _of_rates(facts: Sequence[Facts]) -> Iterator[Problem]:
+def _rate_problems(facts: Sequence[Facts]) -> Iterator[Problem]:
     rates = {(n, i): x for n, fact in enumerate(facts) for i, x in enumerate(fact["devices"])}
     names = {at: f"device {at[1]} of {_who(facts, [at[0]])}" for at in rates}
     for at in [at for at, rate in rates.items() if "error" in rate]:
@@ -171,7 +171,7 @@ def wrong_results(facts: Sequence[Facts]) -> Iterator[Problem]:
         yield Problem(f"the link from {' to '.join(ends)} changes data; do not use it")
 
 
-def _of_links(facts: Sequence[Facts], kind: str, unit: int) -> Iterator[Problem]:
+def _link_problems(facts: Sequence[Facts], kind: str, unit: int) -> Iterator[Problem]:
     """Problems of links between devices, or nodes of `unit` devices."""
     process = [number for number, fact in enumerate(facts) for _ in fact["devices"]]
     links: dict[tuple[int, int], float] = {}

@@ -63,7 +63,7 @@ def results_of_device(device: Any, seconds: float) -> dict[str, Any]:
         with jax.default_device(device):
             while passes < 2 or time.perf_counter() - begin < seconds:
                 wrong += int(_wrong_elements(width, jnp.asarray(_product(width))) > 0)
-                digests.add(int(_of_attention(tokens)))
+                digests.add(int(_attention_checksum(tokens)))
                 passes += 1
     except Exception as error:  # of the runtime, by its driver or by memory
         return {"error": (str(error).splitlines() or [type(error).__name__])[0][:200]}
@@ -87,7 +87,7 @@ def _wrong_elements(width: int, right: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _of_attention(tokens: int) -> Array:
+def _attention_checksum(tokens: int) -> Array:
     """The checksum of attention with selected blocks, and of its gradients."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (1, tokens, 4, 128), (1, tokens, 2, 128), (1, tokens, 2, 128), (1, tokens, 4, 128)

@@ -234,9 +234,9 @@ class MosaicShards(TableSource):
     def documents(self) -> Iterator[tuple[str, Document]]:
         for index in self.files():
             for shard in read_index(index):
-                yield from self._of_shard(shard)
+                yield from self._shard_documents(shard)
 
-    def _of_shard(self, shard: Shard) -> Iterator[tuple[str, Document]]:
+    def _shard_documents(self, shard: Shard) -> Iterator[tuple[str, Document]]:
         of = self.columns_in(shard.names, str(shard.path))
         columns = [shard.column(name, self.shown(option)) for option, name in of.items()]
         if self.holds_ids and self.span_field in shard.names:
@@ -252,29 +252,29 @@ class MosaicShards(TableSource):
         try:
             for number, parts in enumerate(samples(shard, columns)):
                 where = f"{shard.path}, sample {number}"
-                yield from self._of_sample(parts, encodings, where)
+                yield from self._sample_documents(parts, encodings, where)
                 where = f"{shard.path}, sample {number + 1}"
         except Damaged as error:
             raise UserError(f"{where} {error}") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{where} is not UTF-8 text (byte {error.start})") from error
 
-    def _of_sample(
+    def _sample_documents(
         self, parts: list[np.ndarray], encodings: list[str], where: str
     ) -> Iterator[tuple[str, Document]]:
         if not self.holds_ids:
             yield where, self.document([part.tobytes().decode("utf-8") for part in parts], where)
             return
         values = [decoded(*of) for of in zip(parts, encodings, strict=True)]
-        ids, of_tokens = values[0], values[: len(self.columns)]
+        ids, token_values = values[0], values[: len(self.columns)]
         if ids.dtype.kind not in "iu" or ids.ndim != 1:
             raise Damaged(f"has {ids.dtype} of shape {ids.shape}, not a list of token ids")
-        sample = self.document(of_tokens, where)  # checks the mask
-        if len(values) == len(of_tokens):
+        sample = self.document(token_values, where)  # checks the mask
+        if len(values) == len(token_values):
             yield where, sample
             return
         for number, span in enumerate(_spans(values[-1], ids.size)):
-            part = self.document([x[slice(*span)] for x in of_tokens], where)
+            part = self.document([x[slice(*span)] for x in token_values], where)
             yield f"{where}, document {number}", part
 
 

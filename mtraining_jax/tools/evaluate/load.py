@@ -107,9 +107,9 @@ def load(
         usual = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         table: dict[str, Any] = {"model": {"init_from": source, "dtype": usual}, "parallel": {}}
         if is_adapter_folder:
-            table["lora"], of_model = _adapters(folder, overrides)
-            table["model"] |= of_model
-            ends = ends or read_end_tokens(of_model["init_from"])
+            table["lora"], model_table = _adapters(folder, overrides)
+            table["model"] |= model_table
+            ends = ends or read_end_tokens(model_table["init_from"])
     else:
         source = f"{folder}, step {step}"
         record = read_record(checkpoints, step)
@@ -177,8 +177,8 @@ def max_positions(folder: Path, overrides: Overrides = NO_OVERRIDES) -> int:
         return read_record(checkpoints, step)["config"]["model"][name]
     if not _is_adapter_folder(folder):
         return read_hf_values(folder)[name]
-    _, of_model = _adapters(folder, overrides)
-    return of_model.get(name) or read_hf_values(of_model["init_from"])[name]
+    _, model_table = _adapters(folder, overrides)
+    return model_table.get(name) or read_hf_values(model_table["init_from"])[name]
 
 
 def _is_adapter_folder(folder: Path) -> bool:
@@ -273,9 +273,9 @@ def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh:
                 "adapters of a checkpoint: model.init_from"
             )
         saved = {name: x for name, x in wanted.items() if is_adapter(name)}
-        of_base = {name: x for name, x in wanted.items() if name not in saved}
+        base_shapes = {name: x for name, x in wanted.items() if name not in saved}
         start = folder if spec.lora is None else model.init_from
-        base = load_parameters(start, spec, of_base, override=model.override)
+        base = load_parameters(start, spec, base_shapes, override=model.override)
     if step is not None:
         found = read_parameters(folder / CHECKPOINTS_NAME, step, saved)
         needed = read_record(folder / CHECKPOINTS_NAME, step).get("base")

@@ -432,12 +432,12 @@ def _attend_on_gpu(
     begun = tokens[:, :, None, ::size] < (numbers[:, None] + 1) * size
     listed = torch.arange(room // size, dtype=torch.int32, device=q.device)
     listed = listed.expand_as(begun).contiguous()
-    of_columns = BlockMask.from_kv_blocks(
+    column_mask = BlockMask.from_kv_blocks(
         begun.sum(-1, dtype=torch.int32), listed,
         BLOCK_SIZE=size, mask_mod=left, seq_lengths=(length, room), compute_q_blocks=False,
     )  # fmt: skip
     out, lse = _flex_with_lse(q, k, v, mask, scale)
-    other, other_lse = _flex_with_lse(q, keys, values, of_columns, scale)
+    other, other_lse = _flex_with_lse(q, keys, values, column_mask, scale)
     share = torch.sigmoid(lse - other_lse).nan_to_num(0)[..., None]  # rows may be empty
     return (out * share + other * (1 - share)).to(q.dtype)
 

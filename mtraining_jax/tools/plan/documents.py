@@ -69,7 +69,7 @@ def planned_pairs(config: Config, opened: bool = False) -> Pairs:
         densities = [_over_layers(config, tokens, full(tokens)) for tokens in padded.tolist()]
         return float(np.sum(pairs * densities) / pairs.sum())
 
-    def of_pattern(tokens: int) -> float:
+    def pattern_density(tokens: int) -> float:
         return 1.0 if tokens < below else pattern_costs.expected_density(settings, tokens)[0]
 
     why = one_document.why
@@ -80,7 +80,7 @@ def planned_pairs(config: Config, opened: bool = False) -> Pairs:
     of = f"{seen:,} sequences" if seen == report.sequences else f"the first {seen:,} sequences"
     return Pairs(
         causal=pairs.sum() / (seen * (report.seq_len * (report.seq_len + 1) / 2)),
-        density=computed(of_pattern),
+        density=computed(pattern_density),
         why=why,
         source=f"lengths of {report.lengths.size:,} documents in {of}",
         counted=True,

@@ -106,8 +106,8 @@ def estimate_memory(config: Config, state: StateBytes | None = None) -> Memory:
     # values until the new ones are known to be finite, but one layer at a time with offloading.
     head = 4 * head_products(config) if _trains_head(config) else 0
     shards = config.ranks if config.parallel.fsdp else 1
-    of_all = _UPDATE_ARRAYS * head // shards
-    update = {False: gradients + head, True: head, "all": of_all}[config.optimizer.offload]
+    head_update = _UPDATE_ARRAYS * head // shards
+    update = {False: gradients + head, True: head, "all": head_update}[config.optimizer.offload]
     host = state.host + offloaded(config)
     return Memory(
         **dataclasses.asdict(state) | {"host": host},

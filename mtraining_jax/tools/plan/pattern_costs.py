@@ -90,14 +90,14 @@ def _method_first[T](table: Callable[..., T]) -> Callable[..., T]:
 def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
     """Returns the density to expect of sequences or documents of some tokens, and why."""
     exact = "exact: it depends only on the length"
-    of_user = not type(pattern).__module__.startswith("mtraining_jax.")
+    is_user_pattern = not type(pattern).__module__.startswith("mtraining_jax.")
     match pattern:
         case Dense():
             return 1.0, "dense"
         case RowPattern():
             selected = density_of_lists(tokens, pattern.tau)
             density = selected + pattern.random_block_prob * (1 - selected)
-            return density, _NOT_KNOWN if of_user else _AS_MEASURED
+            return density, _NOT_KNOWN if is_user_pattern else _AS_MEASURED
         case FlexPrefill():
             # No published mean density of arXiv 2502.20766's settings is known.
             return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
@@ -113,7 +113,7 @@ def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
             return tiles / (rows * rows / 2), exact
         case AdaSpa():
             return 1 - pattern.sparsity, "1 - sparsity"
-    why = _NOT_KNOWN if of_user else f"{_AS_MEASURED} and, at 512K, by MTraining"
+    why = _NOT_KNOWN if is_user_pattern else f"{_AS_MEASURED} and, at 512K, by MTraining"
     return density_of_vertical_slash(tokens), why
 
 

@@ -132,17 +132,17 @@ class Guard:
 
     def _suspect(self, step: TakenStep, loss: float, norm: float) -> None:
         step.notes["passes"] = 2
-        (of_loss, of_norm), same = self._outliers.limits(), "a second pass had the same bits"
-        if not loss <= of_loss:
-            what = f"the loss, {loss:.4g}, is above its usual limit, {of_loss:.4g}"
-        elif not norm <= of_norm:
+        (loss_limit, norm_limit), same = self._outliers.limits(), "a second pass had the same bits"
+        if not loss <= loss_limit:
+            what = f"the loss, {loss:.4g}, is above its usual limit, {loss_limit:.4g}"
+        elif not norm <= norm_limit:
             found = {x: np.asarray(v) for x, v in step.metrics["parameter_norms"].items()}
             step.notes["parameter_norms"] = {name: _finite(x.tolist()) for name, x in found.items()}
             norms = {x: np.where(np.isnan(v), np.inf, v) for x, v in found.items()}
             name = max(norms, key=lambda x: norms[x].max())
             layer = f" in layer {norms[name].argmax()}" if norms[name].ndim else ""
             what = (
-                f"the gradient norm, {norm:.4g}, is above its usual limit, {of_norm:.4g}, and "
+                f"the gradient norm, {norm:.4g}, is above its usual limit, {norm_limit:.4g}, and "
                 f"largest, {norms[name].max():.4g}, for {name}{layer}"
             )
         else:
@@ -257,10 +257,10 @@ class Outliers:
         """Largest usual loss and norm; infinite after too few steps."""
         if len(self._norms) < _LEAST_STEPS:
             return math.inf, math.inf
-        loss, of_losses = _center(self._losses)
-        norm, of_norms = _center([math.log(x) for x in self._norms])
-        above = max(_LOSS * of_losses, _LEAST_PART * abs(loss))
-        return loss + above, math.exp(norm + max(_NORM * of_norms, math.log(_LEAST_FACTOR)))
+        loss, loss_deviation = _center(self._losses)
+        norm, norm_deviation = _center([math.log(x) for x in self._norms])
+        above = max(_LOSS * loss_deviation, _LEAST_PART * abs(loss))
+        return loss + above, math.exp(norm + max(_NORM * norm_deviation, math.log(_LEAST_FACTOR)))
 
     def state(self) -> list[list[float]]:
         """JSON-serializable."""

@@ -138,7 +138,7 @@ def control(hold: bool, repeats: bool, limits: ArrayLike, accepted: Sequence[int
 def is_held(inputs: GuardInputs, damaged: Array, digest: Array, loss: Array, norm: Array) -> Array:
     """Whether a step is held: the state is damaged, the step before was held, or it looks wrong."""
     hold, repeats = (inputs.control[i] > 0 for i in (0, 1))
-    of_loss, of_norm = lax.bitcast_convert_type(inputs.control[2:4], jnp.float32)
+    loss_limit, norm_limit = lax.bitcast_convert_type(inputs.control[2:4], jnp.float32)
     accepted = jnp.any(inputs.control[4:] == digest)
-    suspect = hold | ~(loss <= of_loss) | ~(norm <= of_norm)
+    suspect = hold | ~(loss <= loss_limit) | ~(norm <= norm_limit)
     return damaged | jnp.where(repeats, ~accepted, inputs.held | suspect)

@@ -62,11 +62,11 @@ class _WallTime(Callback):
 
     def step(self, record: Record) -> Record:
         del record
-        of_processes: list[Mapping[str, float]] = [self._goodput.of_steps]
+        process_timings: list[Mapping[str, float]] = [self._goodput.step_timing]
         if self._peers is not None:
             others = self._peers.statuses
-            of_processes += [others.get(n, {}) for n in range(1, jax.process_count())]
-        return self._goodput.record(of_processes)
+            process_timings += [others.get(n, {}) for n in range(1, jax.process_count())]
+        return self._goodput.record(process_timings)
 
 
 class Trainer:
@@ -110,7 +110,7 @@ class Trainer:
             peers.status = lambda: {
                 "progress": watchdog.progress,
                 "phase": watchdog.phase(),
-                **goodput.of_steps,
+                **goodput.step_timing,
             }
         if (advice := pretokenize_hint(config.data)) is not None:
             display.say(advice)

@@ -101,16 +101,16 @@ class FusedWalk:
                 after = jnp.where(self.columns, 0, after)
 
             def first_query(n: Array) -> Array:
-                def of_block() -> Array:
+                def block_first_query() -> Array:
                     offset = refs["lists"][it.batch, head, self._entry(first, last, n)]
                     return masks.diagonal_shift(offset, refs["diagonal"][0])
 
-                def of_columns() -> Array:
+                def columns_first_query() -> Array:
                     return refs["query_blocks"][num_query_blocks - 1 - n] * TILE
 
                 if not has_columns:
-                    return of_block()
-                return lax.cond(self.columns, of_columns, of_block)
+                    return block_first_query()
+                return lax.cond(self.columns, columns_first_query, block_first_query)
 
             def run(start: Array, stop: Array, step: Array, causal: bool) -> Array:
                 def one_step(i: Array, step: Array) -> Array:

@@ -110,14 +110,14 @@ def _score(
     """Writes the scores of 64 rows for the key blocks of a column tile; returns the new peak."""
     rows, seen, uncut, size, log2_scale = blocks
     count = walk.width // size
-    of_blocks = [logits[:, n * size : (n + 1) * size] for n in range(count)]
+    block_logits = [logits[:, n * size : (n + 1) * size] for n in range(count)]
 
-    def mask(of_blocks: list[Array]) -> list[Array]:
+    def mask(block_logits: list[Array]) -> list[Array]:
         first = tile * walk.width
-        return [walk.mask(first + n * size, x, seen) for n, x in enumerate(of_blocks)]
+        return [walk.mask(first + n * size, x, seen) for n, x in enumerate(block_logits)]
 
-    of_blocks = lax.cond(walk.is_cut(uncut, tile), mask, lambda x: x, of_blocks)
-    for n, x in enumerate(of_blocks):
+    block_logits = lax.cond(walk.is_cut(uncut, tile), mask, lambda x: x, block_logits)
+    for n, x in enumerate(block_logits):
         own = fold(jnp.maximum, x).max(axis=1) * log2_scale
         base = jnp.where(own > -jnp.inf, own, 0.0)
         total = fold(jnp.add, jnp.exp2(x * log2_scale - rows_to_tile(base, x))).sum(axis=1)

@@ -18,15 +18,15 @@ def delta_kernel(out: Array, dout: Array, *, interpret: Any = False) -> Array:
     def attention_delta(out_ref: Any, dout_ref: Any, delta_ref: Any) -> None:
         b, tile = lax.axis_index("batch"), lax.axis_index("tile")
         # Adjacent thread blocks read adjacent memory: all heads of some rows.
-        of_tile, head = pl.ds(lax.div(tile, heads) * ROWS, ROWS), lax.rem(tile, heads)
+        tile_rows, head = pl.ds(lax.div(tile, heads) * ROWS, ROWS), lax.rem(tile, heads)
         x, y = (
             # Four lanes together read 64 bytes of a row, 16 each.
             plgpu.load(
-                ref.at[b, of_tile, head], layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False
+                ref.at[b, tile_rows, head], layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False
             ).astype(jnp.float32)
             for ref in (out_ref, dout_ref)
         )
-        delta_ref.at[b, head, of_tile][...] = (x * y).sum(axis=1)
+        delta_ref.at[b, head, tile_rows][...] = (x * y).sum(axis=1)
 
     return plgpu.kernel(
         attention_delta,

@@ -73,8 +73,8 @@ def dkdv_kernel(
     has_parts = heavy is not None
     one_array = call.key_dtype is not None and has_columns
     # Gradients of columns and of parts are added later.
-    whole = jnp.float32 if has_columns or call.key_dtype is None else call.key_dtype
-    dtypes = {"": whole, "c": jnp.float32, "p": jnp.float32}
+    key_dtype = jnp.float32 if has_columns or call.key_dtype is None else call.key_dtype
+    dtypes = {"": key_dtype, "c": jnp.float32, "p": jnp.float32}
     shapes = {"": k.shape}
     if has_columns:
         shapes["c"] = columns.k.shape
@@ -100,12 +100,12 @@ def dkdv_kernel(
         # longest first, balances better than any fixed assignment.
         block = lax.axis_index("block")
         it = read(KeyItem, refs["items"], lax.div(block, halves) if wide else block)
-        own = lax.rem(block, halves) if wide else warpgroup  # half of the item's keys
+        half = lax.rem(block, halves) if wide else warpgroup  # half of the item's keys
         walk = KeyWalk(refs, it, work, _STEP)
 
         def memory_warpgroup():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            first_key = own * ROWS if wide else 0
+            first_key = half * ROWS if wide else 0
             stream = QueryStream(refs, smem, bars, _ROW_OPERANDS, first_key)
             stream.drain(walk.load_all(stream))
 
@@ -120,23 +120,25 @@ def dkdv_kernel(
             pl.when(warpgroup == 1)(lambda: accumulate(_KeySteps(*shared), ("dk",), masks=False))
 
         def accumulate(steps, sums, masks=True):
-            *found, end = accumulate_keys(
+            *gradients, end = accumulate_keys(
                 smem,
                 warpgroup,
                 interpreted,
-                lambda add: walk.run_all(own if masks else None, functools.partial(steps.run, add)),
+                lambda add: walk.run_all(
+                    half if masks else None, functools.partial(steps.run, add)
+                ),
                 sums,
             )
             steps.release(end - 1)
             steps.drain(end)
-            found = dict(zip(sums, found, strict=True))
+            gradients = dict(zip(sums, gradients, strict=True))
             # Only this warpgroup's products have read this memory.
-            mine = pl.ds(0 if wide else own * ROWS, ROWS)
+            mine = pl.ds(0 if wide else half * ROWS, ROWS)
             free = {"dk": "v", "dv": "k"}
 
             def store(suffix, block):
-                rows = pl.ds(block * TILE + own * ROWS, ROWS)
-                for name, x in found.items():
+                rows = pl.ds(block * TILE + half * ROWS, ROWS)
+                for name, x in gradients.items():
                     target = refs[name + suffix].at[it.batch, rows, it.head]
                     x = (x * scale if name == "dk" else x).astype(target.dtype)
                     store_rows(x, target, smem[free[name]].at[mine], wait=False)

@@ -51,19 +51,19 @@ class HopperCodedScores(Fp8Scores):
     def keeps(self, num_rows: int, num_blocks: int) -> bool:
         return num_rows % EDGE == 0 and num_blocks <= MOST_BLOCKS
 
-    def kept(self, of_blocks: Array, of_all: Array, rule: KeepRule) -> Array:
-        return kept_blocks(of_blocks, of_all, rule, self.interpret)
+    def kept(self, weights: Array, totals: Array, rule: KeepRule) -> Array:
+        return kept_blocks(weights, totals, rule, self.interpret)
 
     def weights(self, call: Fp8Call) -> tuple[Array, Array]:
         batch, num_rows, heads, dim = call.q.shape
         keys, num_blocks = call.keys, call.keys.means.shape[1]
         interpreted = bool(self.interpret)
         dtype = jnp.float16 if interpreted else CODE  # no products of 8-bit numbers there
-        codes, of_keys = call.codes.astype(dtype), keys.codes.astype(dtype)
+        codes, key_codes = call.codes.astype(dtype), keys.codes.astype(dtype)
         padded = -(-num_blocks // WEIGHT_BLOCKS) * WEIGHT_BLOCKS
         means = jnp.pad(keys.means, ((0, 0), (0, padded - num_blocks), (0, 0), (0, 0)))
         inputs = {
-            "q": call.q, "codes": codes, "keys": of_keys, "means": means,
+            "q": call.q, "codes": codes, "keys": key_codes, "means": means,
             "units": call.units * (call.scale * LOG2E), "key_units": keys.units.swapaxes(1, 2),
         } | row_inputs(call.places, call.starts, _TILE_ROWS, TILE)  # fmt: skip
         items = batch * heads * (num_rows // _TILE_ROWS)
@@ -162,7 +162,7 @@ class _Fp8Rows:
         def score_item(n: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             it = self.walk.item(n)
             rows = pl.ds(it.row_tile * _TILE_ROWS + warpgroup * ROWS, ROWS)
-            own, offsets = pl.ds(warpgroup * ROWS, ROWS), smem["offsets"].at[warpgroup]
+            warpgroup_rows, offsets = pl.ds(warpgroup * ROWS, ROWS), smem["offsets"].at[warpgroup]
             # Loads in the loop over tiles would be waited for in each of its steps.
             seen, uncut = self.walk.seen(it, rows), self.walk.uncut(it)
             row_units = plgpu.load(
@@ -171,7 +171,7 @@ class _Fp8Rows:
             (first, end), kv_head = self.walk.columns(it), lax.div(it.head, self.group)
             steps, groups = done
             plgpu.barrier_wait(bars["rows_full"])
-            codes = smem["codes"].at[own]
+            codes = smem["codes"].at[warpgroup_rows]
             if codes.dtype == CODE:  # not interpreted; products are faster from registers
                 layout = plgpu.Layout.WGMMA_8BIT
                 codes = plgpu.load(codes, layout=layout, optimized=False)
@@ -181,16 +181,16 @@ class _Fp8Rows:
 
             def multiply(name: str, slot: Any, a: Any, b: Any, shape: tuple, dtype: Any) -> Array:
                 plgpu.barrier_wait(bars[f"{name}_full"].at[slot])
-                found = product(a, b.T, shape, dtype)
+                products = product(a, b.T, shape, dtype)
                 plgpu.barrier_arrive(bars[f"{name}_free"].at[slot])
-                return found
+                return products
 
             def multiply_means() -> None:
                 """Writes the products of rows and means, transposed so that tiles are rows."""
-                means, rows = smem["means"], smem["q"].at[own]
-                found = multiply("means", 0, means, rows, (_GROUP, ROWS), jnp.float32)
+                means, rows = smem["means"], smem["q"].at[warpgroup_rows]
+                mean_products = multiply("means", 0, means, rows, (_GROUP, ROWS), jnp.float32)
                 plgpu.commit_smem()  # other warps may still read those of the last group
-                offsets[...] = found * self.log2_scale
+                offsets[...] = mean_products * self.log2_scale
                 plgpu.commit_smem()
 
             def score_tile(i: Array, state: tuple) -> tuple:
@@ -200,45 +200,45 @@ class _Fp8Rows:
                 key_unit = unit_of(jnp.maximum(tile - 1, 0))  # in time for the next tile
 
                 pl.when(self._enters_group(i, end))(multiply_means)
-                of_tile = offsets.at[lax.rem(tile, _GROUP)]
-                offset = plgpu.load(of_tile, layout=ROW_LAYOUT, optimized=False)
+                tile_offsets = offsets.at[lax.rem(tile, _GROUP)]
+                offset = plgpu.load(tile_offsets, layout=ROW_LAYOUT, optimized=False)
                 # A base that is known before the products: exponentials wait for no maximum.
                 before, base = base, jnp.maximum(base, offset)
-                shift, kept = offset - base, jnp.exp2(before - base)
+                shift, decay = offset - base, jnp.exp2(before - base)
                 slot = lax.rem(steps + i, _STAGES)
                 tile_keys, shape = smem["keys"].at[slot], (ROWS, TILE)
                 products = multiply("keys", slot, codes, tile_keys, shape, jnp.float16)
 
                 def whole(products: Array) -> tuple[Array, ...]:
-                    found = _estimate(products, unit, shift)
-                    return reference, base, total * kept + found, base + jnp.log2(found)
+                    tile_total = _estimate(products, unit, shift)
+                    return reference, base, total * decay + tile_total, base + jnp.log2(tile_total)
 
                 def cut(products: Array) -> tuple[Array, ...]:
                     at = tile * TILE
                     masked = self.walk.mask(at, products.astype(jnp.float32), seen)
                     inside = self.walk.sees_all(at, TILE, seen)
                     exact = _bounded(_terms(masked, unit, shift))
-                    found = jnp.where(inside, _estimate(products, unit, shift), exact)
-                    weight = base + jnp.log2(found)
+                    tile_total = jnp.where(inside, _estimate(products, unit, shift), exact)
+                    weight = base + jnp.log2(tile_total)
                     first = jnp.where(reference > _LOWEST, reference, jnp.maximum(weight, _LOWEST))
                     # Blocks that a row does not see leave no trace in its results.
-                    sees = found > 0.0
-                    sums = jnp.where(sees, total * kept + found, total)
+                    sees = tile_total > 0.0
+                    sums = jnp.where(sees, total * decay + tile_total, total)
                     return first, jnp.where(sees, base, before), sums, weight
 
                 reference, base, total, weight = lax.cond(
                     self.walk.is_cut(uncut, tile), cut, whole, products
                 )
-                of_block = refs["weights"].at[it.batch, it.head, tile, rows]
-                of_block[...] = (weight - reference).astype(jnp.float16)
+                block_weights = refs["weights"].at[it.batch, it.head, tile, rows]
+                block_weights[...] = (weight - reference).astype(jnp.float16)
                 return reference, base, total, key_unit
 
             lowest, zero = (full((ROWS,), x, ROW_LAYOUT) for x in (_LOWEST, 0.0))
             start = lowest, lowest, zero, unit_of(jnp.maximum(end - 1, 0))
             reference, base, total, _ = lax.fori_loop(0, end - first, score_tile, start)
             plgpu.barrier_arrive(bars["rows_free"])
-            of_all = base - reference + jnp.log2(total)
-            refs["totals"].at[it.batch, it.head, rows][...] = of_all
+            total_weight = base - reference + jnp.log2(total)
+            refs["totals"].at[it.batch, it.head, rows][...] = total_weight
             return self._after(done, first, end)
 
         lax.fori_loop(0, self.walk.count(), score_item, (jnp.int32(0),) * 2)

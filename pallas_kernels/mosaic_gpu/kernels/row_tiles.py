@@ -105,17 +105,17 @@ class RowTiles:
 
 def row_inputs(places: Array, starts: Array | None, rows: int, width: int) -> dict[str, Array]:
     """Returns the operands of `RowTiles`, from those of `BlockScores.scores`."""
-    of_tiles = places.reshape(places.shape[0], -1, rows)
+    places_of_tiles = places.reshape(places.shape[0], -1, rows)
     # Column tiles seen by any row of a tile end at `tiles`; those before `whole` end where every
     # row sees them.
-    tiles = of_tiles.max(axis=2) // width + 1
-    whole = (of_tiles.min(axis=2) + 1) // width
+    tiles = places_of_tiles.max(axis=2) // width + 1
+    whole = (places_of_tiles.min(axis=2) + 1) // width
     inputs = {"places": places, "tiles": tiles, "whole": whole}
     if starts is None:
         return inputs
-    starts_of_tiles = starts.reshape(of_tiles.shape)
+    starts_of_tiles = starts.reshape(places_of_tiles.shape)
     past = jnp.iinfo(jnp.int32).max
-    first = jnp.where(of_tiles >= 0, starts_of_tiles, past).min(axis=2)
+    first = jnp.where(places_of_tiles >= 0, starts_of_tiles, past).min(axis=2)
     first = jnp.minimum(first // width, tiles)
     # The first tile with a beginning seen by every row, and row tiles by number of column tiles.
     whole_from = (starts_of_tiles.max(axis=2) + width - 1) // width

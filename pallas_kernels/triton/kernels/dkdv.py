@@ -123,14 +123,14 @@ def attention_dkdv_columns(
     query_offsets = offsets(ROWS, HEADS, DIM)
     blocks = query_length // BLOCK
     queries = _head_of(q, dout, shift, delta, batch, query_length, head, HEADS, DIM)
-    of_head, words = tokens + head_at * num_columns, num_columns // WORD
+    head_tokens, words = tokens + head_at * num_columns, num_columns // WORD
     # From the last queries backwards: all column tiles of a head start there together and read the
     # same queries, which the L2 cache then serves.
     for s in range(0, (blocks - field(items, n, 4)) * SPLIT):
         entry = s // SPLIT
         query, inside = blocks - 1 - entry, (s - entry * SPLIT) * ROWS
         at = query.to(tl.int64) * BLOCK + inside
-        limits = seen_from(of_head, keep + (head_at * blocks + query) * words, column, KEYS)
+        limits = seen_from(head_tokens, keep + (head_at * blocks + query) * words, column, KEYS)
         positions = tl.load(query_blocks + query) * BLOCK + inside + tl.arange(0, ROWS)
         rows = _rows_at(queries, at, HEADS, DIM)
         state = _step(state, keys, rows, query_offsets, limits, positions, log2_scale, True, 0)

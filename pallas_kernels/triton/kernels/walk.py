@@ -143,15 +143,15 @@ def over_keys(
                 )  # fmt: skip
     if HAS_COLUMNS:
         column_offsets = offsets(KEYS, HEADS, DIM)
-        of_head = tokens + head_at * num_columns
-        of_block = keep + (head_at * blocks + block) * (num_columns // WORD)
+        head_tokens = tokens + head_at * num_columns
+        block_keep = keep + (head_at * blocks + block) * (num_columns // WORD)
         positions = tl.load(query_blocks + block) * BLOCK + rows
         for s in range(0, field(items, n, 5) * SPLIT):
             at = rows_of(k_columns, batch, s * KEYS, num_columns, head, HEADS, DIM)
             k_tile = tl.load(at + column_offsets)
             at = rows_of(v_columns, batch, s * KEYS, num_columns, head, HEADS, DIM)
             v_tile = tl.load(at + column_offsets)
-            limits = seen_from(of_head, of_block, s * KEYS, KEYS)
+            limits = seen_from(head_tokens, block_keep, s * KEYS, KEYS)
             state = STEP(state, queries, k_tile, v_tile, positions, limits, log2_scale, True, 0)
     return state
 

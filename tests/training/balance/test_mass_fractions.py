@@ -145,13 +145,13 @@ def test_a_replica_of_dense_documents_teaches_nothing_and_keeps_a_bound():
 def test_saved_state_is_restored_and_other_sizes_are_refused():
     assumed = np.ones(3)
     response = DensityResponse(assumed, BASE, np.arange(3) / 7, np.arange(2) / 3, np.ones(2))
-    back = DensityResponse.start(assumed, BASE, 2).of_state(response.state())
+    back = DensityResponse.start(assumed, BASE, 2).with_state(response.state())
     for name in ("level", "covariance", "variance"):
         np.testing.assert_array_equal(getattr(back, name), getattr(response, name))
     with pytest.raises(UserError, match="has 3 values of level, but this run needs 4"):
-        DensityResponse.start(np.ones(4), BASE, 2).of_state(response.state())
+        DensityResponse.start(np.ones(4), BASE, 2).with_state(response.state())
     with pytest.raises(UserError, match="no valid state of sparsity.tune"):
-        response.of_state({"level": None})
+        response.with_state({"level": None})
 
 
 def test_densities_and_weights_of_documents_in_numbers():

@@ -156,8 +156,8 @@ def _step_on_shard(
         )
         filled.append((keys, values))
         sinks = layer.self_attn.sinks
-        of_layer = keys, values, seen[window], None if sinks is None else sinks[...]
-        out_BHD = _attend_to_cache(q[:, 0], *of_layer)
+        layer_arrays = keys, values, seen[window], None if sinks is None else sinks[...]
+        out_BHD = _attend_to_cache(q[:, 0], *layer_arrays)
         x_B1E, _ = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
     hidden_BE = model.norm(x_B1E)[:, 0]
     weight_VE, (hidden_BE,) = serialize_collectives(
@@ -183,8 +183,8 @@ def _slot_and_seen(
     new = (slots <= cache.count) & (rank == 0)
     seen = jnp.concatenate([prompt < cache.prompt_len, new])
     distance = cache.count + cache.prompt_len - jnp.concatenate([prompt, cache.prompt_len + slots])
-    of_windows = {x: seen if x is None else seen & (distance < x) for x in windows}
-    return prompt.size + cache.count, of_windows
+    seen_by_window = {x: seen if x is None else seen & (distance < x) for x in windows}
+    return prompt.size + cache.count, seen_by_window
 
 
 def _attend_to_cache(

@@ -38,7 +38,7 @@ class Programs:
 
     def score(self, ids: np.ndarray, labels: np.ndarray) -> tuple[LabelScores, float]:
         """Scores the label of each token, int32 [n] both: NumPy arrays [n], and the density."""
-        layout, inputs = self.inputs(ids, of_prompt=False)
+        layout, inputs = self.inputs(ids, is_prompt=False)
         arguments = self._place(labels, layout, IGNORE_LABEL), *inputs
         scores, density = self._program(make_score, layout, len(ids), arguments)(*arguments)
         order = layout.inverse()[: len(ids)]
@@ -49,7 +49,7 @@ class Programs:
 
         `length` is that of the sequence, for RoPE scalings that depend on it.
         """
-        layout, inputs = self.inputs(ids, of_prompt=True)
+        layout, inputs = self.inputs(ids, is_prompt=True)
         run = self._program(make_prefill, layout, length, inputs)
         return functools.partial(run, *inputs)
 
@@ -107,18 +107,18 @@ class Programs:
             tokens.append(token)
             yield token
 
-    def inputs(self, ids: np.ndarray, of_prompt: bool) -> tuple[Layout, tuple[Any, ...]]:
+    def inputs(self, ids: np.ndarray, is_prompt: bool) -> tuple[Layout, tuple[Any, ...]]:
         """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""
         padded = self._network.padded_length(len(ids))
         layout = self._network.sequence_layout(padded)
         tokens, positions = self._place(ids, layout, 0), self._place(np.arange(padded), layout, 0)
         documents = Documents.padded(len(ids), padded, self._network.settings.block_size)
-        inputs = AttentionInputs(self._pattern(padded, of_prompt), documents=documents)
+        inputs = AttentionInputs(self._pattern(padded, is_prompt), documents=documents)
         return layout, (self._state, tokens, positions, inputs)
 
-    def _pattern(self, padded: int, of_prompt: bool) -> Pattern:
+    def _pattern(self, padded: int, is_prompt: bool) -> Pattern:
         own, spec = self._network.settings, self._network.spec
-        settings = own.for_prompts() if of_prompt else own
+        settings = own.for_prompts() if is_prompt else own
         key = padded, settings is own  # with most patterns prompts share the arrays
         if key not in self._patterns:
             sizes = ModelSizes(spec.num_layers, spec.num_heads, padded)
