@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pallas_kernels", "mtraining_jax")
 # From lowest to highest; each imports only those before it.
@@ -175,6 +177,7 @@ def test_a_configuration_loads_no_jax():
     assert run.returncode == 0, f"imported: {run.stderr}"
 
 
+@pytest.mark.slow
 def test_modules_can_be_imported_in_another_order():
     # These import an extra; all other modules work without.
     needed = {

@@ -81,6 +81,7 @@ def test_columns_and_diagonals_are_those_of_one_device():
     assert len(counts) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OPTIMISED, reason="in the process that this test starts")
 def test_the_same_bits_with_ordinary_optimisation():
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "JAX_"))}

@@ -113,7 +113,7 @@ def whole():
     """A run on 1 x 1 x 4 devices that several tests resume from; none writes into its folder.
 
     The first pytest process that needs it runs it for all. Two nodes would add a third of its time;
-    test_step.py audits over nodes, and test_shipped_configs.py takes a step over nodes.
+    test_step.py audits over nodes, and tests/golden takes steps over nodes.
     """
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "whole"
     folder.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ import numpy as np
 from mtraining_jax.config import Config
 from mtraining_jax.training.step import make_train_step
 
-_KEPT = 12
+_KEPT = 24
 _made: OrderedDict[str, Any] = OrderedDict()
 
 
@@ -24,13 +24,11 @@ def made_once(
 ):
     """`make_train_step`, or its earlier result for equal arguments."""
     how = attention, mesh, attention_inputs, observer, loss_terms
-    if builder.own_rate or loss_terms:
-        return make_train_step(config, builder, *how)
     devices, each_layer = mesh.device_ids.tolist(), attention_inputs is not None
-    key = repr((_of_step(config), observer, _of_attention(attention), devices, each_layer))
-    step = _made.pop(key, None)
-    step = step or make_train_step(config, builder, *how)
-    _made[key] = step
+    own = (builder.optimizer if builder.own_rate else None), loss_terms  # compared by identity
+    key = repr((_of_step(config), observer, _of_attention(attention), devices, each_layer, own))
+    step, _ = _made.pop(key, None) or (make_train_step(config, builder, *how), own)
+    _made[key] = step, own  # kept, so that no other object gets its address
     if len(_made) > _KEPT:
         _made.popitem(last=False)
     return step
@@ -47,7 +45,6 @@ def _of_step(config: Config) -> tuple:
         optimizer.schedule != "constant" and config.run.steps,
         dataclasses.replace(config.model, init_from=None),
         config.parallel,
-        config.data,
         optimizer,
         config.loss,
         sparsity,

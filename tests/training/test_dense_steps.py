@@ -41,14 +41,8 @@ def test_they_are_at_both_ends_and_every_so_often(sparse, capsys):
     fields = {"dense_warmup_steps": 1, "dense_cooldown_steps": 1, "dense_interval": 4}
     records = run(changed(sparse, run={"steps": 7}, sparsity=fields))
     assert [record.get("dense_step", False) for record in records] == [
-        True,
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
+        True, False, False, True, False, False, True,
+    ]  # fmt: skip
     for record in records:
         dense = "dense_step" in record
         assert (record["density"] == 1.0) == dense and record["density"] > 0.02

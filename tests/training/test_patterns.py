@@ -21,7 +21,10 @@ OPTIONS = {
 USER_PATTERN = "examples.strided_pattern:Strided"
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    "kind",
+    ["minference", *(pytest.param(x, marks=pytest.mark.slow) for x in ("flex_prefill", "moba"))],
+)
 def test_a_run_learns_with_it(kind, plain_config, tmp_path):
     config = changed(plain_config, run={"steps": 6})
     path, file = tmp_path / "config.toml", tmp_path / "budgets.json"
@@ -68,27 +71,22 @@ def test_fields_of_a_user_pattern_are_written_only_where_it_is_selected(plain_co
 
 
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    ("options", "sentence"),
     [
-        ("--sparsity.strid=3", "sparsity.strid is not a field; did you mean sparsity.stride?"),
-        ("--sparsity.stride=0", "sparsity.stride = 0 is not allowed: it must be an integer"),
+        (["kind=" + USER_PATTERN, "strid=3"], "sparsity.strid is not a field; did you mean spar"),
+        (["kind=" + USER_PATTERN, "stride=0"], "stride = 0 is not allowed: it must be an integer"),
+        (
+            ["kind=examples.nothing:Strided"],
+            'error: command line: sparsity.kind: "examples.nothing:Strided" cannot be loaded as a '
+            "sparse pattern: No module named 'examples.nothing'",
+        ),
     ],
 )
 def test_options_of_a_user_pattern_are_checked_as_others_are(
-    plain_config, tmp_path, capsys, option, sentence
+    plain_config, tmp_path, capsys, options, sentence
 ):
     path = tmp_path / "config.toml"
     path.write_text(plain_config.to_toml())
-    assert main(["--config", str(path), f"--sparsity.kind={USER_PATTERN}", option]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_pattern_that_cannot_be_loaded_is_reported(plain_config, tmp_path, capsys):
-    path = tmp_path / "config.toml"
-    path.write_text(plain_config.to_toml())
-    assert main(["--config", str(path), "--sparsity.kind=examples.nothing:Strided"]) == 2
+    assert main(["--config", str(path), *(f"--sparsity.{option}" for option in options)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        'error: command line: sparsity.kind: "examples.nothing:Strided" cannot be loaded as a '
-        "sparse pattern: No module named 'examples.nothing'"
-    )
+    assert sentence in line

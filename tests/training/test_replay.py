@@ -70,6 +70,7 @@ def test_a_run_says_what_it_replays(replayed):
     assert all("replayed density, not chosen" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_rematerialization_and_the_estimate_change_no_number(replayed):
     config, (record, *_), _ = replayed
     assert config.model.remat == "attention" and "estimated_density_per_layer" in record

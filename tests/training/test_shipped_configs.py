@@ -17,16 +17,10 @@ pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 # Parameter counts of the published checkpoints.
 SIZES = {
-    "qwen0_5b": 494_032_768,
-    "qwen3b": 3_085_938_688,
-    "qwen7b": 7_615_616_512,
-    "qwen3_8b": 8_190_735_360,
-    "llama3_8b": 8_030_261_248,
-    "qwen3_30b_a3b": 30_532_122_624,
-    "gemma3_4b": 3_880_263_168,
-    "mistral_7b": 7_241_732_096,
-    "gpt_oss_20b": 20_914_757_184,
-}
+    "qwen0_5b": 494_032_768, "qwen3b": 3_085_938_688, "qwen7b": 7_615_616_512,
+    "qwen3_8b": 8_190_735_360, "llama3_8b": 8_030_261_248, "qwen3_30b_a3b": 30_532_122_624,
+    "gemma3_4b": 3_880_263_168, "mistral_7b": 7_241_732_096, "gpt_oss_20b": 20_914_757_184,
+}  # fmt: skip
 CONFIGS = [name for name in available_configs() if not name.startswith("tiny")]
 # With small sizes, the others are the same program as one of these, except qwen7b_512k: it has an
 # untied output layer, as in test_step.py.
@@ -84,7 +78,7 @@ def test_sizes_are_those_of_the_published_model(name):
         assert tokens % model.mlp_chunk_size == tokens % config.loss.chunk_size == 0
 
 
-@pytest.mark.parametrize("name", [OVER_NODES, *FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(OVER_NODES, marks=pytest.mark.slow), *FAMILIES])
 def test_two_tiny_layers_take_a_step(name):
     tiny = TINY | (SPARSE if name == OVER_NODES else ALONE)
     config = Config.load(name, tiny)

@@ -81,7 +81,10 @@ def test_checkpoint_is_read_onto_another_mesh_bit_by_bit(tmp_path):
 
 def test_frozen_matrices_are_saved_in_bf16_and_read_from_older_checkpoints(tmp_path):
     config = tiny_config(
-        tmp_path, model={"dtype": "bfloat16"}, optimizer={"trainable": ["self_attn"]}
+        tmp_path,
+        model={"dtype": "bfloat16"},
+        optimizer={"trainable": ["self_attn"]},
+        parallel={"nodes": 1},
     )
     builder = builder_of(config)
     state = builder.fresh()
@@ -99,7 +102,7 @@ def test_frozen_matrices_are_saved_in_bf16_and_read_from_older_checkpoints(tmp_p
 
 
 def test_moments_are_read_onto_the_host_and_in_another_dtype(tmp_path):
-    config = tiny_config(tmp_path)
+    config = tiny_config(tmp_path, parallel={"nodes": 1})
     state = builder_of(config).fresh()
     adam, *others = state.opt_state
     adam = adam._replace(mu={name: x + 1 / 3 for name, x in adam.mu.items()})
@@ -123,17 +126,10 @@ def test_moments_are_read_onto_the_host_and_in_another_dtype(tmp_path):
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_fresh_state_from_a_hugging_face_checkpoint(tmp_path, fsdp):
     model = {
-        "vocab_size": 288,
-        "hidden_size": 32,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 64,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "init_from": str(HF_FOLDER),
-    }
+        "vocab_size": 288, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "init_from": str(HF_FOLDER),
+    }  # fmt: skip
     config = tiny_config(
         tmp_path, model=model, parallel={"nodes": 2, "devices_per_node": 2, "fsdp": fsdp}
     )

@@ -36,18 +36,12 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys,
     before, *records = written(config)
     assert records == whole
     assert watched == [
-        "reading the batch of step 1",
-        "the evaluation before step 1",
-        "reading the batch of step 2",
-        "the evaluation after step 2",
-        "reading the batch of step 3",
-        "saving the checkpoint of step 3",
-        "reading the batch of step 4",
-        "the evaluation after step 4",
-        "reading the batch of step 5",
-        "the evaluation after step 5",
+        "reading the batch of step 1", "the evaluation before step 1",
+        "reading the batch of step 2", "the evaluation after step 2", "reading the batch of step 3",
+        "saving the checkpoint of step 3", "reading the batch of step 4",
+        "the evaluation after step 4", "reading the batch of step 5", "the evaluation after step 5",
         "saving the checkpoint of step 5",
-    ]
+    ]  # fmt: skip
     watched.clear()
     assert before.keys() == {"step", "eval_loss", "eval_loss_by_position", "eval_seconds"}
     # Of random parameters: all tokens are about as likely.

@@ -80,6 +80,7 @@ def test_eight_devices_equal_an_audited_one(folder, eight):
             assert windowed is None and 0 < full == record[name] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_on_eight_devices_equal_one(folder, family):
     """Those with experts read documents with padding."""

@@ -39,37 +39,18 @@ def packed(config, documents):
     """A smaller `--config tiny`: two replicas of two ranks, each with two micro-batches of two."""
     run = config.run
     overrides = {
-        "run.steps": 5,
-        "run.output_dir": run.output_dir,
-        "run.log_interval": 1,
-        "run.compile_cache_dir": run.compile_cache_dir,
-        "parallel.replicas": 2,
-        "parallel.nodes": 1,
-        "parallel.devices_per_node": 2,
-        "data.source": "tokens",
-        "data.paths": f'["{documents}"]',
-        "data.mode": "pack",
-        "data.seq_len": S,
-        "data.batch_size": 8,
-        "data.balance": "density",
-        "optimizer.accumulation_steps": 2,
-        "sparsity.block_size": 8,
-        "sparsity.probe_queries_per_block": 2,
-        "sparsity.tau": 0.6,
-        "sparsity.min_block_mass": 0.0,
-        "sparsity.min_sparse_tokens": 40,
-        "sparsity.tune": "mean",
-        "sparsity.tune_min": 0.3,
-        "sparsity.tune_max": 0.8,
-        "model.hidden_size": 32,
-        "model.intermediate_size": 48,
-        "model.vocab_size": VOCAB,
-        "checkpoint.interval": 3,
-        "audit.interval": 0,
-        "optimizer.schedule": "constant",
-        "optimizer.warmup_steps": 0,
+        "run.steps": 5, "run.output_dir": run.output_dir, "run.log_interval": 1,
+        "run.compile_cache_dir": run.compile_cache_dir, "parallel.replicas": 2, "parallel.nodes": 1,
+        "parallel.devices_per_node": 2, "data.source": "tokens", "data.paths": f'["{documents}"]',
+        "data.mode": "pack", "data.seq_len": S, "data.batch_size": 8, "data.balance": "density",
+        "optimizer.accumulation_steps": 2, "sparsity.block_size": 8,
+        "sparsity.probe_queries_per_block": 2, "sparsity.tau": 0.6, "sparsity.min_block_mass": 0.0,
+        "sparsity.min_sparse_tokens": 40, "sparsity.tune": "mean", "sparsity.tune_min": 0.3,
+        "sparsity.tune_max": 0.8, "model.hidden_size": 32, "model.intermediate_size": 48,
+        "model.vocab_size": VOCAB, "checkpoint.interval": 3, "audit.interval": 0,
+        "optimizer.schedule": "constant", "optimizer.warmup_steps": 0,
         "metrics.tensorboard": "false",
-    }
+    }  # fmt: skip
     return Config.load("tiny", overrides)
 
 
@@ -148,6 +129,7 @@ def test_a_dense_step_is_predicted_to_be_dense(packed):
     config = changed(
         packed,
         run={"steps": 1},
+        parallel={"devices_per_node": 1},
         data={"balance": "length", "batch_size": 4},
         sparsity={"tune": "none", "dense_warmup_steps": 1},
         optimizer={"accumulation_steps": 1},

@@ -168,6 +168,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_processes_resume_what_all_of_them_hold(plain_config, tmp_path):
     config = changed(
         plain_config,

@@ -24,13 +24,8 @@ from tests.training.common import changed, run, tiny_config
 from tests.training.processes.test_processes import started_together
 
 RATES = {
-    "matmul": 7e14,
-    "memory": 4e12,
-    "from_host": 5e10,
-    "passes": 9,
-    "wrong": 0,
-    "attention": [11],
-}
+    "matmul": 7e14, "memory": 4e12, "from_host": 5e10, "passes": 9, "wrong": 0, "attention": [11],
+}  # fmt: skip
 
 
 def healthy(processes=4, devices=2):
@@ -82,43 +77,36 @@ def test_a_healthy_cluster_has_no_problem():
     assert "300" in row and "40" in row and "+0.30" in row and row[-2:] == ["1024", "65536"]
 
 
+HOST = [
+    ({"clock": 1e9 + 61}, "process 2 (host2): its clock is 61 s ahead of the others; sync"),
+    ({"memory": 2**38}, "256.0 GiB of host memory are free, 1024.0 elsewhere; end other"),
+    ({"open_files": 256}, "process 2 (host2): only 256 files may be open; raise the limit"),
+    ({"same": {"version of jax": "0.11.3", "NCCL_DEBUG": "WARN"}}, "version of jax is 0.11.3"),
+    ({"same": {"version of jax": "0.11.2"}}, "NCCL_DEBUG is None in process 2 (host2) and WA"),
+    ({"errors": ["/x is read-only"]}, "process 2 (host2): /x is read-only"),
+    ({"data": "2 files"}, "data.paths is 2 files in process 2 (host2) and 3 files of 1,000"),
+]
+DEVICE = [
+    ({"error": "CUDA_ERROR_ECC"}, "device 1 of process 2 (host2) fails: CUDA_ERROR_ECC"),
+    ({"wrong": 2}, "device 1 of process 2 (host2) computes wrong products, in 2 of 9 passes"),
+    ({"attention": [12]}, "device 1 of process 2 (host2) computes other attention than most; "),
+    ({"attention": [11, 12]}, "device 1 of process 2 (host2) has 2 results of the same at"),
+    ({"memory": 2e12}, "device 1 of process 2 (host2) is slow in copies in its memory: 2e+03"),
+    ({"from_host": 9e9}, "slow in copies from the host: 9 GB/s, 50 in the median"),
+    ({"matmul": 4.5e14}, "is slow in matrix products: 450 TFLOP/s, 700 in the median"),
+]
+
+
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ({"clock": 1e9 + 61}, "process 2 (host2): its clock is 61 s ahead of the others; sync"),
-        ({"memory": 2**38}, "256.0 GiB of host memory are free, 1024.0 elsewhere; end other"),
-        ({"open_files": 256}, "process 2 (host2): only 256 files may be open; raise the limit"),
-        ({"same": {"version of jax": "0.11.3", "NCCL_DEBUG": "WARN"}}, "version of jax is 0.11.3"),
-        ({"same": {"version of jax": "0.11.2"}}, "NCCL_DEBUG is None in process 2 (host2) and WA"),
-        ({"errors": ["/x is read-only"]}, "process 2 (host2): /x is read-only"),
-        ({"data": "2 files"}, "data.paths is 2 files in process 2 (host2) and 3 files of 1,000"),
-    ],
+    ("fault", "sentence", "of_device"),
+    [*((*case, False) for case in HOST), *((*case, True) for case in DEVICE)],
 )
-def test_a_fault_of_a_host_is_named(fault, sentence):
+def test_a_fault_is_named(fault, sentence, of_device):
     facts = healthy()
-    facts[2] |= fault
+    (facts[2]["devices"][1] if of_device else facts[2]).update(fault)
     (found,) = problems(facts, 8, 2)
     assert sentence in found.sentence
     assert hosts_at_fault(facts, [found]) == ["host2"]
-
-
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ({"error": "CUDA_ERROR_ECC"}, "device 1 of process 2 (host2) fails: CUDA_ERROR_ECC"),
-        ({"wrong": 2}, "device 1 of process 2 (host2) computes wrong products, in 2 of 9 passes"),
-        ({"attention": [12]}, "device 1 of process 2 (host2) computes other attention than most; "),
-        ({"attention": [11, 12]}, "device 1 of process 2 (host2) has 2 results of the same at"),
-        ({"memory": 2e12}, "device 1 of process 2 (host2) is slow in copies in its memory: 2e+03"),
-        ({"from_host": 9e9}, "slow in copies from the host: 9 GB/s, 50 in the median"),
-        ({"matmul": 4.5e14}, "is slow in matrix products: 450 TFLOP/s, 700 in the median"),
-    ],
-)
-def test_a_fault_of_a_device_is_named(fault, sentence):
-    facts = healthy()
-    facts[2]["devices"][1] |= fault
-    (found,) = sentences(facts)
-    assert sentence in found
 
 
 def test_limits_of_a_host_and_a_device():
@@ -248,22 +236,29 @@ def test_rates_of_links_are_of_pairs_and_rings_within_and_between_nodes(monkeypa
     ]
 
 
-def test_a_healthy_process_is_checked(tmp_path, capsys):
-    config = tiny_config(tmp_path, parallel={"nodes": 4, "devices_per_node": 2})
-    assert check(config) == 0
+@pytest.fixture
+def four(tmp_path, monkeypatch):
+    """Two nodes of two devices, which are all that this process has."""
+    devices = jax.devices()[:4]
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda *_: devices)
+    return tiny_config(tmp_path, parallel={"nodes": 2, "devices_per_node": 2})
+
+
+def test_a_healthy_process_is_checked(four, tmp_path, capsys):
+    assert check(four) == 0
     printed = capsys.readouterr().out
-    assert "verdict: no problem found" in printed and "8 cpu" in printed
+    assert "verdict: no problem found" in printed and "4 cpu" in printed
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_links_are_not_measured_if_a_device_fails(tmp_path, monkeypatch, capsys):
+def test_links_are_not_measured_if_a_device_fails(four, monkeypatch, capsys):
     def measure(device):
         return {"error": "ECC"} if device.id == 3 else {**RATES}
 
     monkeypatch.setattr(cluster_facts, "rates_of_device", measure)
     monkeypatch.setattr(cluster_check, "link_rates", lambda *_: pytest.fail("it would hang"))
-    config = tiny_config(tmp_path, parallel={"nodes": 4, "devices_per_node": 2})
-    assert check(config) == EXIT_FAILED
+    assert check(four) == EXIT_FAILED
     printed = capsys.readouterr().out
     assert f"problem: device 3 of process 0 ({socket.gethostname()}) fails: ECC\n" in printed
     assert "verdict: 1 problem, on" in printed
@@ -276,16 +271,15 @@ def test_files_are_written_to_measure_a_rate(tmp_path):
     assert found["write"] > 1e4 and found["data"] == "1 file of 40,130 bytes"
 
 
-def test_data_that_cannot_be_read_is_a_problem(tmp_path, monkeypatch, capsys):
+def test_data_that_cannot_be_read_is_a_problem(four, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cluster_facts, "rates_of_device", lambda device: {"error": "ECC"})
-    config = tiny_config(tmp_path, parallel={"nodes": 4, "devices_per_node": 2})
     (tmp_path / "tokens.npy").unlink()
-    assert check(config) == EXIT_FAILED
+    assert check(four) == EXIT_FAILED
     found = f"problem: process 0 ({socket.gethostname()}): data.paths: "
     assert found in capsys.readouterr().out
 
 
-def test_a_measurement_that_hangs_ends_the_check(tmp_path, monkeypatch):
+def test_a_measurement_that_hangs_ends_the_check(four, monkeypatch):
     ended, left = threading.Event(), []
 
     def leave(*end):
@@ -299,10 +293,11 @@ def test_a_measurement_that_hangs_ends_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster_facts, "rates_of_device", hangs)
     monkeypatch.setattr(cluster_check, "exit_immediately", leave)
     monkeypatch.setattr(cluster_check, "_MEASUREMENT", 1)
-    assert check(tiny_config(tmp_path)) == EXIT_FAILED
+    assert check(four) == EXIT_FAILED
     assert left[0][0] == EXIT_FAILED and left[0][1].endswith("and the GPUs with nvidia-smi")
 
 
+@pytest.mark.slow
 def test_faults_of_devices_are_found_before_training(config, monkeypatch):
     config = changed(config, parallel={"nodes": 1, "devices_per_node": 2}, guard={"verify": True})
     config = changed(config, run={"steps": 1}, sparsity={"kind": "dense"})

@@ -67,7 +67,7 @@ def test_resumed_run_has_bit_identical_losses(whole, capsys):
     assert "resuming from the checkpoint of step 2\n" in said and "differ" not in said
 
 
-@pytest.mark.parametrize("offload", [True, "all"])
+@pytest.mark.parametrize("offload", [pytest.param(True, marks=pytest.mark.slow), "all"])
 def test_a_run_on_the_host_has_the_same_losses_and_resumes_without(plain_config, offload, capsys):
     whole = losses(run(plain_config))
     saves = {"interval": 1, "keep": 9}
@@ -229,14 +229,9 @@ def test_a_damaged_checkpoint_is_skipped_on_request(whole, capsys):
     assert run(config) == []  # the new one is intact
 
 
-def test_loss_that_stays_nan_ends_the_run(config, capsys):
+def test_a_run_without_finite_steps_ends(plain_config):
     # A rate that moves the parameters out of the range of fp32 in one step.
-    hot = changed(
-        config,
-        optimizer={"lr": 1e38, "max_skipped_steps": 1},
-        sparsity={"kind": "dense"},
-        parallel={"nodes": 1, "devices_per_node": 1},
-    )
+    hot = changed(plain_config, optimizer={"lr": 1e38, "max_skipped_steps": 1})
     with pytest.raises(UserError) as error:
         run(changed(hot, run={"steps": 9}))
     assert "the loss is nan at step 3" in str(error.value)
@@ -246,6 +241,11 @@ def test_loss_that_stays_nan_ends_the_run(config, capsys):
     records = written(hot)
     assert [record["loss"] is None for record in records] == [False, True, True]
     assert [record["skipped_steps"] for record in records] == [0, 1, 2]
+    # More may be skipped, but the resumed run has no other step.
+    hot = changed(hot, run={"name": "resumed", "steps": 1}, optimizer={"max_skipped_steps": 9})
+    run(hot)
+    with pytest.raises(UserError, match="all 2 steps of resumed had a non-finite loss"):
+        run(changed(hot, run={"steps": 3}))
 
 
 def test_steps_with_too_large_a_gradient_are_skipped(plain_config, capsys):
@@ -260,34 +260,31 @@ def test_steps_with_too_large_a_gradient_are_skipped(plain_config, capsys):
         run(changed(config, run={"steps": 3}))
 
 
-def test_a_run_without_a_finite_step_fails(plain_config):
-    # So large that the first update leaves the range of fp32; only the first step is finite.
-    hot = changed(plain_config, run={"steps": 1}, optimizer={"lr": 1e38, "max_skipped_steps": 9})
-    run(hot)
-    with pytest.raises(UserError, match="all 2 steps of test had a non-finite loss"):
-        run(changed(hot, run={"steps": 3}))
-
-
-def test_unwritable_metrics_are_reported(plain_config, monkeypatch):
-    def write(self, record):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(JsonlWriter, "write", write)
-    with pytest.raises(UserError, match=r"metrics.jsonl is not writable \(No space left on dev"):
-        run(changed(plain_config, run={"steps": 1}))
-
-
-def test_a_full_pool_of_pinned_memory_is_reported(plain_config, monkeypatch):
-    """The blocks of XLA grow, so a limit that passes the check may still be too small."""
-    message = "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 48.02GiB with "
-
+@pytest.mark.parametrize(
+    ("at", "error", "sentence"),
+    [
+        (
+            (JsonlWriter, "write"),
+            OSError(28, "No space left on device"),
+            r"metrics.jsonl is not writable \(No space left on dev",
+        ),
+        (  # The blocks of XLA grow, so a limit that passes the check may still be too small.
+            (Display, "step"),
+            jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 48.02GiB with "
+                "allocator xla_gpu_host_bfc on device 0."
+            ),
+            r"block of 48\.02GiB in .*_LIMIT_GB = 115 \(GiB for .* start from scratch",
+        ),
+    ],
+)
+def test_what_a_system_refuses_is_reported(plain_config, monkeypatch, at, error, sentence):
     def fail(self, record):
-        raise jax.errors.JaxRuntimeError(f"{message}allocator xla_gpu_host_bfc on device 0.")
+        raise error
 
-    monkeypatch.setattr(Display, "step", fail)
+    monkeypatch.setattr(*at, fail)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "115")
-    wanted = r"block of 48\.02GiB in .*_LIMIT_GB = 115 \(GiB for .* start from scratch"
-    with pytest.raises(UserError, match=wanted):
+    with pytest.raises(UserError, match=sentence):
         run(changed(plain_config, run={"steps": 1}))
 
 
@@ -328,15 +325,7 @@ def test_a_slow_write_of_a_checkpoint_does_not_end_the_run(plain_config, monkeyp
     assert limits["reading the batch of step 2"]
 
 
-@pytest.fixture
-def unfrozen():
-    """Undoes what tests/conftest.py froze, as a run leaves that alone."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch, unfrozen):
+def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch):
     """Steps of long sequences take minutes, and dispatching one may take as long."""
     reported, report, take = threading.Semaphore(0), Display.step, DeviceBatches.__next__
     seen, frozen = [], []
@@ -354,14 +343,15 @@ def test_a_step_is_reported_before_the_next_is_over(plain_config, monkeypatch, u
 
     monkeypatch.setattr(Display, "step", step)
     monkeypatch.setattr(DeviceBatches, "__next__", next_batch)
-    assert len(run(plain_config)) == len(seen) == 4
-    # Full garbage collections are short in steps, and find everything after the run.
-    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
-
-
-def test_what_the_caller_froze_stays_frozen(plain_config):
-    before = gc.get_freeze_count()
-    run(plain_config)
+    gc.unfreeze()  # of tests/conftest.py, as a run leaves that alone
+    try:
+        assert len(run(plain_config)) == len(seen) == 4
+        # Full garbage collections are short in steps, and find everything after the run.
+        assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    before = gc.get_freeze_count()  # what the caller froze stays frozen
+    run(changed(plain_config, run={"name": "again", "steps": 1}))
     assert gc.get_freeze_count() > before / 2 > 0  # some of it may be freed, not unfrozen
 
 
@@ -377,7 +367,7 @@ def test_an_unwritable_folder_stops_before_any_work(config, tmp_path, monkeypatc
         run(changed(config, run={"output_dir": str(link)}))
 
 
-def test_demands_that_cannot_be_met(config):
+def test_demands_that_cannot_be_met(config, monkeypatch):
     with pytest.raises(UserError, match="checkpoint.resume = true, but .* has no checkpoint"):
         run(changed(config, checkpoint={"resume": True}))
     many = changed(config, parallel={"nodes": 4, "devices_per_node": 4})
@@ -386,18 +376,12 @@ def test_demands_that_cannot_be_met(config):
     with pytest.raises(UserError, match="pattern 'self_attm' matches no parameter"):
         run(changed(config, optimizer={"trainable": ("self_attm",)}))
     assert not checkpoint_folder(config).exists()
-
-
-def test_masks_that_cannot_be_drawn_are_reported_before_any_work(config, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="audit.masks draws pictures, which needs matplotlib"):
-        run(changed(config, audit={"interval": 1, "masks": ("0.0",)}))
-
-
-def test_wandb_that_is_not_installed(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="metrics.wandb = true needs the package wandb"):
         run(changed(config, metrics={"wandb": True}))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="audit.masks draws pictures, which needs matplotlib"):
+        run(changed(config, audit={"interval": 1, "masks": ("0.0",)}))
 
 
 def test_a_run_from_before_data_bos_resumes_without_it(tmp_path, capsys, monkeypatch):

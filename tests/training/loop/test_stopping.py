@@ -156,6 +156,7 @@ def test_a_second_signal_ends_one_of_several_processes(number):
     assert f"stopped: {number.name} received twice, exited immediately\n" in error
 
 
+@pytest.mark.slow
 def test_processes_with_different_configurations_name_the_field(plain_config, tmp_path):
     config = changed(plain_config, parallel={"devices_per_node": 2, "cpu_devices": 1})
     processes = started_together(config, tmp_path, [[], ["--optimizer.lr=0.5"]])

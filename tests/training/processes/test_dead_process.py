@@ -1,6 +1,5 @@
 """If one process of a run dies, the others stop with a message."""
 
-import itertools
 import os
 import socket
 import subprocess
@@ -57,7 +56,7 @@ except Exception as error:
 """
 
 
-def _started(port, lost, then):
+def started(port, lost, then):
     """Starts a process that will be lost, and the other one of its run."""
     waits = "wait" if then else ""
     processes = [
@@ -75,40 +74,40 @@ def _started(port, lost, then):
     return processes[lost], processes[1 - lost]
 
 
+LOST = f"process 1 was lost: it did not answer for {HEARTBEAT_TIMEOUT} s"
+ABORTED = "aborted by XLA, most likely because process 0"
+
+
 @pytest.mark.parametrize(
-    ("lost", "message"),
+    ("lost", "then", "message"),
     [
-        (1, f"stopped: process 1 was lost: it did not answer for {HEARTBEAT_TIMEOUT} s"),
-        (0, "stopped: aborted by XLA, most likely because process 0"),
+        (1, "", LOST),
+        pytest.param(1, "leave", LOST, marks=pytest.mark.slow),
+        pytest.param(0, "", ABORTED, marks=pytest.mark.slow),
+        pytest.param(0, "leave", ABORTED, marks=pytest.mark.slow),
     ],
 )
-def test_the_others_stop_with_a_message(lost, message):
-    """While it works and while it leaves, in two runs at the same time: most of it is waiting."""
-    with socket.socket() as one, socket.socket() as another:
-        ports = []
-        for free in (one, another):
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
-    runs = []
+def test_the_other_stops_with_a_message(lost, then, message):
+    """While it works, or while it leaves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    victim, survivor = started(port, lost, then)
     try:
-        for port, then in zip(ports, ("", "leave"), strict=True):
-            runs.append(_started(port, lost, then))
-        for process in itertools.chain(*runs):
+        for process in (victim, survivor):
             assert any("works" in line for line in process.stdout)
-        for victim, _ in runs:
-            victim.kill()
+        victim.kill()
         killed = time.monotonic()
-        outputs = [survivor.communicate(timeout=60)[0] for _, survivor in runs]
+        output, _ = survivor.communicate(timeout=60)
         seconds = time.monotonic() - killed
     finally:
-        for process in itertools.chain(*runs):
+        for process in (victim, survivor):
             process.kill()
             process.communicate()
-    for (_, survivor), output in zip(runs, outputs, strict=True):
-        assert survivor.returncode == EXIT_STOPPED, output
-        last = output.splitlines()[-1]
-        assert message in last and last.endswith("; how to resume"), output
-        assert "Traceback" not in output
+    assert survivor.returncode == EXIT_STOPPED, output
+    last = output.splitlines()[-1]
+    assert f"stopped: {message}" in last and last.endswith("; how to resume"), output
+    assert "Traceback" not in output
     assert seconds < 10 * HEARTBEAT_TIMEOUT  # allows for a busy machine
 
 

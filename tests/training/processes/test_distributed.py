@@ -13,14 +13,10 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.signals import EXIT_STOPPED
 
 SLURM = {
-    "SLURM_JOB_ID": "4242",
-    "SLURM_STEP_ID": "1",
-    "SLURM_STEP_NODELIST": "gpu[007-009],login",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "gpu[007-009],login",
+    "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -59,30 +55,25 @@ def test_fields_come_first(joined):
     }
 
 
-def test_slurm_with_one_task_a_node_uses_all_its_gpus(joined):
-    for tasks in ("1", "1,1(x3)"):
-        distributed.initialize(DistributedConfig(), SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks})
-        assert "local_device_ids" not in joined.pop()
-    assert distributed.initialize(DistributedConfig(), SLURM)
+@pytest.mark.parametrize(
+    ("tasks", "visible", "ids"),
+    [
+        *((tasks, None, None) for tasks in ("1", "1,1(x3)")),  # uses all GPUs of its node
+        *((tasks, None, [1]) for tasks in ("2,1", "1,2", "16(x2)", "1(x3),4")),
+        *(("2(x2)", visible, None) for visible in ("3", "GPU-0a1b")),  # sees only its own
+        ("2(x2)", "0,1", [1]),
+    ],
+)
+def test_a_slurm_task_uses_its_gpus(joined, tasks, visible, ids):
+    environment = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": "1"}
+    if visible:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    assert distributed.initialize(DistributedConfig(), environment)
     (call,) = joined
+    assert call.get("local_device_ids") == ids
     host, port = call["coordinator_address"].split(":")
     assert host == "gpu007" and 61440 <= int(port) < 65536
     assert (call["num_processes"], call["process_id"]) == (4, 2)
-    assert "local_device_ids" not in call
-
-
-@pytest.mark.parametrize("tasks", ["2,1", "1,2", "16(x2)", "1(x3),4"])
-def test_slurm_with_several_tasks_a_node_gives_each_its_gpu(joined, tasks):
-    environment = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": "1"}
-    distributed.initialize(DistributedConfig(), environment)
-    assert joined[0]["local_device_ids"] == [1]
-
-
-@pytest.mark.parametrize(("visible", "ids"), [("3", None), ("GPU-0a1b", None), ("0,1", [1])])
-def test_a_slurm_task_that_sees_one_gpu_uses_it(joined, visible, ids):
-    tasks = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"}
-    distributed.initialize(DistributedConfig(), {**SLURM, **tasks, "CUDA_VISIBLE_DEVICES": visible})
-    assert joined[0].get("local_device_ids") == ids
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_processes_go_on_with_a_checkpoint_of_one_and_stop_together(whole, tmp_p
     np.testing.assert_allclose(losses(rest), losses(records[4:5]), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_stops_resumed_processes(whole, tmp_path):
     """All stop after the first step that they take, whatever its number."""
     config = changed(whole.copy("early"), audit={"interval": 0, "masks": ()})
@@ -132,6 +133,7 @@ def test_a_signal_before_the_first_step_stops_resumed_processes(whole, tmp_path)
     assert newest_step(checkpoint_folder(config)) == 3
 
 
+@pytest.mark.slow
 def test_folders_that_are_not_shared_are_refused(plain_config, tmp_path):
     """A relative path is another folder in each process, as one on a local disk of each host."""
     config = changed(
@@ -178,6 +180,7 @@ def started_together(config, folder, arguments=((), ()), **program):
     return processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_process_without_the_others_says_so_at_the_end(config, tmp_path, number):
     with socket.socket() as free:
