@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 import types
 
 import numpy as np
@@ -13,19 +12,15 @@ from experiments import (
     compare,
     data,
     decision,
-    documents,
     measure,
-    provenance,
     report,
     result_lines,
     run,
     synthetic,
     variants,
 )
-from mtraining_jax.config import Config
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.models.label_scores import LabelScores
-from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.random_bits import Stream
 
@@ -61,29 +56,6 @@ def test_arms_and_extra_patterns_differ_only_in_the_pattern(tier, names, overrid
     assert config.data.seq_len == sizes.seq_len == config.model.max_position_embeddings
     # No sequence is read twice.
     assert config.run.steps * config.data.batch_size <= sizes.rows
-
-
-def test_arms_with_dense_steps_differ_from_their_pattern_only_in_these_steps(overrides):
-    for arm, pattern in variants.MIXED.items():
-        mixed, sparse = (variants.arm_config("c", name, overrides("c")) for name in (arm, pattern))
-        assert mixed.dense_steps.count() == 10 and mixed.run.steps == 100
-        assert mixed.sparsity.pattern == sparse.sparsity.pattern
-        assert 100 in mixed.dense_steps and 1 not in mixed.dense_steps  # audits begin with step 1
-
-
-@pytest.mark.parametrize("tier", ["a", "b", "c"])
-def test_the_window_has_fixed_budgets(tier, overrides):
-    config = variants.arm_config(tier, "window", overrides(tier))
-    model, settings = config.model, config.sparsity.pattern
-    sizes = ModelSizes(model.num_layers, model.num_heads, config.data.seq_len)
-    budgets = settings.bind(sizes)
-    assert np.all(np.asarray(budgets.slashes) == settings.sliding_window)
-    assert np.all(np.asarray(budgets.verticals) == settings.sink_tokens)
-
-
-def test_an_unknown_arm_is_rejected():
-    with pytest.raises(UserError, match='c64k has no arm "window"; choose one of dense, sampled'):
-        variants.config_path("c64k", "window")
 
 
 def answers(tokens):
@@ -127,60 +99,6 @@ def test_training_rows_match_the_recorded_digest():
     assert [row[0] for row in rows] == [1, 2, 3, 4]
     digest = hashlib.sha256(np.concatenate(rows).astype("<u2").tobytes()).hexdigest()
     assert digest[:16] == "243b7434090d8beb"
-
-
-@pytest.mark.parametrize("wrong", [{"task": "sort"}, {"length": 255}, {"vocab_size": 130}])
-def test_an_invalid_problem_is_rejected(wrong):
-    arguments = {"task": "copy", "length": 256, "vocab_size": 256, "seed": 0, **wrong}
-    (name,) = wrong
-    with pytest.raises(ValueError, match=name):
-        synthetic.problem(**arguments)
-
-
-def test_a_training_sequence_with_a_needle_ends_with_its_answer(tmp_path):
-    tokenizer = ByteTokenizer()
-    (tmp_path / "essays.txt").write_text("It rained all day. The boat was late. " * 300)
-    filler = np.full(4096, 7, np.uint16)
-    for number in range(4):
-        row = data.needle_row(number, filler, tokenizer, str(tmp_path / "essays.txt"))
-        assert row.shape == filler.shape and row.dtype == filler.dtype
-        assert row[-1] == tokenizer.eos
-        text = tokenizer.decode(row[:-1])
-        answer = text.split()[-1]
-        assert answer.isdigit() and text.count(answer) >= 2
-
-
-def test_text_is_cut_into_documents_of_mixed_lengths(tmp_path, capsys, overrides):
-    with pytest.raises(SystemExit):
-        documents.main(["--data", str(tmp_path)])
-    assert "python -m experiments.data c" in capsys.readouterr().err
-    (tmp_path / "c").mkdir()
-    rows = np.random.default_rng(1).integers(0, 50, (8, 32768)).astype(np.uint16)
-    np.save(tmp_path / "c/train.npy", rows)
-    documents.main(["--data", str(tmp_path)])
-    ids = np.load(tmp_path / "documents.npy")
-    ends = np.flatnonzero(ids == documents.END)
-    lengths = np.diff(ends, prepend=-1)
-    assert f"{ends.size} documents, {ids.size} tokens" in capsys.readouterr().out
-    assert ends[-1] == ids.size - 1 and ids.size > rows.size - documents.BOUNDS[1]
-    assert documents.BOUNDS[0] <= lengths.min() < 2000 < 20_000 < lengths.max()
-    inside = np.setdiff1d(np.arange(ids.size), ends)
-    text = np.maximum(rows.reshape(-1)[: ids.size], documents.OTHER)
-    np.testing.assert_array_equal(ids[inside], text[inside])
-    config = Config.load("experiments/configs/documents.toml", overrides("c"))
-    assert config.parallel.replicas == 2 and config.data.eos == documents.END
-
-
-def test_an_incomplete_last_line_is_ignored_and_replaced(tmp_path):
-    path = tmp_path / "a.jsonl"
-    result_lines.append_lines(path, [{"n": 1}])
-    path.write_text(path.read_text() + '{"n": 2')
-    assert result_lines.read_lines(path) == [{"n": 1}]
-    result_lines.append_lines(path, [{"n": 3}])
-    assert result_lines.read_lines(path) == [{"n": 1}, {"n": 3}]
-    path.write_text('{"n": \n{"n": 3}\n')
-    with pytest.raises(UserError, match="line 1 is not JSON"):
-        result_lines.read_lines(path)
 
 
 def test_shared_fields_are_written_once_and_numbers_are_rounded(tmp_path):
@@ -253,22 +171,6 @@ def test_measuring_resumes_where_it_stopped(tmp_path, overrides):
     assert {(x["score"], x["loss"]) for x in lines if x["inferred"] != "dense"} == {(0.0, 2.0)}
     assert measured()
     assert result_lines.read_lines(results) == lines
-
-
-def test_results_with_other_settings_are_not_resumed(tmp_path):
-    results = tmp_path / "b-s0.jsonl"
-    about = {"tier": "b", "seed": 0, "trained": "dense"}
-    engine = types.SimpleNamespace(loaded=types.SimpleNamespace(source="runs/b_dense_s0"))
-
-    def header(steps, **other):
-        config = variants.arm_config("b", "dense", {"run.steps": steps})
-        return provenance.header(engine, config, about | other)
-
-    result_lines.append_lines(results, [header("700")])
-    provenance.check_same_settings(results, header("700"))
-    provenance.check_same_settings(results, header("800", seed=1))
-    with pytest.raises(UserError, match="measurements of dense, seed 0, with other settings"):
-        provenance.check_same_settings(results, header("800"))
 
 
 def synthetic_losses(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
@@ -379,88 +281,6 @@ def test_an_arm_with_dense_steps_is_compared_with_its_sparse_pattern(tmp_path):
     report.write(lines, tmp_path)
 
 
-def test_uninformative_tasks_are_dropped():
-    scores = {}
-    right = {"copy": (0.5, 0.5, 0.5), "passkey": (1.0, 1.0, 0.97), "needle_any": (1.0, 0.25, 0.0)}
-    for task, shares in right.items():
-        for arm, share in zip(("dense", "vertical_slash", "window"), shares, strict=True):
-            own = {(seed, n): float(n < 100 * share) for seed in range(2) for n in range(100)}
-            scores[task, 8192, arm, arm] = own
-    said = decision.task_verdicts(scores)
-    assert said[0].startswith("- needle_any, 8192 tokens: dense 100.0; `vertical_slash` -75.0 [")
-    assert said[0].endswith("`window` -100.0 [-100.0, -100.0].")
-    assert "copy" in said[1] and "not learned by dense" in said[1]
-    assert "passkey" in said[2] and "the window is as good" in said[2]
-
-
-@pytest.mark.parametrize(
-    ("learned", "word"), [(0.5, "equal, needles +0.0"), (0.9, "not decided, needles -20.0")]
-)
-def test_a_task_that_dense_has_not_learned_does_not_count_in_a_verdict(learned, word):
-    arm = "sampled_rows"
-    pairs = {("dense", "dense"): 0.0, (arm, "dense"): 0.0}
-    found, _ = compare.losses_of(list(synthetic_losses(pairs, spread=0.004)), "c")
-    shares = {
-        ("needle", "dense"): 0.9,
-        ("needle", arm): 0.9,
-        ("passkey", "dense"): learned,
-        ("passkey", arm): learned - 0.4,
-    }
-    scores = {
-        (task, 8192, trained, "dense"): {(0, n): 1.0 * (n < 100 * share) for n in range(100)}
-        for (task, trained), share in shares.items()
-    }
-    (said,) = [line for line in decision.verdicts(found, scores) if arm in line]
-    assert said == f"- `{arm}`: {word} points."
-
-
-def test_an_arm_without_a_difference_is_equal_and_one_seed_decides_nothing():
-    pairs = {("dense", "dense"): 0.0, ("xattention", "dense"): 0.0}
-    lines = list(synthetic_losses(pairs, seeds=1, spread=0.004))
-    found, partial = compare.losses_of(lines, "c")
-    assert not partial
-    said = decision.verdicts(found, {})
-    assert "**Not valid**" in said[0] and "the window is not measured" in said[0]
-    assert "Not decisive: 1 of 3 required seeds" in said[1]
-    assert said[2] == "- `xattention`: equal (1 seed(s))."
-
-
-def test_incomplete_measurements_are_skipped_and_named(tmp_path):
-    pairs = {("dense", "dense"): 0.0, ("window", "dense"): 0.1, ("xattention", "dense"): 0.0}
-    lines = [
-        x
-        for x in synthetic_losses(pairs, seeds=2)
-        if not (x["trained"] == "window" and x["seed"] == 1)  # not run yet
-        and not (x["trained"] == "xattention" and (x["seed"], x["number"]) == (0, 5))
-    ]
-    found, partial = compare.losses_of(lines, "c")
-    assert partial == [("xattention", "dense", 0)]
-    assert {pair: x.seeds for pair, x in found.items()} == {
-        ("dense", "dense"): (0, 1),
-        ("window", "dense"): (0,),
-        ("xattention", "dense"): (1,),
-    }
-    difference = compare.paired(found["window", "dense"], found["dense", "dense"])
-    assert difference.shape == (1, 24, 13)
-    assert np.abs(difference - 0.1).max() < 0.1
-    text = report.write(lines, tmp_path)[0].read_text()
-    assert "Skipped, because incomplete: xattention with dense (seed 0)." in text
-
-
-def test_losses_may_begin_with_a_later_bucket():
-    lines = list(synthetic_losses({("dense", "dense"): 0.0}))
-    whole = compare.losses_of(lines, "c")[0]["dense", "dense"]
-    for line in lines:
-        for name in ("loss_by_position", "tokens_by_position"):
-            line[name] = line[name][6:]
-    part = compare.losses_of(lines, "c")[0]["dense", "dense"]
-    assert part.counts.tolist() == [0] * 6 + whole.counts[6:].tolist()
-    assert np.isnan(part.means[..., :6]).all()
-    np.testing.assert_array_equal(part.means[..., 6:], whole.means[..., 6:])
-    tables = [report.bucket_table({("dense", "dense"): x}) for x in (part, whole)]
-    assert tables[0] == tables[1]
-
-
 def test_differences_are_reported_by_seed_and_in_percent_of_the_dense_loss():
     pairs = {("dense", "dense"): 0.0, ("window", "dense"): 0.1, ("start", "dense"): 1.0}
     lines = [
@@ -498,59 +318,6 @@ def test_intervals_follow_the_spread_of_sequences_and_seeds():
     assert compare.band(apart).low < -0.6
 
 
-def test_a_repeated_step_is_kept_once(tmp_path):
-    written = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
-    result_lines.append_lines(tmp_path / "metrics.jsonl", written)
-    found = result_lines.training_lines(tmp_path, {"trained": "dense"})
-    assert found == [
-        {"what": "train", "trained": "dense", "step": 1, "loss": 3.0},
-        {"what": "train", "trained": "dense", "step": 2, "loss": 1.0},
-    ]
-
-
-def test_a_long_run_is_reduced_to_means_over_groups_of_steps(tmp_path):
-    count = 2 * result_lines.TRAINING_LINES + 1  # groups of three
-    written = [{"step": n, "loss": float(n), "step_seconds": 0.5} for n in range(1, count + 1)]
-    for line in written[4:5]:
-        line["dense_step"] = True
-    written[0]["recall"] = 0.9
-    result_lines.append_lines(tmp_path / "metrics.jsonl", written)
-    found = result_lines.training_lines(tmp_path, {"seed": 1})
-    assert found[0] == {
-        "what": "train",
-        "seed": 1,
-        "step": 3,
-        "steps": 3,
-        "loss": 2.0,
-        "step_seconds": 0.5,
-        "recall": 0.9,
-    }
-    # Dense and sparse steps are in separate groups.
-    assert [(x["step"], x["steps"], x.get("dense_step")) for x in found[1:5]] == [
-        (4, 1, None),
-        (5, 1, True),
-        (6, 1, None),
-        (9, 3, None),
-    ]
-    assert result_lines.count_steps(found) == count == found[-1]["step"]
-    assert np.average([x["loss"] for x in found], weights=[x["steps"] for x in found]) == (
-        pytest.approx((count + 1) / 2)
-    )
-
-
-def test_the_dense_arm_is_evaluated_with_the_requested_patterns():
-    assert variants.inferred_with("c", "dense") == [*variants.ARMS, *variants.RANDOM]
-    among = ["window", "sampled_rows"]
-    assert variants.inferred_with("c", "dense", among) == ["dense", "sampled_rows", "window"]
-    assert variants.inferred_with("c", "window", among) == ["dense", "window"]
-    # Arms with dense steps are evaluated with dense attention and their sparse pattern.
-    for arm, pattern in variants.MIXED.items():
-        assert variants.inferred_with("c", arm) == ["dense", pattern]
-        assert variants.inferred_with("c", "dense", [arm]) == ["dense", pattern]
-    for (tier, arm), patterns in variants.EXTRA_PATTERNS.items():
-        assert variants.inferred_with(tier, arm) == ["dense", arm, *patterns]
-
-
 def test_arms_are_trained_and_measured_within_the_time(tmp_path, capsys, monkeypatch):
     commands, statuses = [], [0, 0, 75]
 
@@ -571,17 +338,6 @@ def test_arms_are_trained_and_measured_within_the_time(tmp_path, capsys, monkeyp
     with pytest.raises(SystemExit):
         run.main(about)
     assert "evaluating dense failed with exit status 1" in capsys.readouterr().err
-
-
-def test_a_command_without_time_does_not_start(tmp_path, capsys):
-    assert run.TimeBudget(0).start([sys.executable, "-c", "raise SystemExit(3)"], tmp_path) == 75
-    assert run.TimeBudget(9).start([sys.executable, "-c", "raise SystemExit(3)"], tmp_path) == 3
-
-
-def test_runs_are_trained_by_train_py():
-    command = run.train_command("b", "window", 2, data.FOLDER, {"run.steps": "700"}, True)
-    assert command[1:4] == ["train.py", "--config", "experiments/configs/b_window.toml"]
-    assert "--run.name=b_window_s2_probe" in command and "--optimizer.decay_steps=700" in command
 
 
 def test_answers_of_chats_are_in_their_texts(tmp_path):
@@ -615,11 +371,3 @@ def test_answers_of_chats_are_in_their_texts(tmp_path):
     answers = (json.dumps(x | {"text": text}) for x, text in zip(records, texts, strict=True))
     file.write_text("\n".join(answers))
     assert chats.score(file) == {0: (2, 2), 0.25: (2, 2), 0.5: (2, 2), 0.75: (2, 2), 1: (0, 2)}
-
-
-def test_the_configuration_of_chats(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
-    override = {"model.init_from": tmp_path, "data.tokenizer": "tokenizer.json"}
-    config = Config.load("experiments/configs/chats.toml", override)
-    assert config.data.source_options.messages_field == "messages"
-    assert config.eval.data.source_options.messages_field == "messages"

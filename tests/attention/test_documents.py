@@ -145,10 +145,6 @@ def test_a_pack_matches_each_document_on_its_own(row):
     check_equal_to_alone(PATTERN, LENGTHS[row], *one)
 
 
-def test_columns_and_diagonals_stay_within_their_document():
-    check_equal_to_alone(VERTICAL_SLASH, LENGTHS[0], *(x[:1] for x in inputs()))
-
-
 @settings(repeatable, max_examples=5)
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=MOST), st.integers(0, 1))
 def test_any_pack_matches_each_document_on_its_own(lengths, row):
@@ -241,7 +237,9 @@ def test_an_index_is_inspected_within_documents(tmp_path):
     causal = same_document().sum((1, 2))[:, None]
     pairs = np.asarray(index.to_mask(SEQ_LEN)).sum((-1, -2))
     np.testing.assert_allclose(found.density, pairs / causal, rtol=1e-6)
-    whole = BlockMaskIndex.from_block_mask(jnp.ones((2, 4, NUM_BLOCKS, NUM_BLOCKS), bool), BLOCK)
+    whole = BlockMaskIndex.from_block_mask(
+        jnp.ones((2, indices.HEADS, NUM_BLOCKS, NUM_BLOCKS), bool), BLOCK
+    )
     everything = inspect(whole, q, k, documents=table(LENGTHS, 2), rows=[3, 100, 250])
     np.testing.assert_allclose(everything.recall, 1, rtol=1e-6)  # of pairs within documents
     found.save_picture(tmp_path / "documents.png")
@@ -253,39 +251,6 @@ def test_an_index_is_inspected_within_documents(tmp_path):
         inspect(index, documents=Documents.from_lengths([[9]], 264, BLOCK))
 
 
-@pytest.mark.parametrize(
-    "pattern", [PATTERN, VERTICAL_SLASH, MOBA], ids=["lists", "vertical_slash", "moba"]
-)
-def test_documents_do_not_affect_each_other(pattern):
-    q, k, v, dout, dlse = inputs()
-    before = packs(pattern)
-    start, size = spans(LENGTHS[0])[3]
-    other = [x.at[0, start + 5].add(1.0) for x in (q, k, v, dout)]
-    after = run_packs([*other, dlse], pattern)
-    own = slice(start, start + size)
-    # Another number of columns there changes the slots in which later documents' are summed.
-    tolerance = 1e-5 * (pattern is VERTICAL_SLASH)
-
-    def changed(x, y, axis):
-        differs = ~np.isclose(x, y, rtol=tolerance, atol=tolerance)
-        differs = differs.any(tuple(set(range(x.ndim)) - {0, axis}))
-        assert differs[0, own].any()
-        differs[0, own] = False
-        return differs.sum()
-
-    for x, y in zip((before[0], *before[3]), (after[0], *after[3]), strict=True):
-        assert changed(x, y, 1) == 0
-    assert changed(before[1], after[1], 2) == 0
-    for x, y in zip(*map(jax.tree.leaves, (before[2], after[2])), strict=True):
-        rows = (x != y).reshape(*x.shape[:3], -1).any((1, 3))
-        rows[0, own.start // BLOCK : own.stop // BLOCK] = False
-        assert not rows.any()
-    tolerance = 0.0  # the same pairs: bit-identical
-    out, _, _, grads = run_packs([q, k, *other[2:], dlse], pattern)
-    for x, y in zip((before[0], *before[3]), (out, *grads), strict=True):
-        assert changed(x, y, 1) == 0
-
-
 def test_sequences_under_vmap_have_separate_documents():
     q, k, v = inputs()[:3]
     attend = functools.partial(sparse_attention, pattern=PATTERN)
@@ -293,58 +258,48 @@ def test_sequences_under_vmap_have_separate_documents():
     np.testing.assert_allclose(out, packs()[0], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, VERTICAL_SLASH], ids=["lists", "vertical_slash"])
-def test_two_replicas_of_four_devices_give_the_same_index(pattern):
-    mesh = make_mesh(2, 1, 4)
-    layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK, kind="zigzag")
-    q, k, v = (stripe(x, layout) for x in inputs()[:3])
-    out, _, index = with_residuals(
-        q, k, v, pattern=pattern, sharding=Sharding(mesh, order=layout), documents=table(LENGTHS, 2)
-    )
-    wanted_out, _, wanted, _ = packs(pattern)
-    for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
-        np.testing.assert_array_equal(x, expected)
-    np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
-
-
-def test_two_replicas_of_four_devices_restrict_a_given_index_like_one_device():
-    mesh = make_mesh(2, 1, 4)
-    layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
-    q, k, v = inputs()[:3]
-    call = functools.partial(
-        with_residuals, pattern=indices.bits_and_columns(), documents=table(LENGTHS, 2)
-    )
-    wanted_out, _, wanted = call(q, k, v)
-    out, _, index = call(
-        *(stripe(x, layout) for x in (q, k, v)), sharding=Sharding(mesh, order=layout)
-    )
-    for x, expected in zip(*map(jax.tree.leaves, (index, wanted)), strict=True):
-        np.testing.assert_array_equal(x, expected)
-    np.testing.assert_allclose(unstripe(out, layout), wanted_out, rtol=2e-5, atol=2e-5)
-
-
-def test_eight_devices_give_the_same_index_results_and_gradients():
-    mesh = make_mesh(1, 2, 4)
-    layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK)
+@pytest.mark.parametrize(
+    ("pattern", "mesh", "kind"),
+    [
+        (PATTERN, (1, 2, 4), "striped"),
+        (VERTICAL_SLASH, (2, 1, 4), "zigzag"),
+        (indices.bits_and_columns, (2, 1, 4), "striped"),  # a given index
+    ],
+    ids=["lists", "vertical_slash", "given"],
+)
+def test_eight_devices_give_the_same_index_and_results(pattern, mesh, kind):
+    mesh = make_mesh(*mesh)
+    layout = sequence_layout(SEQ_LEN, mesh, block_size=BLOCK, kind=kind)
+    sharding = Sharding(mesh, order=layout)
     q, k, v, dout, dlse = inputs()
 
-    @jax.jit
     def over_mesh(q, k, v, dout, dlse, documents):
         def results(q, k, v):
             out, lse, index = with_residuals(
-                q, k, v, pattern=PATTERN, sharding=Sharding(mesh, order=layout), documents=documents
+                q, k, v, pattern=pattern, sharding=sharding, documents=documents
             )
             return (out, lse), index
 
+        if pattern is not PATTERN:  # gradients once: they take long to compile
+            (out, lse), index = results(q, k, v)
+            return (out,), lse, index
         (out, lse), pullback, index = jax.vjp(results, q, k, v, has_aux=True)
-        return (out, *pullback((dout, dlse))), lse, index.bits
+        return (out, *pullback((dout, dlse))), lse, index
 
     arrays = [stripe(x, layout) for x in (q, k, v, dout)]
     arrays.append(stripe(dlse, layout, axis=2))
-    found, lse, bits = over_mesh(*arrays, table(LENGTHS, 2))
-    wanted_out, wanted_lse, wanted_index, wanted = packs()
-    np.testing.assert_array_equal(bits, wanted_index.bits)
-    for x, expected in zip(found, (wanted_out, *wanted), strict=True):
+    if callable(pattern):
+        pattern = pattern()
+        wanted_out, wanted_lse, wanted_index = with_residuals(
+            q, k, v, pattern=pattern, documents=table(LENGTHS, 2)
+        )
+        wanted = ()
+    else:
+        wanted_out, wanted_lse, wanted_index, wanted = packs(pattern)
+    found, lse, index = jax.jit(over_mesh)(*arrays, table(LENGTHS, 2))
+    for x, expected in zip(*map(jax.tree.leaves, (index, wanted_index)), strict=True):
+        np.testing.assert_array_equal(x, expected)
+    for x, expected in zip(found, (wanted_out, *wanted), strict=False):
         np.testing.assert_allclose(unstripe(x, layout), expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(unstripe(lse, layout, axis=2), wanted_lse, rtol=2e-5, atol=2e-5)
 

@@ -127,7 +127,7 @@ def test_nnx_scan_over_remat_layers_matches_a_loop():
             decode=False,
             keep_rngs=False,
             rngs=rngs,
-            attention_fn=attention_fn(pattern=PATTERN),
+            attention_fn=DENSE,
         )
 
     layers = create(nnx.Rngs(0).split(2))

@@ -43,14 +43,18 @@ SAVE = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 def alone():
     """Returns output and index of one device."""
     q, k, v, _ = indices.inputs()
-    out, _, index = with_residuals(q, k, v, pattern=PATTERN)
+    out, _, index = jax.jit(functools.partial(with_residuals, pattern=PATTERN))(q, k, v)
     return out, index
 
 
 def test_indices_are_returned_and_accepted_in_sequence_order():
     mesh = make_mesh(1, 1, 4)
     layout = sequence_layout(indices.SEQ_LEN, mesh, block_size=indices.BLOCK_SIZE)
-    attend = functools.partial(with_residuals, sharding=Sharding(mesh, order=layout))
+
+    def attend(*qkv, **options):
+        options = {"sharding": Sharding(mesh, order=layout)} | options
+        return jax.jit(functools.partial(with_residuals, **options))(*qkv)
+
     qkv = [stripe(x, layout) for x in indices.inputs()[:3]]
     expected, of_one = alone()
     out, _, index = attend(*qkv, pattern=PATTERN)

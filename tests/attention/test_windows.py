@@ -7,15 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax import (
-    Documents,
-    Layout,
-    Sharding,
-    SlidingWindow,
-    sparse_attention,
-    stripe,
-    unstripe,
-)
+from mtraining_jax import Documents, Layout, Sharding, SlidingWindow, stripe, unstripe
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.utils.limits import MAX_POSITIONS
 from pallas_kernels.reference import reference_attention
@@ -65,12 +57,7 @@ def documents_of(lengths):
 
 @pytest.mark.parametrize(
     ("window", "lengths", "kind", "nodes"),
-    [
-        (16, LENGTHS, "striped", 2),
-        (32, LENGTHS, "zigzag", 1),
-        (50, (TOKENS,), "striped", 1),
-        (256, LENGTHS, "contiguous", 2),
-    ],
+    [(16, LENGTHS, "striped", 2), (32, (TOKENS,), "zigzag", 1), (256, LENGTHS, "contiguous", 2)],
 )
 def test_windows_agree_with_a_dense_mask(window, lengths, kind, nodes):
     documents, number = documents_of(lengths)
@@ -101,16 +88,6 @@ def test_windows_agree_with_a_dense_mask(window, lengths, kind, nodes):
     for one, several, right in zip(found, over, wanted, strict=True):
         np.testing.assert_allclose(one, right, atol=1e-5)
         np.testing.assert_allclose(several, right, atol=1e-5)
-
-
-def test_windows_in_bf16():
-    rng = np.random.default_rng(1)
-    arrays = [jnp.asarray(rng.normal(size=(2, 64, h, 8)), jnp.bfloat16) for h in (4, 2, 2)]
-    attend = functools.partial(sparse_attention, pattern=SlidingWindow(20, 16))
-    run = jax.jit(lambda *x: (attend(*x), *jax.vjp(attend, *x)[1](x[0])))
-    wanted = run(*(x.astype(jnp.float32) for x in arrays))
-    for found, right in zip(run(*arrays), wanted, strict=True):
-        np.testing.assert_allclose(found.astype(jnp.float32), right, rtol=2e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("window", [1, MAX_POSITIONS + 1])

@@ -29,20 +29,3 @@ def test_a_picture_is_drawn(tmp_path):
     mask = ("layer 0, head 0: 50%", np.eye(8, dtype=bool))
     plot_results.draw(plot_results.read_steps(PAGE), [mask], picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        (None, "no such file"),
-        ("# Benchmarks", "no row of a dense or sparse training step"),
-        ("| M | 32768 | dense | 1 | 1 | 4 | 1.54 s | quality |", "no link to a table"),
-    ],
-)
-def test_a_page_without_its_table_is_an_error(tmp_path, capsys, page, message):
-    path = tmp_path / "page.md"
-    if page is not None:
-        path.write_text(page)
-    with pytest.raises(SystemExit):
-        plot_results.main([str(tmp_path / "x.png"), "--page", str(path)])
-    assert message in capsys.readouterr().err and not (tmp_path / "x.png").exists()

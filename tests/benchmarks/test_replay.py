@@ -34,12 +34,6 @@ SMALL = VerticalSlash(
 SMALL_LEN = 256
 
 
-class TestReplay(PatternContract):
-    settings = Replay(
-        replay_density=0.3, **{**dataclasses.asdict(SMALL), "top_p": 0.9, "max_slashes": 32}
-    )
-
-
 class TestReplayOfLists(PatternContract):
     settings = Replay(
         replay_of="sampled_rows",
@@ -69,8 +63,7 @@ def drawn(seq_len=524288, num_layers=36, num_heads=16, **options):
 
 
 @pytest.mark.parametrize(
-    "seq_len, num_layers, num_heads",
-    [(131072, 24, 14), (524288, 36, 16), (2097152, 36, 16), (524288, 2, 4), (524288, 1, 1)],
+    "seq_len, num_layers, num_heads", [(131072, 24, 14), (524288, 36, 16), (524288, 1, 1)]
 )
 def test_the_density_is_as_requested(seq_len, num_layers, num_heads):
     found = densities(drawn(seq_len, num_layers, num_heads), seq_len)
@@ -108,20 +101,6 @@ def test_every_head_has_near_and_far_diagonals_and_few_columns():
     # Mask B has 3000 columns at about this density.
     typical = np.abs(densities(replay, 524288) - 0.063) < 0.002
     assert 2850 < replay.vertical_count[typical].mean() < 3150
-
-
-def test_the_seed_determines_the_indices_and_capacities_match_selection():
-    replay, same, other = drawn(num_layers=3), drawn(num_layers=3), drawn(num_layers=3, seed=1)
-    assert len(jax.tree.leaves(replay)) == 4
-    for left, right, third in zip(*map(jax.tree.leaves, (replay, same, other)), strict=True):
-        np.testing.assert_array_equal(left, right)
-        assert not np.array_equal(left, third)
-    chosen = jax.eval_shape(
-        lambda q: select_index(q, q, LIKE, block_ids=jnp.arange(4096), num_blocks=4096),
-        jax.ShapeDtypeStruct((1, 524288, 16, 128), jnp.bfloat16),
-    )
-    assert replay.slash_blocks.shape[1:] == chosen.slash_blocks.shape[1:]
-    assert replay.vertical_tokens.shape[1:] == chosen.vertical_tokens.shape[1:]
 
 
 def test_an_impossible_density_raises():
@@ -233,20 +212,6 @@ def test_the_replayed_index_is_computed_and_the_estimate_is_not_removed():
     # Ranks exchange scores and the selection in sums over all ranks.
     sums = "all-reduce("
     assert with_text.count(sums) > without_text.count(sums)
-
-
-def test_attention_waits_for_the_selection_even_if_unused():
-    layer = layer_of(True)
-    q, k, _ = inputs()
-
-    def replayed(q, k):
-        return select_index(q, k, layer, block_ids=jnp.arange(32), num_blocks=32)
-
-    program = jax.jit(replayed).lower(q, k).compile()
-    assert "exponential" in program.as_text()  # of the estimate's softmax
-    found = program(q, k)
-    np.testing.assert_array_equal(found.slash_blocks[0], layer.slash_blocks)
-    np.testing.assert_array_equal(found.vertical_count[0], layer.vertical_count)
 
 
 def test_a_pack_replays_the_pairs_within_its_documents():

@@ -123,37 +123,6 @@ def test_problems_run_alone_and_then_under_each_tool(
     assert row.count(said) == 4
 
 
-def test_options_that_a_version_does_not_know_are_omitted(tmp_path):
-    binary = fake_sanitizer(tmp_path, CLEAN)
-    command = sanitizer.command(binary, "memcheck", ["program"], tmp_path / "log", 3, "kernel")
-    assert command == [
-        binary,
-        "--tool",
-        "memcheck",
-        "--target-processes",
-        "application-only",
-        "--log-file",
-        str(tmp_path / "log"),
-        "--kernel-name",
-        "kns=kernel",
-        "program",
-    ]
-    assert not sanitizer.supports(binary, "initcheck-shared")
-    assert sanitizer.version(binary) == "2025.3.1.0"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--sanitizer=/nowhere/at/all"], "is not compute-sanitizer"),
-     (["--problems", "lists-65"], "unknown problem lists-65")],
-)  # fmt: skip
-def test_an_invalid_option_is_one_sentence(tmp_path, capsys, monkeypatch, options, said):
-    monkeypatch.setattr(sanitize, "_names", lambda: ["lists-64"])
-    assert sanitize.main([f"--out={tmp_path / 'out'}", *options]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
 def test_every_hopper_kernel_is_in_a_problem():
     """Checks the kernels of all files, by the functions that Pallas names them after.
 
@@ -188,16 +157,3 @@ def test_a_repetition_with_a_different_bit_is_counted():
     inputs = {"in": jnp.asarray(np.array([1.0, np.nan], np.float32))}
     assert repeat.count_differences(steps, inputs, 9, before) == 2
     assert counts == {"before": 20, "second": 10}
-
-
-def test_an_incomplete_problem_is_reported():
-    ran = ["problem lists-64 2000 0 3.25", "problem lists-128 2000 4 3.5"]
-    lines = ["a warning", *ran, "a last word"]
-    rows, bad = repeat.table(lines, ["lists-64", "lists-128", "dense-64"], 2000)
-    assert bad == ["lists-128", "dense-64"]
-    assert rows[2:5] == [
-        "| lists-64 | 2000 | 0 | 3.2 |",
-        "| lists-128 | 2000 | 4 | 3.5 |",
-        "| dense-64 | 0 | 0 | 0.0 |",
-    ]
-    assert rows[-1] == "a last word"

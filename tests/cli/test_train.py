@@ -186,18 +186,11 @@ def test_version(runs, capsys):
     assert runs == []
 
 
-@pytest.mark.parametrize("module", ["cli.evaluate", "cli.generate"])
-def test_version_of_other_commands(module, capsys):
-    assert importlib.import_module(f"mtraining_jax.{module}").main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mtraining-jax {mtraining_jax.__version__}\n"
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 @pytest.mark.parametrize(
     "arguments",
     [
         ["mtraining_jax", "train", "--help"],
-        ["mtraining_jax", "train", "--config=tiny", "--print-config"],
         ["mtraining_jax.cli.inspect_data", "--config=tiny", "--data.source=synthetic"],
     ],
 )

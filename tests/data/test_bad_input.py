@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import io
 import json
 import os
 import sys
@@ -96,13 +97,6 @@ def test_missing_and_empty_files(tmp_path, source):
     assert error_of(source=source, paths=(str(empty),)) == f"data.paths: {empty} is empty"
 
 
-def test_only_empty_files(tmp_path):
-    (tmp_path / "a.txt").touch()
-    assert error_of(source="text", paths=(str(tmp_path),)) == (
-        f"data.paths: {tmp_path}: all files are empty"
-    )
-
-
 @pytest.mark.parametrize("mode", ["concat", "exact"])
 def test_too_little_data(text, mode):
     message = error_of(**text, seq_len=11, mode=mode)
@@ -110,47 +104,147 @@ def test_too_little_data(text, mode):
     assert ("use a smaller data.seq_len" if mode == "concat" else "9 to 9") in message
 
 
-def test_too_few_tokens_in_file(tmp_path):
-    path = tmp_path / "a.npy"
-    np.save(path, np.arange(3))
-    message = error_of(source="tokens", paths=(str(path),))
-    assert "data.seq_len = 4 is more than the 3 tokens" in message
+def npy(content):
+    file = io.BytesIO()
+    np.save(file, content)
+    return file.getvalue()
 
 
-def test_text_that_is_not_utf8(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"abc\xff")
-    assert f"{path} is not UTF-8 text (byte 3); convert it" in error_of(
-        source="text", paths=(str(path),)
-    )
+def parquet(**columns):
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
+def safetensors(size=4096):
+    return (100).to_bytes(8, "little") + b'{"w": {"dtype": "F32"}}' + bytes(size)
+
+
+EIGHT, IDS = npy(np.arange(8)), {"token_field": "ids"}
+WORDS = 'is text, which data.source = "text" or "jsonl"'
+# Of each source, files with bad content, the fields of the section, and what the error says.
+# "PATH" is the file, "FOLDER" its folder.
+FILES = {
+    "text": [
+        ("a.txt", b"", {"paths": ("FOLDER",)}, "data.paths: FOLDER: all files are empty"),
+        ("a.txt", b"abc\xff", {}, "PATH is not UTF-8 text (byte 3); convert it"),
+    ],
+    "jsonl": [
+        ("a.jsonl", b'{"text": "fine"}\n\n' + line + b"\n", {}, f"PATH, line 3{reason}")
+        for line, reason in [
+            (
+                b'{"text": "cut of',
+                " is not valid JSON (Unterminated string starting at: character ",
+            ),
+            (b'{"text": "\xff"}', " is not valid JSON (not UTF-8 at byte 11)"),
+            (b"[" * 100_000, " is not valid JSON"),
+            (b'["text"]', " is an array, not a JSON object"),
+            (
+                b'{"body": "x", "id": 3}',
+                ' has no field of data.text_field = "text"; it has "body", "id"',
+            ),
+            (b"{}", ' has no field of data.text_field = "text"; it has no fields'),
+            (b'{"text": 3}', ': the field of data.text_field = "text" is a number, not text'),
+            (b'{"text": [null]}', ': the field of data.text_field = "text" is an array, not text'),
+            (
+                b'{"id": {"text": 1}, "text": "a", "text": "b"}',
+                ' is not valid JSON (an object has two fields named "text")',
+            ),
+            (b'{"text": "\\ud800"}', " has text that is not valid Unicode"),
+        ]
+    ],
+    "tokens": [
+        ("a.npy", npy(np.arange(3)), {}, "data.seq_len = 4 is more than the 3 tokens"),
+        ("a.npy", npy(np.arange(8.0)), {}, "PATH has float64, not integer"),
+        ("a.npy", npy(np.zeros((2, 2, 2), int)), {}, "PATH has 3 axes"),
+        ("a.npy", npy(np.zeros((0, 4), int)), {}, "PATH is empty (shape (0, 4))"),
+        ("a.npy", npy(np.asfortranarray(np.zeros((4, 4), int))), {}, "PATH is in Fortran order"),
+        ("a.npy", npy(np.array([{}, {}])), {}, "PATH has object"),
+        *(("a.npy", EIGHT[:keep], {}, "PATH is truncated") for keep in (4, 20)),
+        (
+            "a.npy",
+            EIGHT[:-1],
+            {},
+            "PATH is truncated: shape (8,) of int64 needs 192 bytes, but the file has 191",
+        ),
+        ("a.bin", b"12345", {}, 'PATH is truncated or not of data.token_dtype = "uint16": its 5 b'),
+        ("a.txt", b"text of an even size", {}, "PATH has neither the suffix .npy nor .bin; data.s"),
+        *(
+            ("a.bin", content, {"token_dtype": "uint8"}, f"data.paths: PATH is {kind}")
+            for content, kind in [
+                (safetensors(), "a safetensors file of model weights"),
+                (safetensors()[:33], "a safetensors file of model weights"),
+                (b"PAR1" + bytes(60), 'a Parquet file, which data.source = "parquet" reads'),
+                (b"\x93NUMPY\x01\x00" + bytes(60), "a NumPy file without the suffix .npy"),
+                (b"PK\x03\x04" + bytes(60), "a zip archive"),
+                (gzip.compress(bytes(60), mtime=0), "compressed with gzip"),
+                (bytes(257) + b"ustar" + bytes(250), "a tar archive"),
+                (b"MMIDIDX\x00\x00" + bytes(9), "a Megatron index"),
+            ]
+        ),
+        ("a.bin", b"Text of ASCII characters, in English.\n", {}, f"data.paths: PATH {WORDS}"),
+        *(
+            (
+                "b.npy",
+                npy(np.asarray([1, 2, bad, 4])),
+                {"vocab_size": 10},
+                f"PATH: token id {bad} at position 2 is outside the vocabulary "
+                "(0 to 9, from model.vocab_size)",
+            )
+            for bad in (-1, 10, 2**40)
+        ),
+        ("a.npy", npy(np.arange(5)), {"mode": "exact", "eos": None}, "data.eos is not set"),
+        ("a.npy", npy(np.arange(5)), {"mode": "exact", "eos": "</s>"}, "must be an id"),
+        (
+            "a.npy",
+            npy(np.zeros((3, 7), int)),
+            {"mode": "exact"},
+            'data.mode = "exact" keeps documents of exactly data.seq_len = 4 tokens, but none '
+            "of 3 documents matches (7 to 7 tokens)",
+        ),
+    ],
+    "parquet": [
+        ("a.parquet", content, fields, reason)
+        for content, fields, reason in [
+            (
+                parquet(body=["x"]),
+                {},
+                'PATH lacks the column of data.text_field = "text"; it has "body"',
+            ),
+            (parquet(text=[1]), {}, 'the column of data.text_field = "text" is int64, not text'),
+            (parquet(text=["x"]), IDS, 'lacks the column of data.token_field = "ids"'),
+            (parquet(ids=["x"]), IDS, "is string, not a list of integers"),
+            (parquet(ids=[[0.5]]), IDS, "not a list of integers"),
+            (
+                parquet(ids=[[1], [2, None]]),
+                IDS,
+                'PATH, row 1: the column of data.token_field = "ids" has a null',
+            ),
+            (
+                parquet(ids=[[1, 2], [3, 257]]),
+                IDS,
+                "PATH, row 1: token id 257 at position 1 is outside",
+            ),
+            (parquet(ids=[[1, 2]]), IDS | {"eos": 257}, "data.eos = 257 is outside"),
+            (parquet(ids=[[1, 2]]), IDS | {"eos": "</s>"}, "must be an id"),
+            (parquet(text=["some text"] * 100)[:-20], {}, "PATH is not a valid Parquet file"),
+        ]
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "line, reason",
-    [
-        (b'{"text": "cut of', "is not valid JSON (Unterminated string starting at: character 10"),
-        (b'{"text": "\xff"}', "is not valid JSON (not UTF-8 at byte 11)"),
-        (b"[" * 100_000, "is not valid JSON"),
-        (b'["text"]', "is an array, not a JSON object"),
-        (
-            b'{"body": "x", "id": 3}',
-            'has no field of data.text_field = "text"; it has "body", "id"',
-        ),
-        (b"{}", "it has no fields"),
-        (b'{"text": 3}', "is a number, not text"),
-        (b'{"text": [null]}', "is an array, not text"),
-        (
-            b'{"id": {"text": 1}, "text": "a", "text": "b"}',
-            'is not valid JSON (an object has two fields named "text")',
-        ),
-        (b'{"text": "\\ud800"}', "not valid Unicode"),
-    ],
+    ("source", "name", "content", "fields", "reason"),
+    [(source, *case) for source, cases in FILES.items() for case in cases],
+    ids=[f"{source}-{n}" for source, cases in FILES.items() for n in range(len(cases))],
 )
-def test_malformed_json_line(tmp_path, line, reason):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    message = error_of(source="jsonl", paths=(str(path),))
-    assert f"{path}, line 3" in message and reason in message
+def test_bad_content_of_a_file(tmp_path, source, name, content, fields, reason):
+    path = tmp_path / name
+    path.write_bytes(content)
+    fields = {"paths": (str(path),)} | fields
+    fields["paths"] = tuple(x.replace("FOLDER", str(tmp_path)) for x in fields["paths"])
+    wanted = reason.replace("PATH", str(path)).replace("FOLDER", str(tmp_path))
+    assert wanted in error_of(source=source, **fields)
 
 
 def test_json_lines_with_bom_and_crlf(tmp_path):
@@ -176,92 +270,10 @@ def test_compressed_json_lines(tmp_path, monkeypatch, kind, suffix):
     assert message == f"{path}, line 2 is longer than 1,048,576 bytes"
 
 
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (np.arange(8.0), "has float64, not integer"),
-        (np.zeros((2, 2, 2), int), "has 3 axes"),
-        (np.zeros((0, 4), int), "is empty (shape (0, 4))"),
-        (np.asfortranarray(np.zeros((4, 4), int)), "is in Fortran order"),
-        (np.array([{}, {}]), "has object"),
-    ],
-)
-def test_invalid_npy(tmp_path, content, reason):
-    path = tmp_path / "a.npy"
-    np.save(path, content)
-    message = error_of(source="tokens", paths=(str(path),))
-    assert str(path) in message and reason in message
-
-
 def test_a_long_npy_header_is_not_quoted_whole(tmp_path):
     path, header = tmp_path / "a.npy", b"'" + 2000 * b"x" + b"'"
     path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
     assert len(error_of(source="tokens", paths=(str(path),))) < 400
-
-
-@pytest.mark.parametrize("keep", [4, 20, -1])
-def test_truncated_npy(tmp_path, keep):
-    path = tmp_path / "a.npy"
-    np.save(path, np.arange(8))
-    path.write_bytes(path.read_bytes()[:keep])
-    message = error_of(source="tokens", paths=(str(path),))
-    assert f"{path} is truncated" in message
-    if keep == -1:
-        assert "needs 192 bytes, but the file has 191" in message
-
-
-def test_truncated_bin(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"12345")
-    message = error_of(source="tokens", paths=(str(path),))
-    assert f'{path} is truncated or not of data.token_dtype = "uint16": its 5 bytes' in message
-
-
-def test_only_known_suffixes_are_read_as_token_ids(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("text of an even size")
-    assert error_of(source="tokens", paths=(str(path),)) == (
-        f'data.paths: {path} has neither the suffix .npy nor .bin; data.source = "tokens" reads '
-        "NumPy files and raw token ids"
-    )
-
-
-def safetensors(size=4096):
-    return (100).to_bytes(8, "little") + b'{"w": {"dtype": "F32"}}' + bytes(size)
-
-
-@pytest.mark.parametrize(
-    "content, kind",
-    [
-        (safetensors(), "a safetensors file of model weights"),
-        (safetensors()[:33], "a safetensors file of model weights"),
-        (b"PAR1" + bytes(60), 'a Parquet file, which data.source = "parquet" reads'),
-        (b"\x93NUMPY\x01\x00" + bytes(60), "a NumPy file without the suffix .npy"),
-        (b"PK\x03\x04" + bytes(60), "a zip archive"),
-        (gzip.compress(bytes(60), mtime=0), "compressed with gzip"),
-        (bytes(257) + b"ustar" + bytes(250), "a tar archive"),
-        (b"MMIDIDX\x00\x00" + bytes(9), "a Megatron index"),
-    ],
-)
-def test_other_file_types_are_not_read_as_token_ids(tmp_path, content, kind):
-    path = tmp_path / "a.bin"
-    path.write_bytes(content)
-    message = error_of(source="tokens", paths=(str(path),), token_dtype="uint8")
-    assert message.startswith(f"data.paths: {path} is {kind}")
-    path.write_bytes(b"Text of ASCII characters, in English.\n")
-    message = error_of(source="tokens", paths=(str(path),))
-    assert message.startswith(f'data.paths: {path} is text, which data.source = "text" or "jsonl"')
-
-
-@pytest.mark.parametrize("bad", [-1, 10, 2**40])
-def test_id_outside_the_vocabulary(tmp_path, bad):
-    path = tmp_path / "b.npy"
-    np.save(tmp_path / "a.npy", np.arange(5))
-    np.save(path, np.asarray([1, 2, bad, 4]))
-    assert error_of(source="tokens", paths=(str(tmp_path),), vocab_size=10) == (
-        f"{path}: token id {bad} at position 2 is outside the vocabulary "
-        "(0 to 9, from model.vocab_size)"
-    )
 
 
 def test_id_outside_the_vocabulary_in_a_file_that_is_validated_per_batch(tmp_path):
@@ -291,63 +303,10 @@ def test_an_end_token_that_the_model_lacks(tmp_path, text):
     )
 
 
-@pytest.mark.parametrize("eos, reason", [(None, "data.eos is not set"), ("</s>", "must be an id")])
-def test_exact_documents_of_a_1d_file_need_eos(tmp_path, eos, reason):
-    np.save(tmp_path / "a.npy", np.arange(5))
-    message = error_of(source="tokens", paths=(str(tmp_path),), mode="exact", eos=eos)
-    assert reason in message
-
-
-def test_exact_finds_nothing_in_token_file(tmp_path):
-    np.save(tmp_path / "a.npy", np.zeros((3, 7), int))
-    message = error_of(source="tokens", paths=(str(tmp_path),), mode="exact")
-    assert message == (
-        'data.mode = "exact" keeps documents of exactly data.seq_len = 4 tokens, but none '
-        "of 3 documents matches (7 to 7 tokens)"
-    )
-
-
 def write_parquet(tmp_path, **columns):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(columns), path)
     return path
-
-
-@pytest.mark.parametrize(
-    "column, token_field, reason",
-    [
-        ({"body": ["x"]}, None, 'lacks the column of data.text_field = "text"; it has "body"'),
-        ({"text": [1]}, None, 'the column of data.text_field = "text" is int64, not text'),
-        ({"text": ["x"]}, "ids", 'lacks the column of data.token_field = "ids"'),
-        ({"ids": ["x"]}, "ids", "is string, not a list of integers"),
-        ({"ids": [[0.5]]}, "ids", "not a list of integers"),
-        (
-            {"ids": [[1], [2, None]]},
-            "ids",
-            'row 1: the column of data.token_field = "ids" has a null',
-        ),
-        ({"ids": [[1, 2], [3, 257]]}, "ids", "row 1: token id 257 at position 1 is outside"),
-    ],
-)
-def test_parquet_columns(tmp_path, column, token_field, reason):
-    path = write_parquet(tmp_path, **column)
-    message = error_of(source="parquet", paths=(str(path),), token_field=token_field)
-    assert str(path) in message and reason in message
-
-
-@pytest.mark.parametrize(
-    "eos, reason", [(257, "data.eos = 257 is outside"), ("</s>", "must be an id")]
-)
-def test_parquet_eos(tmp_path, eos, reason):
-    path = write_parquet(tmp_path, ids=[[1, 2]])
-    message = error_of(source="parquet", paths=(str(path),), token_field="ids", eos=eos)
-    assert reason in message
-
-
-def test_truncated_parquet(tmp_path):
-    path = write_parquet(tmp_path, text=["some text"] * 100)
-    path.write_bytes(path.read_bytes()[:-20])
-    assert f"{path} is not a valid Parquet file" in error_of(source="parquet", paths=(str(path),))
 
 
 def test_corrupt_parquet(tmp_path):

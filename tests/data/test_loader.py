@@ -29,11 +29,6 @@ def loader_of(data, permutation=None, **local):
     return any_loader_of(data, VOCAB, permutation, **local)
 
 
-def half(process):
-    """The rows of one of two processes with a batch of 4."""
-    return np.arange(2 * process, 2 * process + 2)
-
-
 def take(loader, count):
     return [next(loader) for _ in range(count)]
 
@@ -156,17 +151,6 @@ def test_unreadable_state_is_rejected(tmp_path):
             loader.set_state(state)
 
 
-def test_two_processes_cover_everything_once(tmp_path):
-    options = token_options(tmp_path, np.arange(12 * 8), batch_size=4, shuffle=True)
-    processes = [loader_of(options, rows=half(process)) for process in range(2)]
-    first = [[next(loader)["tokens"] for loader in processes] for _ in range(3)]
-    starts = [int(row[0]) // 8 for parts in first for part in parts for row in part]
-    assert sorted(starts) == list(range(12))
-    whole = loader_of(options)
-    for parts in first:
-        np.testing.assert_array_equal(np.concatenate(parts), next(whole)["tokens"])
-
-
 def test_a_process_reads_exactly_its_rows_and_columns(tmp_path):
     rng = np.random.default_rng(0)
     permutation = rng.permutation(8)
@@ -222,19 +206,6 @@ def test_processes_read_the_shards_of_their_devices(tmp_path, axes):
     if axes == "data first":
         with pytest.raises(ValueError, match="does not read all rows from 0 to 0"):
             local.shard(batch["tokens"], (slice(0, 1), slice(None)))
-
-
-def test_blocks_make_a_global_array(tmp_path):
-    mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 2, 2), ("data", "node", "device"))
-    sharding = NamedSharding(mesh, PartitionSpec("data", ("node", "device")))
-    options = token_options(tmp_path, np.arange(64))
-    rows, columns = local_rows_and_columns(sharding, 2, 8)
-    loader = loader_of(options, np.arange(8)[::-1], rows=rows, columns=columns)
-    batch = next(loader)
-    array = jax.make_array_from_callback(
-        (2, 8), sharding, lambda index: loader.shard(batch["tokens"], index)
-    )
-    np.testing.assert_array_equal(array, np.arange(16).reshape(2, 8)[:, ::-1])
 
 
 def test_only_local_columns_of_token_files_are_read(tmp_path):

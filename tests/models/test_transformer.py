@@ -76,8 +76,7 @@ def test_remat_policies_give_equal_gradients():
     outcomes = {}
     kept = {"remat": "mlp", "mlp_chunk_size": 8, "mlp_kept_chunks": 1}  # of four
     kinds = {"mlp, some kept": kept} | {
-        remat: {"remat": remat}
-        for remat in ("none", "mlp", "attention", "attention_offload", "full_offload", "full")
+        remat: {"remat": remat} for remat in ("none", "mlp", "attention_offload", "full_offload")
     }
     for kind, changes in kinds.items():
         traced = trace(tiny_spec(**changes), state, tokens, attend_by_name)
@@ -152,18 +151,6 @@ def test_a_permuted_sequence_gives_the_permuted_result():
     actual, _ = forward(graphdef, state, mixed, both)
     np.testing.assert_allclose(actual[0], expected[0, striped], atol=1e-5)
     np.testing.assert_allclose(actual[1], expected[1], atol=1e-5)
-
-
-def test_later_tokens_do_not_matter():
-    spec = tiny_spec()
-    graphdef, state = drawn(spec)
-    positions = jnp.arange(16, dtype=jnp.int32)
-    tokens = some_tokens(spec)
-    changed = tokens.at[:, 9:].set((tokens[:, 9:] + 1) % spec.vocab_size)
-    before, _ = forward(graphdef, state, tokens, positions)
-    after, _ = forward(graphdef, state, changed, positions)
-    np.testing.assert_allclose(before[:, :9], after[:, :9], atol=1e-6)
-    assert np.abs(np.asarray(before[:, 9:] - after[:, 9:])).max() > 0.1
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

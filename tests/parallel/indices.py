@@ -8,7 +8,7 @@ from pallas_kernels.index import VerticalSlashIndex
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 
-SEQ_LEN, BLOCK_SIZE, BATCH, HEADS, KV_HEADS, DIM = 256, 8, 2, 4, 2, 16
+SEQ_LEN, BLOCK_SIZE, BATCH, HEADS, KV_HEADS, DIM = 256, 8, 2, 6, 3, 16
 NUM_BLOCKS = SEQ_LEN // BLOCK_SIZE
 MAX_VERTICALS = 40
 
@@ -38,15 +38,18 @@ def sparse(seed=0):
 
     far = NUM_BLOCKS - 1
     slashes = [
-        [[0, 1, far], [], [3, *some(2, far)], [0]],
-        [[0, *some(5, far)], [far], [], [0, 1, 2, 8, 16, 24]],
+        [[0, 1, far], [], [3, *some(2, far)], [0], [1, 2], [0, 5]],
+        [[0, *some(5, far)], [far], [], [0, 1, 2, 8, 16, 24], [0], [7]],
     ]
     verticals = [
         # inside and outside active blocks; the first and the last token
-        [[0, 1, 5, 9, SEQ_LEN - 1, *some(6, SEQ_LEN)], some(12, SEQ_LEN), [], range(17, 20)],
+        [
+            [0, 1, 5, 9, SEQ_LEN - 1, *some(6, SEQ_LEN)], some(12, SEQ_LEN), [], range(17, 20),
+            [3], [],
+        ],
         # a full list; only one far diagonal; nothing at all
-        [some(MAX_VERTICALS, SEQ_LEN), [], [], [SEQ_LEN // 2, *some(20, SEQ_LEN)]],
-    ]
+        [some(MAX_VERTICALS, SEQ_LEN), [], [], [SEQ_LEN // 2, *some(20, SEQ_LEN)], [0], [200]],
+    ]  # fmt: skip
     return build(slashes, verticals)
 
 

@@ -18,9 +18,25 @@ from tests.parallel import indices
 
 NAMES = "out", "dq", "dk", "dv"
 INDICES = {"sparse": indices.sparse, "dense": indices.dense, "blocks": indices.blocks}
-INDICES["columns"] = indices.bits_and_columns
+INDICES["rows"] = indices.bits_and_columns
 INDICES["documents"] = indices.dense_documents
+INDICES["whole"] = lambda: DenseIndex(indices.BLOCK_SIZE)
 ROWS = P("data", None, ("node", "device"))  # each rank holds the rows of its own blocks
+# Each way in which keys reach a rank, and each kind of index once: tests/pallas_kernels/test_shards
+# has every kind with every layout. An axis of 4 has steps between the first and the last.
+CASES = [
+    ((1, 1, 1), "striped", "hierarchical", "sparse"),
+    ((1, 4, 2), "striped", "hierarchical", "sparse dense"),
+    ((1, 2, 4), "striped", "hierarchical", "rows"),
+    ((1, 1, 4), "zigzag", "flat", "sparse"),
+    ((1, 2, 4), "striped", "flat", "whole"),
+    ((2, 2, 2), "zigzag", "gather", "sparse dense"),
+    ((1, 4, 2), "contiguous", "gather", "blocks"),
+    ((1, 4, 2), "striped", "gather", "sparse dense"),
+    ((1, 2, 4), "striped", "gather", "rows"),
+    ((1, 1, 8), "striped", "gather", "documents"),
+    ((1, 2, 1), "striped", "gather", "blocks"),  # a node of one device has nothing to gather
+]
 
 
 @jax.jit
@@ -34,12 +50,16 @@ def expected(name):
     return oracle(*indices.inputs(), INDICES[name]().to_mask(indices.SEQ_LEN))
 
 
-@functools.cache  # some tests compare with results of others
-def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index=None):
-    """Returns a function of an index -> (out, dq, dk, dv) in sequence order."""
-    mesh = make_mesh(data, nodes, devices)
+def layout_of(mesh, kind, ring):
+    _, nodes, devices = mesh
     spread = 1 if ring == "flat" else nodes
-    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, spread)
+    return Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, spread)
+
+
+@functools.cache  # some tests compare with results of others
+def compile_ring(mesh, kind, ring, sharded_by_query=False, dtype=jnp.float32):
+    """Returns a function of an index -> (out, dq, dk, dv) in sequence order."""
+    layout = layout_of(mesh, kind, ring)
 
     def local(q, k, v, dout, index):
         attend = functools.partial(ring_attention, layout=layout, ring=ring)
@@ -48,8 +68,8 @@ def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index
 
     sharded = jax.shard_map(
         local,
-        mesh=mesh,
-        in_specs=(*[HEADS] * 4, of_index or P("data")),
+        mesh=make_mesh(*mesh),
+        in_specs=(*[HEADS] * 4, ROWS if sharded_by_query else P("data")),
         out_specs=HEADS,
         check_vma=False,
     )
@@ -57,6 +77,13 @@ def compile_ring(nodes, devices, kind, ring, dtype=jnp.float32, data=1, of_index
     arrays = [np.asarray(x)[:, layout.permutation()] for x in indices.inputs(dtype=dtype)]
     compiled = jax.jit(sharded)
     return lambda index: [np.asarray(x)[:, layout.inverse()] for x in compiled(*arrays, index)]
+
+
+def index_of(name, mesh, kind, ring):
+    if name != "rows":
+        return INDICES[name]()
+    order = layout_of(mesh, kind, ring).permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE
+    return indices.bits_and_columns(jnp.asarray(order))
 
 
 def check(results, name):
@@ -72,82 +99,18 @@ def test_the_sparse_index_has_the_intended_sparsity():
     assert density.min() == 0 and (~mask.any(-1)).any((0, 1)).sum() > 100  # empty head, empty rows
 
 
-@pytest.mark.parametrize(
-    ("nodes", "devices", "kind", "ring"),
-    [
-        # 4 is the shortest axis with steps between the first and the last.
-        *((*mesh, "striped", "hierarchical") for mesh in [(1, 1), (2, 4), (4, 2)]),
-        (4, 2, "striped", "gather"),
-        (2, 4, "striped", "flat"),
-        (2, 2, "zigzag", "hierarchical"),
-        (2, 2, "zigzag", "gather"),
-        (1, 2, "contiguous", "hierarchical"),
-        (4, 2, "contiguous", "gather"),
-    ],
-)
-def test_every_mesh_layout_and_ring(nodes, devices, kind, ring):
-    run = compile_ring(nodes, devices, kind, ring, data=2 if nodes * devices == 4 else 1)
-    for name in ("sparse", "dense"):
-        check(run(INDICES[name]()), name)
+@pytest.mark.parametrize(("mesh", "kind", "ring", "names"), CASES)
+def test_a_mesh_gives_the_results_of_one_device(mesh, kind, ring, names):
+    run = compile_ring(mesh, kind, ring, names == "rows")
+    for name in names.split():
+        check(run(index_of(name, mesh, kind, ring)), name)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "devices", "kind", "ring"),
-    # The second is the only rotating zigzag with steps between the first and the last.
-    [(1, 4, "striped", "gather"), (1, 4, "zigzag", "flat")],
-)
-def test_dense_documents_are_causal_within_each(nodes, devices, kind, ring):
-    check(compile_ring(nodes, devices, kind, ring)(indices.dense_documents()), "documents")
-
-
-def test_a_dense_index_is_dense_causal():
-    run = compile_ring(2, 2, "striped", "hierarchical")
-    check(run(DenseIndex(indices.BLOCK_SIZE)), "dense")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "devices", "kind", "ring"),
-    [
-        (1, 4, "striped", "gather"),
-        (4, 2, "contiguous", "gather"),
-        (2, 2, "striped", "hierarchical"),
-        (1, 2, "zigzag", "flat"),
-    ],
-)
-def test_block_lists(nodes, devices, kind, ring):
-    check(compile_ring(nodes, devices, kind, ring)(indices.blocks()), "blocks")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "devices", "kind", "ring"),
-    [
-        (2, 4, "striped", "gather"),
-        (1, 4, "zigzag", "gather"),
-        (2, 1, "striped", "gather"),  # a node of one device has nothing to gather
-        (4, 2, "striped", "flat"),
-        (2, 2, "striped", "hierarchical"),
-        (1, 2, "zigzag", "hierarchical"),
-    ],
-)
-def test_every_rank_holds_the_rows_of_its_own_blocks(nodes, devices, kind, ring):
-    run = compile_ring(nodes, devices, kind, ring, of_index=ROWS)
-    check(run(columns_of_ranks(nodes, devices, kind, ring)), "columns")
-
-
-def columns_of_ranks(nodes, devices, kind, ring):
-    spread = 1 if ring == "flat" else nodes
-    layout = Layout(kind, indices.SEQ_LEN, nodes * devices, indices.BLOCK_SIZE, spread)
-    order = jnp.asarray(layout.permutation()[:: indices.BLOCK_SIZE] // indices.BLOCK_SIZE)
-    return indices.bits_and_columns(order)
-
-
-@functools.cache
-def errors_of_bf16(nodes, devices, ring):
+def errors_of_bf16(mesh, ring):
     """Root mean square errors of each result of a dense index."""
     rounded = (x.astype(jnp.float32) for x in indices.inputs(dtype=jnp.bfloat16))
     wanted = oracle(*rounded, indices.dense().to_mask(indices.SEQ_LEN))
-    run = compile_ring(nodes, devices, "striped", ring, dtype=jnp.bfloat16)
-    results = run(DenseIndex(indices.BLOCK_SIZE))
+    results = compile_ring(mesh, "striped", ring, dtype=jnp.bfloat16)(INDICES["whole"]())
     assert {x.dtype for x in results} == {jnp.dtype(jnp.bfloat16)}
     return [
         float(np.sqrt(np.mean((x.astype(np.float32) - np.asarray(y)) ** 2)))
@@ -155,34 +118,21 @@ def errors_of_bf16(nodes, devices, ring):
     ]
 
 
-@pytest.mark.parametrize(("mesh", "ring"), [((1, 8), "flat"), ((4, 2), "gather")])
-def test_a_bf16_ring_accumulates_in_fp32_between_steps(mesh, ring):
+def test_a_bf16_ring_accumulates_in_fp32_between_steps():
     # If the running output were rounded in each step, the error would grow with the ring.
-    alone, many = errors_of_bf16(1, 1, "flat"), errors_of_bf16(*mesh, ring)
+    alone, many = errors_of_bf16((1, 1, 1), "flat"), errors_of_bf16((1, 4, 2), "gather")
     assert all(x <= 1.1 * one for x, one in zip(many, alone, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "devices", "names", "options"),
-    # The first and the last are programs that are also compared with the oracle above.
-    [
-        (4, 2, ["sparse", "dense"], {"data": 1}),
-        (1, 8, ["documents"], {}),
-        (2, 4, ["columns"], {"of_index": ROWS}),
-    ],
-)
-def test_heads_one_after_another_give_bit_identical_results(
-    nodes, devices, names, options, monkeypatch
-):
-    mesh = nodes, devices, "striped", "gather"
-    index_of = INDICES | {"columns": lambda: columns_of_ranks(*mesh)}
-    together = compile_ring(*mesh, **options)
-    expected = [together(index_of[name]()) for name in names]
+@pytest.mark.parametrize(("devices", "name"), [((1, 8), "documents"), ((2, 4), "rows")])
+def test_heads_one_after_another_give_bit_identical_results(devices, name, monkeypatch):
+    how = (1, *devices), "striped", "gather"
+    index = index_of(name, *how)
+    expected = compile_ring(*how, name == "rows")(index)  # the programs of CASES
     monkeypatch.setattr(head_loop, "_PART_BYTES", 1)
-    in_parts = compile_ring.__wrapped__(*mesh, **options)
-    for name, results in zip(names, expected, strict=True):
-        for what, x, y in zip(NAMES, in_parts(index_of[name]()), results, strict=True):
-            np.testing.assert_array_equal(x, y, err_msg=f"{name} {what}")
+    in_parts = compile_ring.__wrapped__(*how, name == "rows")(index)
+    for what, x, y in zip(NAMES, in_parts, expected, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=f"{name} {what}")
 
 
 def test_an_index_has_no_gradient():

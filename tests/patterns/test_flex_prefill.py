@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mtraining_jax.documents import Documents
-from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores.flex_steps import _quotient
@@ -148,60 +147,6 @@ def test_each_document_of_a_pack_matches_the_definition():
     np.testing.assert_allclose(shares, kinds.sum(-1) / [[2], [1]])
     # Heads of both kinds, and one of a different kind in each document.
     assert set(np.ravel(shares)) == {0.0, 0.5, 1.0}
-
-
-def test_a_document_matches_a_single_sequence_and_others_do_not_affect_it():
-    found, _ = chosen(PACK, *pack(), documents=DOCUMENTS)
-    whole = [(first * SIZE, end * SIZE) for first, end in (SPANS[0][0], SPANS[0][2])]
-    alone = [jnp.stack([x[0, start:end] for start, end in whole]) for x in pack()]
-    for row, (start, end) in zip(chosen(PACK, *alone)[0], whole, strict=True):
-        own = slice(start // SIZE, end // SIZE)
-        np.testing.assert_array_equal(found[0, :, own, own], row)
-    # The dense document between these two, and padding.
-    other = [
-        x.at[0, whole[0][1] : whole[1][0]]
-        .multiply(-3.0)
-        .at[0, whole[1][1] :]
-        .set(9.0)
-        .at[1, LENGTHS[1][0] :]
-        .set(-9.0)
-        for x in pack()
-    ]
-    again, _ = chosen(PACK, *other, documents=DOCUMENTS)
-    np.testing.assert_array_equal(found, again)
-
-
-def test_eight_ranks_select_in_documents_the_same_as_one_device():
-    ranks = 8
-    layout = Layout("striped", NUM_BLOCKS * SIZE, ranks, SIZE)
-    rows = np.stack([layout.block_ids(rank) for rank in range(ranks)]).astype(np.int32)
-
-    def on_rank(q, k, rows):
-        where = SelectionContext(rows, NUM_BLOCKS, ("rank",), documents=DOCUMENTS)
-        selection = PACK.select(q, k, where)
-        return selection.index.bits, selection.statistics["query_aware"]
-
-    blocks = [x.reshape(2, NUM_BLOCKS, SIZE, *x.shape[2:])[:, rows] for x in pack()]
-    sharded = [jnp.moveaxis(x, 1, 0).reshape(ranks, 2, -1, *x.shape[4:]) for x in blocks]
-    bits, shares = jax.device_get(jax.jit(jax.vmap(on_rank, axis_name="rank"))(*sharded, rows))
-    found = bits >> np.arange(NUM_BLOCKS, dtype=np.uint32) & 1 > 0
-    wanted, share = jax.device_get(chosen(PACK, *pack(), documents=DOCUMENTS))
-    np.testing.assert_array_equal(np.moveaxis(found, 0, 2), wanted[:, :, rows])
-    for of_rank in shares:
-        np.testing.assert_array_equal(of_rank, share)
-
-
-def test_padding_at_the_end_changes_no_list():
-    size, num_blocks, valid = 16, 27, 16 * 19 + 5
-    pattern = pattern_of(size, 0.1)
-    q, k = inputs.random(1, 2, size * num_blocks, 4, 2, DIM)
-    found, aware = chosen(pattern, q, k, jnp.int32(valid))
-    other = chosen(pattern, q.at[:, valid:].set(7.0), k.at[:, valid:].set(-7.0), jnp.int32(valid))
-    np.testing.assert_array_equal(found[:, :, :20], other[0][:, :, :20])
-    np.testing.assert_array_equal(aware, other[1])
-    whole = chosen(pattern, q[:, : 16 * 24], k[:, : 16 * 24])
-    cut = chosen(pattern, q, k, jnp.int32(16 * 24))
-    np.testing.assert_array_equal(whole[0], cut[0][:, :, :24, :24])
 
 
 def test_short_sequences_are_dense():

@@ -131,17 +131,18 @@ def test_one_sink_with_nearly_all_mass():
     seq_len, num_probe_queries = 1024, 32
     common = dict(block_size=32, num_probe_queries=num_probe_queries, max_slashes=128)
     q, k = inputs.one_sink(seq_len, token=5)
-    index = select(q, k, VerticalSlash(preset="paper", **common))
+    context = SelectionContext(jnp.arange(seq_len // 32), seq_len // 32)
+    paper = VerticalSlash(preset="paper", **common)
+    selected = jax.jit(lambda q, k: paper.select(q, k, context))
+    index, statistics = selected(q, k)
     # The sink alone crosses p. The reference drops it, and the diagonals through it (distances
     # S-37 .. S-6, minus one) serve only the last rows; here it is kept and counted.
     diagonals, verticals = listed(index, 0, 0)
     assert verticals == [5]
     assert diagonals == [0, 30, 31]
     ordinary, _ = inputs.random(0, 1, seq_len, 1, 1, 16)
-    context = SelectionContext(jnp.arange(seq_len // 32), seq_len // 32)
-    paper = VerticalSlash(preset="paper", **common)
-    saved = jax.jit(lambda q, k: paper.select(q, k, context).statistics["saved_heads"])
-    assert saved(q, k).tolist() == [[1]] and saved(ordinary, ordinary).tolist() == [[0]]
+    assert statistics["saved_heads"].tolist() == [[1]]
+    assert selected(ordinary, ordinary).statistics["saved_heads"].tolist() == [[0]]
     safe = VerticalSlash(sink_tokens=2, min_verticals=2, min_slashes=0, **common)
     diagonals, verticals = listed(select(q, k, safe), 0, 0)
     assert verticals == [0, 1, 5]

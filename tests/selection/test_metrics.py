@@ -36,10 +36,6 @@ def test_density_is_the_fraction_of_causal_pairs(diagonals, verticals):
     np.testing.assert_allclose(density, [[share]], rtol=1e-6)
 
 
-def test_all_pairs_have_density_one():
-    assert metrics.density(DenseIndex(128), 1 << 20) == 1
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_recall_is_the_fraction_of_softmax_mass_on_the_mask(dtype):
     seq_len, size, heads = 320, 16, 4

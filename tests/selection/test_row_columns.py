@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 
 from mtraining_jax.documents import Documents
-from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_columns
 from mtraining_jax.selection.scores.probe_rows import probe_rows
 from mtraining_jax.selection.segments import sparse_segments
-from mtraining_jax.tools.plan.pattern_costs import capacities
-from tests.pallas_kernels.helpers.brute_force import index_mask
 from tests.patterns import inputs, oracle
 
 SIZE, NUM_BLOCKS, HEADS, DIM, COLUMNS, QUERIES = 8, 32, 3, 16, 10, 128
@@ -87,36 +84,3 @@ def test_column_mass_is_excluded_from_block_mass(heads):
             weights[:, listed] = 0
             expected = weights.reshape(4, NUM_BLOCKS, SIZE).sum(-1).mean(0)
             np.testing.assert_allclose(left[0, head, i], expected, atol=3e-6)
-
-
-def test_a_document_has_the_columns_of_a_separate_sequence(heads):
-    pattern = SampledRows(
-        tau=0.6,
-        probe_queries_per_block=4,
-        columns=COLUMNS,
-        local_blocks=1,
-        min_sparse_tokens=40,
-        block_size=SIZE,
-    )
-    lengths, starts = [77, 30, 131], [0, 10, 14]  # 10, 4 (dense) and 17 blocks
-    documents = Documents.from_lengths([lengths], SEQ_LEN, SIZE)
-
-    @jax.jit
-    def select(q, k, documents):
-        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
-        return pattern.select(q, k, context).index
-
-    found = index_mask(select(*heads, documents), SEQ_LEN)
-    wanted = np.zeros_like(found)
-    for start, length in zip(starts, lengths, strict=True):
-        size = -(-length // SIZE) * SIZE
-        own = slice(start * SIZE, start * SIZE + size)
-        wanted[:, :, own, own] = np.tri(size, dtype=bool)
-        if length > 40:
-            moved = (jnp.roll(x, -start * SIZE, 1) for x in heads)
-            alone = select(*moved, Documents.padded(length, SEQ_LEN, SIZE))
-            wanted[:, :, own, own] = index_mask(alone, SEQ_LEN)[:, :, :size, :size]
-            assert wanted[:, :, own, own].mean() < 0.4
-    np.testing.assert_array_equal(found, wanted)
-    # Room for the columns of six documents of five blocks; marks and a number per row.
-    assert capacities(pattern, NUM_BLOCKS, True) == (NUM_BLOCKS * 3, 6 * COLUMNS)

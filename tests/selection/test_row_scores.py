@@ -85,30 +85,6 @@ def test_the_scores_of_a_row_are_independent_of_other_rows_on_its_rank():
     np.testing.assert_array_equal(scores(own, k, jnp.asarray(rows)), whole[:, :, rows])
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        XAttention(stride=4, block_size=BLOCK),
-        SampledRows(probe_queries_per_block=BLOCK, block_size=BLOCK),
-    ],
-)
-def test_padding_at_the_end_changes_no_score(pattern):
-    q, k = inputs.random(0, 1, SEQ_LEN, 2, 1, DIM)
-    valid = BLOCK * 5 + 6  # in the middle of a stride
-
-    @jax.jit
-    def scores(q, k, valid_len):
-        documents = Documents.padded(valid_len, SEQ_LEN, BLOCK)
-        context = SelectionContext(jnp.arange(NUM_BLOCKS), NUM_BLOCKS, documents=documents)
-        return pattern.scores(q, k, context)
-
-    found, whole = scores(q, k, valid), scores(q, k, SEQ_LEN)
-    other = scores(q.at[:, valid:].set(9.0), k.at[:, valid:].set(-9.0), valid)
-    np.testing.assert_array_equal(found, other)
-    np.testing.assert_array_equal(found[:, :, :5], whole[:, :, :5])
-    assert (found[:, :, 5, :6] > 0).all() and (found[:, :, 6:] == 0).all()
-
-
 def test_the_samples_of_a_block_with_padding_are_real_queries():
     q, k = inputs.random(0, 1, SEQ_LEN, 1, 1, DIM)
     pattern = SampledRows(probe_queries_per_block=3, block_size=BLOCK)

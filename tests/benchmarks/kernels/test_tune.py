@@ -1,18 +1,6 @@
 """The tuner of the kernels: its candidates, and what it prints."""
 
-import pytest
-
 from benchmarks.kernels import tune
-
-
-@pytest.mark.parametrize("kernel", tune.KERNELS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_programs_are_traced_with_a_candidate(kernel, dim):
-    found = tune.candidates(kernel, dim, "mosaic_gpu")
-    assert len(set(found)) == len(found) > 2
-    config = found[-1]
-    with tune.with_config(kernel, dim, config, "mosaic_gpu") as name:
-        assert getattr(tune.backends.named(name).configs, kernel) == config
 
 
 def test_the_table_has_times_and_says_what_does_not_run(monkeypatch, tmp_path):

@@ -1,9 +1,6 @@
 """The benchmark of several projects' kernels, without other projects: lists, errors, results."""
 
 import functools
-import json
-import sys
-import time
 from types import SimpleNamespace
 
 import jax
@@ -16,8 +13,6 @@ from benchmarks.kernels.programs import index_of
 from benchmarks.kernels.rows import OWN
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import measure
-from benchmarks.peers.picture import draw
-from benchmarks.peers.power import sustained
 from benchmarks.peers.problems import (
     INPUTS,
     Problem,
@@ -105,13 +100,6 @@ def test_work_is_that_of_the_drawn_lists(name):
     assert figures["flops"] == 2 * 2 * problem.dim * pairs
 
 
-@pytest.mark.parametrize("name", ["640x2,4/3,D8,2", "600x2,4/2,D8,2", "640,4/2,D8,0"])
-def test_a_wrong_problem_is_shown_with_right_ones(name, capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--results", "x", "--problems", name])
-    assert f"--problems: '{name}' must look like 32768x2," in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("problem", "masked"), [(PROBLEM, True), (PROBLEM, False), (COLUMNS, True)]
 )
@@ -162,25 +150,6 @@ def test_a_worker_sends_times_errors_and_whether_bits_repeat(tmp_path, monkeypat
     assert {"build", "forward", "backward", "total"} < row.keys()
 
 
-def test_results_go_on_after_a_cut_line(tmp_path):
-    path = tmp_path / "results.jsonl"
-    assert command.read(path) == []
-    known = {"problem": PROBLEM.name, "kernels": OWN, "device": "GPU"}
-    other = {"problem": PROBLEM.name, "kernels": "FlexAttention", "error": "no memory"}
-    cut = {"problem": PROBLEM.name, "kernels": "FlashAttention-4", "forward": 1}
-    rows = [known | {"forward": 1}, known | {"backward": 2, "total": 4}, other, cut]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"problem": "640')
-    done = command.read(path)
-    assert done == [known | {"forward": 1, "backward": 2, "total": 4}, other, cut]
-    names = [OWN, "FlashAttention-4", "FlexAttention", "cuDNN"]
-    dense = Problem.parse("640x1,4/2,D8,dense")
-    assert command.plan([PROBLEM, dense], names, done) == [
-        (PROBLEM, ""), (PROBLEM, "FlashAttention-4"),
-        (dense, ""), (dense, OWN), (dense, "FlashAttention-4"), (dense, "cuDNN"),
-    ]  # fmt: skip
-    assert command.plan([PROBLEM], names[::2], done) == []
-
-
 def test_the_table_has_rates_by_computed_blocks_and_says_what_failed():
     problem = Problem.parse("131072x1,16/16,D128,64")
     known = {"date": "2026-11-26", "device": "GPU", "versions": "jax 1, jaxlib 2"}
@@ -197,27 +166,3 @@ def test_the_table_has_rates_by_computed_blocks_and_says_what_failed():
     ) in text
     assert "| cuDNN | – | 16.00 | – | – | 533 / – | 1.0e-03, 2.0e-03 | – | –, – | – |" in text
     assert text.endswith(f"- {problem.name} cuDNN: KeyError: q\n- no FlexAttention (no torch)\n")
-
-
-def test_queued_calls_have_power_and_clock(tmp_path, monkeypatch):
-    sampler = tmp_path / "nvidia-smi"
-    script = 'print("100.0, 1000\\n" + "600.0, 1500\\n" * 9, end="", flush=True); time.sleep(60)'
-    sampler.write_text(f"#!{sys.executable}\nimport time\n{script}\n")
-    sampler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    ms, watts, mhz = sustained(lambda: time.sleep(0.01), lambda x: x, 0.1)
-    assert 10 < ms < 100 and (watts, mhz) == (600, 1500)
-    row = PROBLEM.figures(seed=0) | {"problem": PROBLEM.name, "kernels": OWN, "forward": 1.0}
-    row |= {"date": "2026-11-26", "device": "GPU", "versions": "jax 1", "out": (0, 0)}
-    row |= {"flops": 1e12, "backward_queued": (5.0, 600.0, 1500.0)}
-    text = command.table([row])
-    assert "| 2 | mtraining-jax | backward | 5.00 | 500 | 600 | 1500 | 3.00 | 7.50 |" in text
-
-
-def test_the_picture_has_the_problems_that_were_timed(tmp_path):
-    row = {"problem": PROBLEM.name, "kernels": OWN, "device": "H200", "flops": 1e12}
-    draw([row, {**row, "error": "no GPU"}], tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
-    times = {"forward": 16.0, "forward_repeats": True}
-    draw([row | times, row | times | {"kernels": "cuDNN", "backward": 9.0}], tmp_path / "one.png")
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

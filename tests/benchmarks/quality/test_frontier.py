@@ -11,16 +11,11 @@ import pytest
 from benchmarks.quality import frontier, frontier_report
 from benchmarks.quality.far_copies import far_copies
 from benchmarks.quality.measure import summary
-from benchmarks.quality.patterns import BASELINES, FIELD, ROWS, Window, family, parse
 from benchmarks.quality.stepped_model import SteppedModel, read_model
 from mtraining_jax.models.label_scores import label_scores
-from mtraining_jax.patterns.base import ModelSizes
-from mtraining_jax.patterns.vertical_slash import VerticalSlash
-from mtraining_jax.utils.errors import UserError
 from pallas_kernels import DenseIndex, attention
 
 TINY = Path(__file__).parents[2] / "checkpoints" / "llama3_tiny"
-SIZES = ModelSizes(2, 4, 1024)
 
 
 def test_a_far_copy_ends_a_gram_whose_latest_place_is_far():
@@ -34,25 +29,6 @@ def test_a_far_copy_ends_a_gram_whose_latest_place_is_far():
     found = far_copies(tokens, gram=3, near=100)
     assert found.tolist() == expected and 0.05 < found.mean() < 0.95
     assert not far_copies(tokens[:2], gram=3).any()
-
-
-def test_settings_are_written_as_names_and_options():
-    assert parse("vertical_slash,top_p=0.8,preset=paper", SIZES) == VerticalSlash(
-        top_p=0.8, preset="paper"
-    )
-    assert parse("window,blocks=3", SIZES) == Window(blocks=3)
-    assert parse("examples.strided_pattern:Strided,stride=5", SIZES).stride == 5
-    for text in (*BASELINES, *ROWS, *FIELD):
-        parse(text, SIZES)
-    for text, reason in (
-        ("windows", 'unknown sparse pattern "windows"; choose one of'),
-        ("window,block=3", '"block=3" in "window,block=3" is not an option of window; choose'),
-        ("window,blocks=0", '"window,blocks=0": blocks=0 must be an integer'),
-    ):
-        with pytest.raises(UserError, match=reason):
-            parse(text, SIZES)
-    assert family("a,min_block_mass=0.1") != family("a,min_block_mass=0.2")
-    assert family("a,stride=8,tau=0.9") == family("a,stride=8,tau=0.8") != family("a,tau=0.9")
 
 
 def test_a_summary_tells_copies_kinds_and_the_worst_head():
@@ -139,22 +115,3 @@ def test_a_run_writes_each_setting_as_soon_as_it_is_measured(tmp_path, capsys):
         with pytest.raises(SystemExit):
             frontier.main([*options, *wrong, "--patterns", "window"])
         assert reason in capsys.readouterr().err
-
-
-def test_a_table_compares_with_the_dense_times_of_its_run():
-    start = {
-        "setting": "then", "device": "H200", "seq_len": 256, "sequences": 2, "dtype": "bfloat16",
-        "model": "m", "repeats": 10, "timed_layers": [0], "recall_rows": 8, "loss": 2.0,
-        "loss_copies": None,
-        "times": {"select": 0.5, "forward": 1, "backward": 3, "together": 4.0},
-    }  # fmt: skip
-    row = {
-        "pattern": "sampled_rows,tau=0.9", "density": 0.5, "executed": 0.6, "keys": 64,
-        "rise": 0.25, "rise_error": None, "rise_copies": None, "recall": 0.9, "recall_worst": 0.8,
-        "times": {"select": 0.2, "forward": 0.5, "backward": 1.0, "together": 2.0},
-    }  # fmt: skip
-    text = frontier_report.markdown(start, [row])
-    line = text.splitlines()[-1]
-    assert "then." in text and line.startswith("| sampled_rows tau=0.9 | 0.500 |")
-    assert line.endswith("| 0.900 | 0.80 | 0.200 | 0.500 | 1.000 | 2.000 | 2.00 |")
-    assert "| +0.2500 | – | – |" in line

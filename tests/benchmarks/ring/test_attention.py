@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import pytest
 
 from benchmarks import options
 from benchmarks.kernels import masks
@@ -17,27 +16,6 @@ from benchmarks.ring.programs import Problem, RingPrograms
 
 TINY = ["--heads", "1", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1", "--seed", "3"]
 SMALL = dict(heads=2, kv_heads=1, dim=16, backend="xla")
-
-
-def parsed(*more):
-    return attention._parse(["--gpus", "1", "4", "--seq-len", "524288", *more])
-
-
-def test_the_plan_has_every_ring_once_and_one_gpu_with_as_much_work():
-    names = {p.name for p in attention.plan(parsed("--layouts", "striped"), 4)}
-    assert names == {
-        f"{kind} S={s} striped {mesh}"
-        for kind in ("sparse", "dense")
-        for s, mesh in (
-            (524288, "flat 1x4"),
-            (524288, "hierarchical 2x2"),
-            (524288, "gather 1x4"),
-            (524288, "gather 2x2"),
-            (262144, "flat 1x1"),
-        )
-    }
-    assert not attention.plan(parsed("--masks", "D", "--longest-dense", "131072"), 4)
-    assert {p.gpus for p in attention.plan(parsed(), 2)} == set()  # 4 GPUs are not there
 
 
 def test_programs_without_communication_have_none_and_run_the_same_kernels():
@@ -93,18 +71,3 @@ def test_a_run_on_virtual_devices_gives_tables_and_rows(tmp_path, monkeypatch):
     (row,) = json.loads(out.with_suffix(".json").read_text())
     for name in ("forward", "both", "step", "select", "silent"):
         assert row[name] > 0, name
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--seq-len", "1000"], "--seq-len: 1000 is not a multiple of 2048"),
-        (["--masks", "AX"], "--masks: AX has letters other than A, B and D"),
-        (["--seq-len", "4096"], "--masks: B needs at least 8192 tokens"),
-        (["--repeats", "0"], "--repeats: 0 is less than 1"),
-    ],
-)
-def test_bad_options_are_named(more, message, capsys):
-    with pytest.raises(SystemExit):
-        attention.main(more)
-    assert message in capsys.readouterr().err

@@ -93,17 +93,3 @@ def test_on_more_gpus_each_has_less_work_and_sends_as_much(rows):
     flat, hierarchical, _ = cells(model.main(rows))
     assert float(flat[2]) == pytest.approx(31 * 0.671 + (27 / 8 + 3) / 32, abs=0.01)
     assert float(hierarchical[2]) == pytest.approx(27 / 8 + 3, abs=0.01)
-
-
-def test_one_gpu_stands_for_all_rings(tmp_path):
-    row = Row(Problem(8192, "striped", "flat", 1, 1, True), "A", flops=1.0, forward=8, both=32)
-    path = tmp_path / "ring.json"
-    path.write_text(json.dumps([dataclasses.asdict(row)]))
-    text = model.main(["--rows", str(path), "--latency-ms", "0", "--outer-gb-s", "1e12"])
-    assert text.count("| 1 x 1 GPUs, flat | 0.25 | 0.75 | 1.00 |") == 3
-
-
-def test_rows_must_be_a_file(capsys):
-    with pytest.raises(SystemExit):
-        model.main(["--rows", "none.json"])
-    assert capsys.readouterr().err.endswith("error: --rows: none.json is not a file\n")

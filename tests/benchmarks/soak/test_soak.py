@@ -3,31 +3,16 @@
 import functools
 import json
 import os
-import signal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks.soak import kills
 from benchmarks.soak.__main__ import main
-from benchmarks.soak.events import Event, Rhythm, draw_events, step_under_way, where_it_fell
-from benchmarks.soak.report import (
-    Ended,
-    differences,
-    leftovers,
-    memory,
-    per_step,
-    repeats,
-    stop_times,
-    table,
-    what_ran,
-)
+from benchmarks.soak.report import differences, leftovers, memory, per_step, repeats
 
-RHYTHM = Rhythm(audit=4, save=10)
 STEPS = ["compiling the training step ...\n", "compiled in 2.0 s\n"]
 STEPS += [f"step {i:2}/60  loss 2.0000  recall 91.0%\n" for i in range(1, 9)]
-HEARD = "SIGTERM: stopping after the current step; a second one stops immediately\n"
 
 
 def differences_of(folder, whole, stopped, complete=True):
@@ -52,14 +37,6 @@ def test_a_step_that_is_missing_doubled_or_of_other_bits_is_found(tmp_path):
     doubled = [whole[0], whole[1], *whole[1:]]
     assert compared(whole, doubled)[1] == ["step 2 was written 2 times instead of 1"]
     assert compared(whole, whole[:2], complete=False) == ("0 of 2 (1 audited)", [])
-
-
-def test_an_audit_that_found_something_else_is_found(tmp_path):
-    whole = [(1, 2.0, {"recall": 0.75, "output_error": 0.1, "step_seconds": 1.0})]
-    slower = [(1, 2.0, whole[0][2] | {"step_seconds": 2.0})]
-    assert differences_of(tmp_path, whole, slower)[1] == []
-    other = [(1, 2.0, whole[0][2] | {"recall": 0.5})]
-    assert differences_of(tmp_path, whole, other)[1] == ["step 1: recall 0.5 instead of 0.75"]
 
 
 def test_files_that_do_not_belong_there_are_found(tmp_path):
@@ -99,56 +76,6 @@ def test_the_slope_of_memory_is_that_of_what_is_warm_and_stays():
     assert per_step([]) == per_step(samples[:1]) == 0.0
 
 
-@pytest.mark.parametrize("stops", [4, 10])
-def test_every_moment_and_signal_is_drawn(stops):
-    events = draw_events(2000, stops, np.random.default_rng(0))
-    kinds = [event.kind for event in events]
-    assert set(kinds) == {"audit", "step", "save", "compile", "disk", "data"}
-    assert kinds.count("disk") == kinds.count("data") == 1 and len(kinds) == stops + 2
-    signals = {event.signal for event in events if event.signal is not None}
-    assert signals == {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
-    assert [event.after for event in events] == sorted(event.after for event in events)
-
-
-def test_where_a_signal_fell_is_read_from_what_the_run_printed():
-    killed = STEPS  # SIGKILL leaves no word: the last report is the end
-    assert step_under_way(killed) == 9
-    assert where_it_fell(killed, RHYTHM) == "step 9, audited"
-    heard = [*STEPS[:-2], HEARD, *STEPS[-2:], "stopped: asked to stop at step 8\n"]
-    assert step_under_way(heard) == 7
-    assert where_it_fell(heard, RHYTHM) == "step 7"
-    assert where_it_fell(STEPS[:2], RHYTHM) == "its first step"
-    assert where_it_fell(STEPS[:1], RHYTHM) == "compiling"
-    assert where_it_fell([], RHYTHM) == "its start"
-    assert step_under_way(STEPS[:2]) is None
-
-
-def test_no_audit_is_waited_for_behind_a_save():
-    assert [step for step in range(1, 29) if RHYTHM.audit_follows(step)] == [4, 8, 12, 16, 24, 28]
-
-
-def test_the_report_says_where_events_fell_and_how_long_a_stop_took():
-    asked = Event("audit", 40, signal.SIGTERM, 75)
-    ends = [
-        Ended(asked, "step 46", True, 75, 1.04, 46, False),
-        Ended(asked, "step 49, audited", False, 75, 2.0, 50, False),
-        Ended(Event("step", 52, signal.SIGKILL, -9), "step 5", False, -9, 0.0, 50, True),
-        Ended(Event("disk", 55, None, 2), "after step 59", False, 2, 9.0, None, False),
-        Ended(None, "the end", False, 0, 9.0, 60, False),
-    ]
-    assert table(ends)[2:] == [
-        "| 1 | audit, after step 40 | SIGTERM | step 46 (missed) | 75 | 1.0 | step 46 |",
-        "| 2 | audit, after step 40 | SIGTERM | step 49, audited | 75 | 2.0 | step 50 |",
-        "| 3 | step, after step 52 | SIGKILL | step 5 | -9 | 0.0 | step 50, another half written |",
-        "| 4 | disk, after step 55 |  | after step 59 | 2 | 9.0 | the start |",
-        "| 5 | the rest |  | the end | 0 | 9.0 | step 60 |",
-    ]
-    begin = ["  batch      1 x 256 tokens per step\n", "  output     runs/whole\n", *STEPS]
-    assert what_ran(begin) == ["- batch 1 x 256 tokens per step"]
-    wanted = "- after SIGTERM or SIGINT: saved and ended in 1.0 to 2.0 s"
-    assert stop_times(ends) == [wanted] and stop_times(ends[2:]) == []
-
-
 def test_memory_that_grows_is_found(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
@@ -170,12 +97,6 @@ def test_a_run_that_cannot_start_is_told_at_once(tmp_path, capsys):
     assert output.err.startswith("error: the run ended with status 2 before its first checkpoint:")
     assert 'sparsity.kind = "nothing"' in output.err
     assert output.out == ""  # no event was tried
-
-
-def test_processes_that_cannot_start_are_not_killed(tmp_path, capsys):
-    assert kills.main([f"--out={tmp_path / 'kills'}", "--", "--sparsity.kind=nothing"]) == 1
-    output = capsys.readouterr()
-    assert output.err.count('sparsity.kind = "nothing"') == 2 and not output.out
 
 
 @pytest.mark.skipif(

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.step import replicas
 from benchmarks.step.drawn_batches import ORDERS
-from benchmarks.step.replicas import Found
 
 MINIATURE = (
     "--config", "tiny", "--groups", "2", "--parts", "2", "--batches", "1",
@@ -31,19 +30,6 @@ def table(text: str) -> list[dict[str, str]]:
     return [dict(zip(names, line, strict=True)) for line in rows]
 
 
-def test_a_row_has_predicted_and_measured_values():
-    plain = Found(0.25, 1.5, 1.2, 1.25, 1.1)
-    even = Found(0.25, 1.0, 1.1, 1.111, 1.01)
-    assert cells(even.row("1", "length", plain)) == [
-        "1", "length", "0.2500", "1.00", "1.100", "1.111", "+1.0%", "1.010", "1.09 x", "1.13 x",
-    ]  # fmt: skip
-    unmeasured = Found(0.25, 1.5, 1.2)
-    assert cells(Found.mean([unmeasured] * 2).row("mean", "none", unmeasured)) == [
-        "mean", "none", "0.2500", "1.50", "1.200", "–", "–", "–", "1.00 x", "–",
-    ]  # fmt: skip
-    assert Found.mean([plain, even]).measured_s == pytest.approx(1.1805)
-
-
 def test_one_device_runs_all_replicas_in_miniature(tmp_path, capsys):
     out = tmp_path / "table.md"
     replicas.main([*MINIATURE, "--out", str(out), *SIZES])
@@ -60,32 +46,3 @@ def test_one_device_runs_all_replicas_in_miniature(tmp_path, capsys):
         assert float(x["step s, measured"]) > 0
     assert float(rows[0]["attention imbalance, predicted"]) == pytest.approx(1.3, abs=0.05)
     assert len({x["density"] for x in rows}) == 1  # the same documents
-
-
-def test_predictions_need_no_device(capsys, monkeypatch):
-    monkeypatch.setattr(replicas, "ReplicaTimer", None)
-    replicas.main([*MINIATURE, "--predict", *SIZES])
-    rows = table(capsys.readouterr().out)
-    assert [x["data.balance"] for x in rows] == [*ORDERS, *ORDERS]
-    assert float(rows[0]["attention imbalance, predicted"]) == pytest.approx(1.3, abs=0.05)
-    assert rows[0]["speedup, predicted"] == "1.00 x" and rows[1]["speedup, predicted"] >= "1.00 x"
-    many = ["--batches", "11", "--start", "0"]
-    replicas.main([*MINIATURE, *many, "--predict", "--parallel.devices_per_node=2", *SIZES[2:]])
-    assert [x["batch"] for x in table(capsys.readouterr().out)] == ["mean"] * len(ORDERS)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--parallel.replicas=2"], "parallel.replicas=2 cannot be set here"),
-        (["--groups", "1"], "--groups: 1 is less than 2"),
-        (["--parallel.devices_per_node=2"], "a timed replica must have one device"),
-        (["--documents", "1", "900"], "--documents: 1 is less than 2"),
-        (["--start", "9"], "--batches=1: 0 of 400 drawn batches"),
-    ],
-)
-def test_bad_input_ends_in_one_sentence(options, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        replicas.main([*MINIATURE, *SIZES, *options])
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]

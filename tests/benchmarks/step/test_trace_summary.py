@@ -117,19 +117,3 @@ def test_report_of_the_newest_trace_in_a_folder(trace, tmp_path, capsys):
         " kernel_mosaic_gpu (forward.7) | 0.15 | 4.3% |"
     )
     assert printed[-1] == printed[-2].replace("kernel_mosaic_gpu (forward.7)", "")
-
-
-def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
-    assert ts.main([str(tmp_path)]) == 2
-    assert "error: no *.trace.json.gz under" in capsys.readouterr().err
-    path = write(tmp_path / "a.trace.json.gz", host())
-    assert ts.main([str(path)]) == 2
-    assert "has no events on streams of a GPU" in capsys.readouterr().err
-    write(path, events(0))
-    assert ts.main([str(path)]) == 2
-    assert "has no marked step; give --steps" in capsys.readouterr().err
-    assert ts.main([str(path), "--steps", "2"]) == 0
-    path.write_bytes(path.read_bytes()[:-20])
-    capsys.readouterr()
-    assert ts.main([str(path)]) == 2
-    assert "is not a complete trace" in capsys.readouterr().err

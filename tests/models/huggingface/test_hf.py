@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -272,46 +273,41 @@ def rewrite_tensors(directory, change):
     return directory / file
 
 
-def test_a_missing_tensor_is_named(checkpoint):
-    rewrite_tensors(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(UserError, match=f"{checkpoint} has no tensor lm_head.weight"):
-        load_hf(checkpoint, untied())
-
-
-def test_a_misshapen_tensor_is_named(checkpoint):
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("lm_head.weight", None, "checkpoint has no tensor lm_head.weight"),
+        (
+            "model.norm.weight",
+            np.ones(31, np.float32),
+            r"tensor model.norm.weight has shape \[31\], but the model needs \[32\]",
+        ),
+        (
+            "lm_head.weight",
+            np.ones((60, 32), np.float32),
+            r"lm_head.weight has shape \[60, 32\].* needs \[64, 32\]",
+        ),
+        (
+            "model.norm.weight",
+            np.ones(32, np.int8),
+            "norm.weight has dtype I8; it must be one of F32, BF16, F",
+        ),
+        (
+            "model.layers.3.mlp.up_proj.weight",
+            np.ones((48, 32), np.float32),
+            "model.layers.3.mlp.up_proj.weight does not belong to thi",
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named(checkpoint, name, tensor, message):
     def change(tensors):
-        tensors["model.norm.weight"] = np.ones(31, np.float32)
-
-    path = rewrite_tensors(checkpoint, change)
-    message = f"{path}: tensor model.norm.weight has shape \\[31\\], but the model needs \\[32\\]"
-    with pytest.raises(UserError, match=message):
-        load_hf(checkpoint, untied())
-
-
-def test_a_vocabulary_that_contradicts_its_config_is_named(checkpoint):
-    def change(tensors):
-        tensors["lm_head.weight"] = np.ones((60, 32), np.float32)
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
 
     rewrite_tensors(checkpoint, change)
-    with pytest.raises(UserError, match=r"lm_head.weight has shape \[60, 32\].* needs \[64, 32\]"):
-        load_hf(checkpoint, untied())
-
-
-def test_a_tensor_of_another_dtype_is_named(checkpoint):
-    def change(tensors):
-        tensors["model.norm.weight"] = np.ones(32, np.int8)
-
-    rewrite_tensors(checkpoint, change)
-    with pytest.raises(UserError, match="norm.weight has dtype I8; it must be one of F32, BF16, F"):
-        load_hf(checkpoint, untied())
-
-
-def test_an_unknown_tensor_is_named(checkpoint):
-    def change(tensors):
-        tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((48, 32), np.float32)
-
-    rewrite_tensors(checkpoint, change)
-    with pytest.raises(UserError, match="model.layers.3.mlp.up_proj.weight does not belong to thi"):
+    with pytest.raises(UserError, match=f"{checkpoint.parent}.*{message}"):
         load_hf(checkpoint, untied())
 
 
@@ -355,35 +351,33 @@ def test_rotary_frequencies_must_be_those_of_config_json(tmp_path, dtype):
         load_hf(directory, spec)
 
 
-def test_a_tensor_that_the_index_does_not_list_is_named(checkpoint):
-    path = sorted(checkpoint.glob("*.safetensors"))[0]
+def extra(path):
     save_file(load_file(path) | {"model.extra.weight": np.ones(3, np.float32)}, path)
-    message = f"{path} has tensor model.extra.weight, which model.safetensors.index.json does not"
-    with pytest.raises(UserError, match=message):
-        load_hf(checkpoint, untied())
 
 
-def test_a_missing_shard_is_named(checkpoint):
-    path = sorted(checkpoint.glob("*.safetensors"))[0]
-    path.unlink()
-    with pytest.raises(UserError, match=f"{path} does not exist"):
-        load_hf(checkpoint, untied())
-
-
-def test_a_shard_without_a_listed_tensor_is_named(checkpoint):
-    path = sorted(checkpoint.glob("*.safetensors"))[0]
+def without_embedding(path):
     tensors = load_file(path)
     tensors.pop("model.embed_tokens.weight")
     save_file(tensors, path)
-    with pytest.raises(UserError, match=f"{path} lacks tensor model.embed_tokens.weight"):
-        load_hf(checkpoint, untied())
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file_is_named(checkpoint, keep):
-    path = sorted(checkpoint.glob("*.safetensors"))[1]
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match=f"{path} is truncated or not a safetensors file"):
+def truncated(keep):
+    return lambda path: path.write_bytes(path.read_bytes()[:keep])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (extra, " has tensor model.extra.weight, which model.safetensors.index.json does not"),
+        (Path.unlink, " does not exist"),
+        (without_embedding, " lacks tensor model.embed_tokens.weight"),
+        *((truncated(x), " is truncated or not a safetensors file") for x in (0, 4, 100, -1)),
+    ],
+)
+def test_a_damaged_shard_is_named(checkpoint, change, message):
+    path = sorted(checkpoint.glob("*.safetensors"))[0]
+    change(path)
+    with pytest.raises(UserError, match=f"{path}{message}"):
         load_hf(checkpoint, untied())
 
 
@@ -403,25 +397,17 @@ def test_a_damaged_index_is_named(checkpoint):
 # Writing
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path):
+def test_only_new_or_empty_folders_are_written(tmp_path):
     spec = tiny_spec()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
+    out = tmp_path / "out"
+    out.mkdir()
+    save_hf(out, spec, drawn(spec)[1])
+    assert read_hf_config(out).vocab_size == spec.vocab_size
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(UserError, match="out exists and is not an empty folder"):
-        save_hf(tmp_path / "out", spec, drawn(spec)[1])
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
-
-
-def test_an_empty_folder_is_filled(tmp_path):
-    spec = tiny_spec()
-    (tmp_path / "out").mkdir()
-    save_hf(tmp_path / "out", spec, drawn(spec)[1])
-    assert read_hf_config(tmp_path / "out").vocab_size == spec.vocab_size
-
-
-def test_a_folder_that_cannot_be_created_is_named(tmp_path):
+        save_hf(out, spec, drawn(spec)[1])
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     (tmp_path / "file").write_text("")
-    spec = tiny_spec()
     with pytest.raises(UserError, match="cannot write .*file/out"):
         save_hf(tmp_path / "file" / "out", spec, drawn(spec)[1])
 

@@ -10,11 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from mtraining_jax.cli.evaluate import parse
@@ -316,22 +314,6 @@ def test_answers_are_generated_on_request(tmp_path):
     (first, _) = read_lines(tmp_path)
     assert first["how"] == "generated" and first["score"] == 1
     assert first["answer"].endswith(". That is it.") and first["prefill_seconds"] == 0.5
-
-
-def test_the_rows_and_columns_of_a_picture_are_tasks_and_lengths(tmp_path, monkeypatch):
-    drawn, save = {}, Figure.savefig
-
-    def saved(figure, path, **how):
-        drawn[Path(path).name] = figure
-        save(figure, path, **how)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
-    settings = {"models": {"model": {"name": "a"}}}
-    run(tmp_path / "results", plan(), models(), settings)
-    write_report(tmp_path / "results", Console(file=io.StringIO()))
-    ax = drawn["scores.png"].axes[0]
-    rows, columns = ([x.get_text() for x in axis.get_ticklabels()] for axis in (ax.yaxis, ax.xaxis))
-    assert (rows, columns) == (["needle"], ["2048", "4096"])
 
 
 def test_a_report_has_tables_and_pictures(tmp_path):
