@@ -31,7 +31,7 @@ class TracedKernels(Backend):
     def unsupported(self, q, block_size):
         return None
 
-    def plan(self, q, k, tiles, columns, *, whole):
+    def plan(self, q, k, tiles, columns, *, single_call):
         self.planned += 1
         return tiles
 
