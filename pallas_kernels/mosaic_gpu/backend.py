@@ -26,7 +26,7 @@ from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
 from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
-from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperFp8Scores
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
@@ -50,7 +50,7 @@ class MosaicGpu(Backend):
 
     estimate = HopperEstimate()
     block_scores = HopperBlockScores()
-    fp8_scores = HopperCodedScores()
+    fp8_scores = HopperFp8Scores()
 
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:
         reason = None if self.interpret else device.no_hopper_gpu()

@@ -6,11 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.pallas_kernels.helpers.fp8_masses import (
-    check_coded_masses,
-    check_coded_masses_are_independent,
-    check_kept_blocks,
-)
 
 from mtraining_jax import sparse_attention
 from mtraining_jax.patterns.adaspa import AdaSpa
@@ -19,9 +14,14 @@ from mtraining_jax.patterns.flex_prefill import FlexPrefill
 from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
-from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperFp8Scores
 from pallas_kernels.reference import reference_attention
 from tests.gpu.ring_errors import own_device
+from tests.pallas_kernels.helpers.fp8_masses import (
+    check_fp8_masses,
+    check_fp8_masses_are_independent,
+    check_kept_blocks,
+)
 from tests.patterns import inputs
 
 SEQ_LEN, BLOCK, HEADS, KV_HEADS, DIM = 4096, 128, 4, 2, 128
@@ -90,12 +90,12 @@ def test_kernels_select_the_same_as_xla(pattern):
 @pytest.mark.parametrize(("blocks", "first", "dim"), [(17, 0, 64), (40, 3, 128)])
 def test_masses_of_coded_keys_match_their_definition(blocks, first, dim):
     with jax.default_device(own_device()):
-        check_coded_masses(HopperCodedScores(), blocks, first, dim)
+        check_fp8_masses(HopperFp8Scores(), blocks, first, dim)
 
 
 def test_no_other_row_changes_a_bit_of_coded_masses():
     with jax.default_device(own_device()):
-        check_coded_masses_are_independent(HopperCodedScores())
+        check_fp8_masses_are_independent(HopperFp8Scores())
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,4 @@ def test_no_other_row_changes_a_bit_of_coded_masses():
 )
 def test_kept_blocks_are_the_heaviest(sizes, packed, ties):
     with jax.default_device(own_device()):
-        check_kept_blocks(HopperCodedScores(), sizes, packed=packed, ties=ties)
+        check_kept_blocks(HopperFp8Scores(), sizes, packed=packed, ties=ties)

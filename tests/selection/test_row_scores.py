@@ -16,7 +16,7 @@ from mtraining_jax.selection.scores.row_scores import rows_at_once
 from pallas_kernels import backends
 from pallas_kernels.fp8_scores import WEIGHT_BLOCKS, Fp8Scores
 from pallas_kernels.masses import ScoreTiles
-from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperFp8Scores
 from tests.patterns import inputs, oracle
 
 BLOCK, NUM_BLOCKS, DIM = 16, 8, 16
@@ -166,7 +166,7 @@ class Kept(Decoded):
         return True
 
     def kept(self, weights, totals, rule):
-        return HopperCodedScores(plgpu.InterpretGPUParams()).kept(weights, totals, rule)
+        return HopperFp8Scores(plgpu.InterpretGPUParams()).kept(weights, totals, rule)
 
 
 def test_the_kernel_keeps_the_blocks_of_the_rule(monkeypatch):

@@ -42,7 +42,7 @@ _MOST = 1e32  # of the sum of a tile, so that those of all tiles are finite
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperCodedScores(Fp8Scores):
+class HopperFp8Scores(Fp8Scores):
     interpret: Any = False  # or parameters of Pallas' GPU interpreter
 
     def tiles(self) -> ScoreTiles:

@@ -23,7 +23,7 @@ from mtraining_jax.tools.plan.cost import count_flops, rates_missing, seconds
 from mtraining_jax.tools.plan.dry_run import available, dry_run, ways_to_fit
 from mtraining_jax.tools.plan.fitting import fastest
 from mtraining_jax.tools.plan.hardware import A100_40GB, GPUS, H200
-from mtraining_jax.tools.plan.kernel_times import CODED_SPEEDUP, SCORES_PER_SECOND, kernel_seconds
+from mtraining_jax.tools.plan.kernel_times import FP8_SPEEDUP, SCORES_PER_SECOND, kernel_seconds
 from mtraining_jax.tools.plan.memory import (
     attention_parts,
     estimate_memory,
@@ -375,7 +375,7 @@ def test_score_time_is_bound_by_products_or_exponentials():
     softmax = 36 * 16 * 524288**2 / 2 / SCORES_PER_SECOND / 8
     assert strides - few == pytest.approx(forward / 8)
     assert softmax > forward / 2  # of one product, half of a forward pass
-    assert exact - few == pytest.approx(softmax / CODED_SPEEDUP, rel=1e-5)
+    assert exact - few == pytest.approx(softmax / FP8_SPEEDUP, rel=1e-5)
     assert replayed == pytest.approx(strides)
 
 

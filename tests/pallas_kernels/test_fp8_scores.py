@@ -4,25 +4,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperFp8Scores
 from tests.pallas_kernels.helpers.fp8_masses import (
-    check_coded_masses,
-    check_coded_masses_are_independent,
+    check_fp8_masses,
+    check_fp8_masses_are_independent,
     check_kept_blocks,
     encode_keys,
     encode_rows,
 )
 
-from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperCodedScores
-
-WATCHED = HopperCodedScores(plgpu.InterpretGPUParams(detect_races=True))
+WATCHED = HopperFp8Scores(plgpu.InterpretGPUParams(detect_races=True))
 
 
 def test_masses_match_the_estimate():
-    check_coded_masses(WATCHED, blocks=3, first=15, dim=128)
+    check_fp8_masses(WATCHED, blocks=3, first=15, dim=128)
 
 
 def test_no_other_row_changes_a_bit():
-    check_coded_masses_are_independent(HopperCodedScores(plgpu.InterpretGPUParams()))
+    check_fp8_masses_are_independent(HopperFp8Scores(plgpu.InterpretGPUParams()))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def visible(places, num_blocks):
     return np.arange(num_blocks) <= places.max(-1)[:, None, :, None] // SIZE
 
 
-def check_coded_masses(kernels: Fp8Scores, blocks: int, first: int, dim: int) -> None:
+def check_fp8_masses(kernels: Fp8Scores, blocks: int, first: int, dim: int) -> None:
     """Checks masses of rows from block `first` on."""
     q, k, places = problem(np.random.default_rng(0), 1, blocks, first, 2, 1, dim)
     places[:, -1, 8:] = -1  # padding
@@ -83,7 +83,7 @@ def check_coded_masses(kernels: Fp8Scores, blocks: int, first: int, dim: int) ->
     assert np.abs(found - exact)[seen].mean() < 0.02
 
 
-def check_coded_masses_are_independent(kernels: Fp8Scores) -> None:
+def check_fp8_masses_are_independent(kernels: Fp8Scores) -> None:
     """Checks that other rows, and the position of a document, change no bit."""
     blocks, dim = 20, 64
     q, k, places = problem(np.random.default_rng(1), 2, blocks, 0, 1, 1, dim)
