@@ -37,7 +37,7 @@ class AllTools(Tools):
     """The tools of this package, as a configuration asks for them."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        self.config = config
         self.balance, self.by_length = balance_of(config), measures_by_length(config)
         self.observer = build_audit(config)
 
@@ -60,7 +60,7 @@ class AllTools(Tools):
     def export_checkpoint(self, step: int) -> list[Path]:
         return export_checkpoint(self.config, step)
 
-    def page(self) -> str | None:
+    def page(self) -> str:
         return page_of_finished_run(self.config.run.folder)
 
 

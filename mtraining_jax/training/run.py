@@ -45,14 +45,13 @@ from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.jax_platform import check_devices
 from mtraining_jax.utils.signals import StopSignals
 
-_NOTHING = Given()
 _SHARED = "run.output_dir must be on a file system that all hosts share"
 
 
 def run(
     config: Config,
-    make_tools: Callable[[Config], Tools] = Tools,
-    given: Given = _NOTHING,
+    make_tools: Callable[[Config], Tools],
+    given: Given,
     signals: StopSignals | None = None,
 ) -> Result:
     """Runs `mtraining_jax.fit` with the tools of a configuration; ends at a stop signal.
@@ -141,8 +140,7 @@ def _run(
             check_pool_error(error, trainer.way_to_resume())
             raise
     if config.metrics.report and config.metrics.jsonl and distributed.is_first():
-        page = tools.page()
-        result = dataclasses.replace(result, places=[*result.places, *([page] if page else ())])
+        result = dataclasses.replace(result, places=[*result.places, tools.page()])
     history = trainer.history
     display.say(*summary(config, history, result.places))
     if not history.finite:
