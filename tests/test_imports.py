@@ -29,7 +29,7 @@ LAYERS = (
     "mtraining_jax.callbacks",
     "mtraining_jax.reporting",
     "mtraining_jax.training",
-    # Below is what a reader of the trainer reads; above are tools, of which that imports none.
+    # The trainer, up to here, imports none of the tools that follow.
     "mtraining_jax.tools.corpus",
     "mtraining_jax.tools.plan",
     "mtraining_jax.tools.balance",

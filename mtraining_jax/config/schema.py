@@ -1,4 +1,4 @@
-"""All sections of a run, and sizes derived from them."""
+"""All sections of a run, and sizes and dense steps derived from them."""
 
 import dataclasses
 

@@ -1,4 +1,8 @@
-"""Scores labels with a chunked output layer, without gradients; `loss.py` also computes those."""
+"""Scores labels with a chunked output layer, without gradients; `loss.py` also computes those.
+
+Losses by context length are in buckets: bucket k has the tokens at positions 2^k to 2^(k+1) - 1,
+counted from 0; the first token has no loss.
+"""
 
 from typing import NamedTuple
 

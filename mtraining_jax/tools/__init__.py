@@ -1,1 +1,1 @@
-"""What goes beside training: commands, and what they add to a run. The core imports none of it."""
+"""Commands and what they add to a run. The trainer imports none of it."""

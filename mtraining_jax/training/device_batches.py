@@ -19,8 +19,8 @@ from mtraining_jax.parallel.mesh import DOCUMENTS, TOKENS
 class DeviceBatches:
     """Iterates over global batches on the devices; each process reads its own part.
 
-    `given` are batches of `fit`, in place of the data of the configuration, whose sequences
-    `balance` distributes over replicas.
+    `given` are batches of `fit`, in place of the data of the configuration. `balance` distributes
+    the sequences of that data over replicas.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""Block tiles of a kernel call: listed, and on diagonals of blocks."""
+"""Block tiles of a kernel call: listed, and on diagonals of blocks.
+
+Tiles are of one shard of queries and one or, on diagonals, more shards of keys. A global block
+diagonal becomes one local offset o = i - j for a whole pair of shards.
+"""
 
 import abc
 import dataclasses

@@ -1,4 +1,10 @@
-"""MosaicML streaming (MDS) shards, read without the streaming library."""
+"""MosaicML streaming (MDS, version 2) shards, read without the streaming library.
+
+A JSON index lists shards of samples. A shard has: uint32 number of samples n; n + 1 uint32 file
+offsets; a copy of the columns as JSON; the samples. A sample has uint32 sizes of its variable-size
+columns, then all columns. All is little-endian. Files are untrusted: every size is checked before
+use.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,7 @@
-"""Loads a model from the folder of a run or of a Hugging Face checkpoint."""
+"""Loads a model from the folder of a run or of a Hugging Face checkpoint.
+
+Digests identify a model by content, so that stored answers are not taken for those of another one.
+"""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,11 @@
 """Messages for failed reads and writes.
 
 A message says "damaged" only with evidence of damage, and no message asks to delete a file.
+
+Orbax reads and writes many arrays at once in its own event loop, raises the first failure and
+closes the loop. Each remaining array would later fail to wake the closed loop, and Python would
+print a traceback. Orbax also logs a failure once in every thread that it passes through. So
+`WaitingEventLoop` and `print_errors_once` keep it from printing an error that it also raises.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Checksums of the bits of gradients and of the state, of each layer and on each device."""
+"""Checksums of the bits of gradients and of the state, of each layer and on each device.
+
+Also what a guarded step decides on the devices: whether its update is applied.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,7 @@
-"""The checkpoints of a run: when they are written, where, and what they hold next to arrays."""
+"""The checkpoints of a run: when they are written, where, and what they hold next to arrays.
+
+Also the lines that a resumed run prints about what differs from its checkpoint.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing

@@ -1,6 +1,6 @@
 """Triton backward kernels for queries: delta, and dq over the lists of the forward kernel."""
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 

@@ -1,6 +1,9 @@
-"""Traversal of the Triton kernels that own queries, forward and dq: key blocks and columns."""
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Common parts of the Triton kernels: 64-bit addresses (of over 2^31 elements) and tile masks.
 
+Also the traversal of those that own queries, forward and dq: key blocks and columns.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
