@@ -133,7 +133,7 @@ from mtraining_jax.training.checkpoint import run_folder
 from mtraining_jax.training.checkpoint.local import (
     newest_local_step, open_local, read_local_state
 )
-from mtraining_jax.trainer import run
+from mtraining_jax.training.run import run
 from mtraining_jax.training.processes.agreement import run_on_process_0
 from mtraining_jax.training.state import StateBuilder
 
