@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import backends
-from pallas_kernels.checks import Shaped, check_plan
+from pallas_kernels.checks import Shaped
 from pallas_kernels.interface import BackwardCall, ForwardCall, Gradients, Pair, Plan
 from pallas_kernels.tiles import Columns, Tiles
 from pallas_kernels.tiles.tiles import check_shape
@@ -34,7 +34,7 @@ def plan(
     Raises:
         ValueError: if shapes are invalid, or the backend cannot run here.
     """
-    block_size = check_plan(q, k, tiles, columns)
+    block_size = _check_plan(q, k, tiles, columns)
     runs = backends.resolve(backend, q, block_size)
     return Plan(
         work=runs.plan(q, k, tiles, columns, single_call=single_call),
@@ -162,3 +162,38 @@ def delta_of(out: Array, dout: Array, *, backend: str | None = None) -> Array:
 def scale_of(scale: float | None, q: Array) -> float:
     """Returns the scale of the logits of queries [..., D] as a float; None is 1/sqrt(D)."""
     return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _check_plan(q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | None) -> int:
+    """Checks the arguments of `plan`, raising ValueError; returns the block size."""
+    for name, x in (("q", q), ("k", k)):
+        if len(x.shape) != 4:
+            raise ValueError(f"{name} has shape {x.shape}; expected [batch, tokens, heads, dim]")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}; empty axes are not supported")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has shape {q.shape} and k {k.shape}; batch and head dim must be equal")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k has {k.shape[2]}; the number of query heads must be a "
+            "multiple of the number of key/value heads"
+        )
+    blocks = columns if tiles is None else tiles
+    if blocks is None:
+        raise ValueError("there is nothing to compute: pass tiles, columns or both")
+    g = blocks.block_size
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] % g:
+            raise ValueError(
+                f"{name} has {x.shape[1]} tokens; expected a multiple of block_size={g}"
+            )
+    (batch, num_queries, heads, _), num_keys = q.shape, k.shape[1]
+    if tiles is not None:
+        tiles.check(batch, heads, num_queries // g, num_keys // g)
+    if columns is not None:
+        if columns.block_size != g:
+            raise ValueError(
+                f"columns.block_size={columns.block_size} differs from the tiles' block_size={g}"
+            )
+        columns.check(batch, heads, num_queries // g)
+    return g

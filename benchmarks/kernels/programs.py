@@ -10,7 +10,7 @@ from jax import Array
 import pallas_kernels
 from benchmarks.kernels.masks import BLOCK, SlashMask, padded
 from benchmarks.kernels.rows import Shape
-from mtraining_jax.attention.select import select_index
+from mtraining_jax.attention.sharded import select_index
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from pallas_kernels import DenseIndex, Index, Plan, VerticalSlashIndex
 

@@ -23,7 +23,7 @@ from benchmarks.options import BACKENDS, make_parser
 from benchmarks.quality.patterns import parse
 from benchmarks.report import Page, setting, table_head, table_line
 from benchmarks.timing import median_ms
-from mtraining_jax.attention.select import select_index
+from mtraining_jax.attention.sharded import select_index
 from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.row_pattern import RowPattern
 from mtraining_jax.patterns.vertical_slash import VerticalSlash

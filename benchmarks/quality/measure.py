@@ -13,7 +13,7 @@ import pallas_kernels
 from benchmarks.quality.far_copies import far_copies
 from benchmarks.quality.stepped_model import SteppedModel
 from benchmarks.timing import median_ms
-from mtraining_jax.attention.select import select_pairs
+from mtraining_jax.attention.sharded import select_pairs
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.metrics import attention_recall, causal_pairs

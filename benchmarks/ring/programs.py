@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.kernels.masks import BLOCK
 from benchmarks.kernels.programs import PATTERN
 from mtraining_jax.attention.inputs import AttentionInputs
-from mtraining_jax.attention.select import select_index
-from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.attention.sharded import make_attention, select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.patterns.dense import Dense

@@ -65,8 +65,7 @@ class FlexPrefill(BlockPattern):
         """
         import jax.numpy as jnp
 
-        from mtraining_jax.selection.checks import with_dense_documents
-        from mtraining_jax.selection.context import Selection
+        from mtraining_jax.selection.context import Selection, with_dense_documents
         from mtraining_jax.selection.scores import flex_steps
         from mtraining_jax.selection.segments import sparse_segments
         from pallas_kernels.index import BlockMaskIndex

@@ -61,8 +61,7 @@ class ProbePattern(Pattern):
 
     def select(self, q, k, context):
         """Selects a `VerticalSlashIndex`, or with documents a `BlockMaskIndex` with columns."""
-        from mtraining_jax.selection.checks import with_dense_documents
-        from mtraining_jax.selection.context import Selection
+        from mtraining_jax.selection.context import Selection, with_dense_documents
         from mtraining_jax.selection.scores import last_queries
         from mtraining_jax.selection.segments import sparse_segments
 

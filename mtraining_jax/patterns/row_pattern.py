@@ -122,8 +122,7 @@ class RowPattern(BlockPattern):
         return suffix if short is None else short | suffix
 
     def select(self, q, k, context):
-        from mtraining_jax.selection.checks import with_dense_documents
-        from mtraining_jax.selection.context import Selection
+        from mtraining_jax.selection.context import Selection, with_dense_documents
         from mtraining_jax.selection.row_lists import gathered
 
         least = self.blocks(self.min_sparse_tokens)

@@ -1,4 +1,4 @@
-"""The input and the result of a selection."""
+"""The input of a selection, with its checks, and the result."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.documents import Documents
+from mtraining_jax.utils.limits import MAX_BLOCKS, MAX_POSITIONS
 from pallas_kernels.index import Index
 
 
@@ -91,3 +92,41 @@ class Selection(NamedTuple):
 
     index: Index
     statistics: Mapping[str, Array] = {}
+
+
+def check_selection(q: Array, k: Array, context: SelectionContext, block_size: int) -> float:
+    """Checks queries and keys of a selection.
+
+    Raises:
+        ValueError: if shapes, dtypes or sizes are invalid.
+    """
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {q.shape} and k {k.shape} must be [B, n, H, D] with equal B, n and D")
+    if q.dtype != k.dtype:
+        raise ValueError(f"q is {q.dtype} but k is {k.dtype}; they must have the same dtype")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads"
+        )
+    blocks, num_blocks = context.block_ids.shape, context.num_blocks
+    if blocks != (q.shape[1] // block_size,) or q.shape[1] % block_size:
+        raise ValueError(
+            f"{q.shape[1]} local tokens do not match {blocks} blocks of block_size={block_size}"
+        )
+    if num_blocks > MAX_BLOCKS or num_blocks * block_size > MAX_POSITIONS:
+        raise ValueError(
+            f"num_blocks={num_blocks} of block_size={block_size} exceeds the limit of "
+            f"{MAX_BLOCKS} blocks and {MAX_POSITIONS} tokens"
+        )
+    scale = context.scale_for(q.shape[3])
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive")
+    return scale
+
+
+def with_dense_documents(
+    q: Array, k: Array, context: SelectionContext, block_size: int, blocks: int
+) -> SelectionContext:
+    """Checks a selection, and returns its context with documents of fewer blocks dense."""
+    check_selection(q, k, context, block_size)
+    return dataclasses.replace(context, dense_below=blocks)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mtraining_jax.attention.schedules import RankBlocks
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES, make_mesh
+from mtraining_jax.parallel.ring.ring_attention import RankBlocks
 
 RANKS, BLOCK, TOKENS, HEADS, DIM = 8, 4, 64, 2, 16
 LAYOUT = Layout("striped", TOKENS, RANKS, BLOCK)

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.replay import Replay
 from mtraining_jax.attention.inputs import AttentionInputs
-from mtraining_jax.attention.select import select_index
-from mtraining_jax.attention.sharded import make_attention
+from mtraining_jax.attention.sharded import make_attention, select_index
 from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtraining_jax.attention.select import select_index
+from mtraining_jax.attention.sharded import select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.ring import ring_attention
 from mtraining_jax.patterns.sampled_rows import SampledRows

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mtraining_jax.attention.select import select_index
+from mtraining_jax.attention.sharded import select_index
 from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh

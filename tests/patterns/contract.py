@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mtraining_jax import sparse_attention
-from mtraining_jax.attention.select import select_index
+from mtraining_jax.attention.sharded import select_index
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.patterns.base import ModelSizes, Pattern

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.attention.select import select_index
+from mtraining_jax.attention.sharded import select_index
 from mtraining_jax.patterns.base import ModelSizes
 from mtraining_jax.patterns.budgets import MInference
 from mtraining_jax.utils.errors import UserError

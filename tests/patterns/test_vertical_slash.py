@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtraining_jax.attention.select import select_index
+from mtraining_jax.attention.sharded import select_index
 from mtraining_jax.documents import Documents
 from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.vertical_slash import VerticalSlash

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax import Documents, sparse_attention
-from mtraining_jax.attention.select import select_pairs
+from mtraining_jax.attention.sharded import select_pairs
 from mtraining_jax.patterns.budgets import FixedBudget
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash

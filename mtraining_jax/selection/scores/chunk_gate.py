@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtraining_jax.selection import collectives
-from mtraining_jax.selection.checks import check_selection
-from mtraining_jax.selection.context import Selection, SelectionContext
+from mtraining_jax.selection.context import Selection, SelectionContext, check_selection
 from mtraining_jax.selection.scores import estimate, pooling, row_scores
 from pallas_kernels.index import BlockMaskIndex, TokenChunksIndex
 from pallas_kernels.index import bits as sets

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mtraining_jax import Engine, GenerateOptions
-from mtraining_jax.attention.select import select_pairs
+from mtraining_jax.attention.sharded import select_pairs
 from mtraining_jax.documents import Documents
 from mtraining_jax.models.huggingface.config import SPARSE_ENTRY, sparse_entry
 from mtraining_jax.patterns.base import ModelSizes
