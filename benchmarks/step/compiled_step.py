@@ -26,6 +26,7 @@ class Steps:
     Attributes:
         losses, norms: loss and gradient norm of each step.
         density, executed: means over layers, in the last step; None without attention.
+        step_seconds: time of each step.
         seconds: median of the steps after the first.
         compile_seconds: time to trace and compile.
         peak_bytes: memory of one device, as the compiler reserves it.
@@ -35,6 +36,7 @@ class Steps:
     norms: list[float]
     density: float | None
     executed: float | None
+    step_seconds: list[float]
     seconds: float
     compile_seconds: float
     peak_bytes: int
@@ -65,6 +67,7 @@ class CompiledStep:
         step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern))
         self._compiled = step.lower(builder.abstract(), batch).compile()
         self.compile_seconds = time.perf_counter() - begin
+        self.peak_bytes: int = self._compiled.memory_analysis().peak_memory_in_bytes
 
     def run(self, state: Any, batches: Sequence[dict[str, Array]]) -> Steps:
         """Takes a step per batch; donates `state`."""
@@ -81,7 +84,8 @@ class CompiledStep:
             norms=[float(metrics["grad_norm"]) for metrics in found],
             density=layers.get("density"),
             executed=layers.get("executed"),
+            step_seconds=times,
             seconds=statistics.median(times[1:] or times),
             compile_seconds=self.compile_seconds,
-            peak_bytes=self._compiled.memory_analysis().peak_memory_in_bytes,
+            peak_bytes=self.peak_bytes,
         )
