@@ -16,6 +16,7 @@ import pytest
         ("ring.model", "--rows none.json", "--rows: none.json is not a file"),
         ("step.trace_summary", "none", "error: no *.trace.json.gz under"),
         ("peers.__main__", "--results x --problems 640x2", "'640x2' must look like 32768x2,"),
+        ("scoreboard.__main__", "--results x --cases 640", "'640' must look like 32768,16/2"),
         ("plot_results", "x.png --page none.md", "no such file"),
         ("step.replicas", "--parallel.replicas=2", "parallel.replicas=2 cannot be set here"),
     ],

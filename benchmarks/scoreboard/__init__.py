@@ -1,0 +1,1 @@
+"""A scoreboard of the attention of JAX packages, on one GPU."""
