@@ -43,8 +43,8 @@ LAYERS = (
 )
 # Installed only if wanted, or slow and needed for few inputs.
 EXTRAS = (
-    "google.cloud", "jax_triton", "jinja2", "lm_eval", "matplotlib", "PIL", "pyarrow",
-    "pallas_kernels.triton.kernels", "tensorboardX", "triton", "wandb",
+    "etils", "google.cloud", "huggingface_hub", "jax_triton", "jinja2", "lm_eval", "matplotlib",
+    "PIL", "pallas_kernels.triton.kernels", "pyarrow", "tensorboardX", "triton", "wandb",
 )  # fmt: skip
 # Commands load what computes, and with it JAX, after they have checked their arguments.
 BOUNDARY = ("mtraining_jax.cli.", "mtraining_jax.check_cluster", "mtraining_jax.utils.jax_platform")
@@ -170,7 +170,8 @@ def test_a_configuration_loads_no_jax():
     ]
     code = (
         f"import importlib, sys; [importlib.import_module(name) for name in {names!r}]\n"
-        "slow = {'jax', 'flax', 'grain', 'orbax', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+        "slow = {'jax', 'flax', 'grain', 'orbax', 'pyarrow', 'matplotlib', 'huggingface_hub'}"
+        " & set(sys.modules)\n"
         "sys.exit(', '.join(slow) or None)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from mtraining_jax.cli.model_command import (
     at_least,
     check_required,
+    checkpoint,
     expanded_path,
     forwarded_options,
     model_parser,
@@ -27,7 +28,7 @@ from mtraining_jax.utils.jax_platform import set_platform
 _USAGE = """\
 --model FOLDER --tasks NAMES --lengths LENGTHS [options]
 
-  --model FOLDER         run folder (its newest checkpoint), Hugging Face checkpoint, or adapters
+  --model FOLDER         run folder, Hugging Face checkpoint or adapters, or hf://OWNER/NAME
   --second-model FOLDER  another model to compare with on the same prompts
   --tasks NAMES          task names (listed below), separated by commas or spaces; or a group:
                          {groups};
@@ -63,8 +64,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     of the configuration; with --report only that one counts.
     """
     parser = model_parser()
-    for name in ("second-model", "report"):
-        parser.add_argument(f"--{name}", type=expanded_path)
+    parser.add_argument("--second-model", type=checkpoint)
+    parser.add_argument("--report", type=expanded_path)
     parser.add_argument("--output", type=output_folder)
     # Separated by commas, spaces or both.
     parser.add_argument("--tasks", nargs="+", type=_listed, default=[])
@@ -86,12 +87,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if found.second_model:
         found.models["second"] = found.second_model
     for path in found.models.values():
-        if not path.is_dir():
+        if isinstance(path, Path) and not path.is_dir():
             raise UserError(f"{path} is not a folder; give a run folder or Hugging Face checkpoint")
-    if len({path.resolve() for path in found.models.values()}) < len(found.models):
+    if len({Path(path).resolve() for path in found.models.values()}) < len(found.models):
         raise UserError(f"--second-model={found.second_model} is the same folder as --model")
     found.attentions = ("dense", "sparse") if found.attention == "both" else (found.attention,)
-    found.output = found.output or Path("evaluations", found.model.resolve().name)
+    found.output = found.output or Path("evaluations", Path(found.model).resolve().name)
     found.options = {
         name.removeprefix("task."): value
         for name, value in forwarded.items()

@@ -35,7 +35,7 @@ from mtraining_jax.utils.text import counted, print_text
 _USAGE = """\
 --model FOLDER (--prompt TEXT | --prompt-file FILE | --prompts FILE) [options]
 
-  --model FOLDER        run folder (its newest checkpoint), Hugging Face checkpoint, or adapters
+  --model FOLDER        run folder, Hugging Face checkpoint or adapters, or hf://OWNER/NAME
   --prompt TEXT         text to continue; no chat template is applied without --chat
   --prompt-file FILE    read the prompt from a UTF-8 text file or pipe; - reads standard input
   --prompts FILE        continue many prompts, one after another: the lines of a text file, or the

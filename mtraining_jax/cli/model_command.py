@@ -13,6 +13,7 @@ from mtraining_jax.config import help_text as fields_text
 from mtraining_jax.utils.console import Output
 from mtraining_jax.utils.errors import UserError, print_error
 from mtraining_jax.utils.file_limits import is_url
+from mtraining_jax.utils.hub import HUB
 from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.text import print_text
 from mtraining_jax.utils.version import VERSION
@@ -65,7 +66,7 @@ def _fields_of(section: str, arguments: Sequence[str]) -> str:
 def model_parser() -> ArgumentParser:
     """Creates a parser with the options of all these commands."""
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--model", type=expanded_path)
+    parser.add_argument("--model", type=checkpoint)
     parser.add_argument("--tokenizer")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--cpu-devices", type=at_least(1))
@@ -131,6 +132,11 @@ def expanded_path(text: str) -> Path:
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL; only local paths are supported")
     return Path(text).expanduser()
+
+
+def checkpoint(text: str) -> Path | str:
+    """A type of arguments: local paths, with ~, and names with `hf://`."""
+    return text if text.startswith(HUB) else expanded_path(text)
 
 
 def output_folder(text: str) -> Path:

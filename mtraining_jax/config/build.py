@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtraining_jax.config.help import nearest
-from mtraining_jax.config.init_from import with_checkpoint
+from mtraining_jax.config.init_from import with_checkpoint, with_commits
 from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.sections import DataConfig, RunConfig
 from mtraining_jax.config.tables import Table, table_of, table_type
@@ -82,7 +82,8 @@ class Builder:
 
     def sections(self) -> dict[str, Any]:
         """The sections by name, or a UserError."""
-        table = with_checkpoint(self._table, self._report)
+        table = with_commits(self._table, self._stored)
+        table = with_checkpoint(table, self._report)
         table, self._inherited = with_data_of_training(self._with_one_length(table))
         for name in table:
             if name not in fields_of(Sections):

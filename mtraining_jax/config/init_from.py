@@ -3,18 +3,60 @@
 import json
 import os.path
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtraining_jax.config.sections import ROPE_KIND
+from mtraining_jax.config.sections import ROPE_KIND, RunConfig
 from mtraining_jax.config.tables import values_of
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, FIXED, FREE, read_hf_values
 from mtraining_jax.models.huggingface.peft import PEFT_CONFIG
 from mtraining_jax.models.rope import RopeScaling, make_scaling
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened
 from mtraining_jax.utils.file_limits import absence, is_url
+from mtraining_jax.utils.hub import HUB, local_folder, with_commit
+
+
+def with_commits(table: Mapping[str, Any], stored: bool) -> dict[str, Any]:
+    """Replaces the revisions of all names with `hf://` by commits.
+
+    A run that resumes keeps its commits, unless the table is `stored` by one already.
+    """
+    if HUB not in repr(table):
+        return dict(table)
+
+    def pinned(value: Any, before: Any, field: str) -> Any:
+        if isinstance(value, dict):
+            inner = before if isinstance(before, dict) else {}
+            return {key: pinned(x, inner.get(key), f"{field}.{key}") for key, x in value.items()}
+        if isinstance(value, list | tuple):
+            inner = dict(enumerate(before)) if isinstance(before, list) else {}
+            return [pinned(x, inner.get(number), field) for number, x in enumerate(value)]
+        if not isinstance(value, str) or not value.startswith(HUB):
+            return value
+        return with_commit(value, str(before), f"{field[1:]} = ")
+
+    return pinned(table, {} if stored else _recorded(table), "")
+
+
+def _recorded(table: Mapping[str, Any]) -> dict[str, Any]:
+    """config.toml of a run with a checkpoint to resume from; empty without."""
+    from etils import epath  # for a bucket, too
+
+    match {"run": {}, **table}:
+        case {"checkpoint": {"resume": False}}:
+            return {}
+        case {"run": dict(run)}:
+            parent, name = (str(run.get(x, getattr(RunConfig, x))) for x in ("output_dir", "name"))
+            folder = epath.Path(parent).expanduser() / name
+            file = folder / "config.toml"
+            with errors_as(UserError, f"{file} cannot be read", Exception):
+                steps = (x for x in folder.glob("checkpoints/*") if x.name.isdecimal())
+                return tomllib.loads(file.read_text()) if any(steps) and file.exists() else {}
+    return {}
 
 
 def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -> dict[str, Any]:
@@ -26,15 +68,15 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
     given = table.get("model")
     if not isinstance(given, dict) or not isinstance(given.get("init_from"), str):
         return dict(table)
-    folder, override = os.path.expanduser(given["init_from"]), given.get("override") or ()
-    what, resume = f"model.init_from = {folder}", ""
+    start, override = os.path.expanduser(given["init_from"]), given.get("override") or ()
+    what, resume = f"model.init_from = {start}", ""
+    folder = str(local_folder(start))
     if is_url(folder):
         raise UserError(f"{what} {absence(folder)}")
     if os.path.isfile(folder):
         raise UserError(f"{what} is a file; give its folder, {os.path.dirname(folder) or '.'}")
     if not os.path.isdir(folder) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", folder):
-        way = f"`hf download {folder} --local-dir DIR` and give DIR"
-        raise UserError(f"{what} is not a folder; if it is on Hugging Face, download it with {way}")
+        raise UserError(f"{what} is not a folder; if it is on Hugging Face, give {HUB}{folder}")
     if os.path.isdir(os.path.join(folder, "checkpoints")):
         way = f"give {os.path.join(folder, 'hf')}, its export with --checkpoint.export_hf=true"
         raise UserError(f"{what} is the folder of a run; {way}")
@@ -66,9 +108,9 @@ def with_checkpoint(table: Mapping[str, Any], say: Callable[[str, str], None]) -
                 f" which has {_text(as_toml(found[name]))}: remove it{way}",
             )
             model[name] = as_toml(found[name])
-    data, tokenizer = table.get("data", {}), Path(folder) / "tokenizer.json"
-    if isinstance(data, dict) and tokenizer.is_file():
-        data = {"tokenizer": str(tokenizer), **data}
+    data, tokenizer = table.get("data", {}), "tokenizer.json"
+    if isinstance(data, dict) and os.path.isfile(os.path.join(folder, tokenizer)):
+        data = {"tokenizer": os.path.join(start, tokenizer), **data}
     return {**table, "model": model, "data": data}
 
 

@@ -58,7 +58,7 @@ def notes(config: Sections, names: Iterable[str], path: str = "") -> list[str]:
 
 def _reads_text_as_bytes(config: Sections) -> bool:
     is_text = not config.data.source_options.holds_ids
-    has_own = (Path(config.model.init_from or "") / "tokenizer.json").is_file()
+    has_own = (config.model.start or Path()).joinpath("tokenizer.json").is_file()
     return is_text and config.data.tokenizer == BYTES and not has_own
 
 

@@ -14,6 +14,7 @@ from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.fields import options
+from mtraining_jax.utils.hub import local_folder
 from mtraining_jax.utils.limits import (
     Decay,
     Experts,
@@ -163,7 +164,8 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of activations and frozen matrices; trained parameters are always float32."""
     init_from: PathText | None = None
-    """Folder of a Hugging Face checkpoint to start from; none initializes randomly."""
+    """Hugging Face checkpoint to start from: a folder, or hf://OWNER/NAME[@REVISION], which is
+    downloaded (extra hub); none initializes randomly."""
     override: TextList = ()
     """Fields for which this configuration wins over the checkpoint of init_from. Allowed:
     rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps, initializer_range and
@@ -181,6 +183,11 @@ class ModelConfig:
     """With remat = "mlp": MLP chunks that are kept, not recomputed; costs memory."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of randomly initialized matrices."""
+
+    @property
+    def start(self) -> Path | None:
+        """The local folder of init_from, which may lack the weights if it was downloaded."""
+        return None if self.init_from is None else local_folder(self.init_from)
 
 
 @options(kw_only=True)

@@ -17,6 +17,7 @@ from mtraining_jax.models.spec import layer_windows, spec_problems
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import shortened, toml_value
 from mtraining_jax.utils.file_limits import is_url
+from mtraining_jax.utils.hub import local_folder
 from mtraining_jax.utils.limits import MAX_BLOCKS, MAX_POSITIONS
 from mtraining_jax.utils.text import counted, nearest_multiples
 
@@ -257,7 +258,7 @@ def _lora(config: Sections) -> Iterator[str]:
                 "them or none"
             )
     if lora.init_from is not None:
-        found, _ = read_peft_config(lora.init_from, model.family)
+        found, _ = read_peft_config(local_folder(lora.init_from), model.family)
         for name in ("rank", "alpha", "targets"):
             was, now = getattr(found, name), getattr(lora.spec, name)
             if was != now and (name != "targets" or set(was) != set(now)):

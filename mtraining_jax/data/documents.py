@@ -13,6 +13,7 @@ import tokenizers
 from mtraining_jax.data.chat.conversation import Conversation, read_conversation
 from mtraining_jax.data.chat.template import chat_template
 from mtraining_jax.data.corpus import Corpus, check_some_exact
+from mtraining_jax.data.files import find_files
 from mtraining_jax.data.masked import Completion, MaskedText, MaskedTokens, label_mask
 from mtraining_jax.data.packing.packs import pack_documents
 from mtraining_jax.data.source import FileSource, Source, id_problems
@@ -23,6 +24,7 @@ from mtraining_jax.data.token_cache import key_of, tokenized
 from mtraining_jax.data.tokenizer import BYTES, Bos, Tokenizer, make_tokenizer
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import options, shortened, toml_value
+from mtraining_jax.utils.hub import HUB, downloaded
 from mtraining_jax.utils.invocation import command_of
 from mtraining_jax.utils.limits import Text
 from mtraining_jax.utils.text import counted
@@ -161,6 +163,10 @@ class TableSource(FileSource, DocumentSource):
                     f'{shown} needs a chat template, which data.tokenizer = "{BYTES}" lacks; use '
                     "the tokenizer.json of a folder with one"
                 )
+
+    def files(self) -> list[Path]:
+        paths = (str(downloaded(x)) if x.startswith(HUB) else x for x in self.paths)
+        return find_files(list(paths), self.suffixes)
 
     @property
     def holds_ids(self) -> bool:

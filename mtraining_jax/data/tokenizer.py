@@ -18,6 +18,7 @@ from mtraining_jax.data.files import errors_as, reason
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.file_limits import LARGEST_TOKENIZER, absence, check_size, read_json
+from mtraining_jax.utils.hub import local_folder
 
 # End tokens of common model families. Unless a vocabulary has exactly one of them,
 # tokenizer_config.json must name the end token.
@@ -285,7 +286,7 @@ def make_tokenizer(name: str, eos: int | str | None = None, bos: Bos = None) -> 
     """Creates the tokenizer for values of `data.tokenizer`, `data.eos` and `data.bos`."""
     if name == BYTES:
         return ByteTokenizer(eos, bos)
-    return HuggingFaceTokenizer(Path(name).expanduser(), eos, bos)
+    return HuggingFaceTokenizer(local_folder(name), eos, bos)
 
 
 def beginning(bos: tuple[int, ...], text: str = "") -> str:

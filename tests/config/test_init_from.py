@@ -145,8 +145,8 @@ def test_a_folder_without_config_json(load, checkpoint):
 
 def test_names_and_files_instead_of_a_folder(load, checkpoint):
     assert refusal(load, init_from="Qwen/Qwen2.5-3B") == (
-        "model.init_from = Qwen/Qwen2.5-3B is not a folder; if it is on Hugging Face, download it "
-        "with `hf download Qwen/Qwen2.5-3B --local-dir DIR` and give DIR"
+        "model.init_from = Qwen/Qwen2.5-3B is not a folder; if it is on Hugging Face, "
+        "give hf://Qwen/Qwen2.5-3B"
     )
     path = checkpoint / "model.safetensors"
     path.touch()

@@ -22,6 +22,7 @@ from mtraining_jax.models.sharding import named_shapes, parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import abstract_state
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.hub import local_folder
 
 _DTYPES = ("F32", "BF16", "F16")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -72,7 +73,7 @@ def load_parameters(
 
     `wanted` has shape, dtype and sharding of each parameter of the model, except for adapters.
     """
-    spec = ModelSpec.from_config(config)
+    spec, directory = ModelSpec.from_config(config), local_folder(directory, weights=True)
     theirs, tensors = check_same_model(spec, directory, override), Tensors(directory)
     copies = _copies(tensors, spec)
     sources = _check_tensors(tensors, [*checkpoint_tensors(spec), *copies])
@@ -92,6 +93,7 @@ def load_peft(
     Raises:
         UserError: a file is missing or damaged, or the adapters have other shapes or another base.
     """
+    directory = local_folder(directory, weights=True)
     tensors = Tensors(directory, PEFT_FILE)
     sources = _check_tensors(tensors, adapter_tensors(spec, is_shared(directory, spec)))
     check_base(directory, tensors.metadata.get(BASE_DIGEST), base)

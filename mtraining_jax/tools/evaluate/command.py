@@ -33,9 +33,10 @@ def run(request: argparse.Namespace, console: Console, command: str) -> None:
     tasks = make_tasks(request.tasks, request.options)
     optional = {task.name for task in tasks}.difference(request.tasks)  # of groups
     plan = Plan(tasks, request.lengths, request.samples, request.seed, request.generate, optional)
-    names = {label: path.resolve().name for label, path in request.models.items()}
+    paths = {label: Path(path).resolve() for label, path in request.models.items()}
+    names = {x: path.name for x, path in paths.items()}
     if len(set(names.values())) < len(names):
-        names = {x: "/".join(path.resolve().parts[-2:]) for x, path in request.models.items()}
+        names = {x: "/".join(path.parts[-2:]) for x, path in paths.items()}
     # Checked before minutes of loading.
     results = Results(request.output, _settings(request, plan, names))
     for label, path in request.models.items():

@@ -46,6 +46,7 @@ from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import toml_value
+from mtraining_jax.utils.hub import HUB, local_folder
 from mtraining_jax.utils.jax_platform import check_devices
 from mtraining_jax.utils.printable import printable
 from mtraining_jax.utils.text import counted
@@ -95,7 +96,7 @@ def load(
     sparse_answers: bool = False,
 ) -> Loaded:
     """Loads a model; for arguments and errors see `Engine.load`."""
-    folder = Path(folder).expanduser()
+    folder = local_folder(folder, weights=True)
     checkpoints = folder / CHECKPOINTS_NAME
     step = newest_step(checkpoints)
     is_adapter_folder = step is None and _is_adapter_folder(folder)
@@ -119,7 +120,7 @@ def load(
         saved, place = record["config"], record["loader"]
         if (ends := place.get(END_TOKENS)) is None:  # in older checkpoints
             start = saved["model"].get("init_from")
-            ends = [] if start is None else read_end_tokens(start)
+            ends = [] if start is None else read_end_tokens(local_folder(start))
         table = {name: dict(saved.get(name, {})) for name in _SECTIONS}
         if not table["lora"].get("rank"):
             # The saved sizes are complete, and the folder of the initial weights may be gone.
@@ -171,9 +172,10 @@ def load(
     return Loaded(network, state, found, stop_ids, source, trained_sparse)
 
 
-def max_positions(folder: Path, overrides: Overrides = NO_OVERRIDES) -> int:
+def max_positions(folder: str | Path, overrides: Overrides = NO_OVERRIDES) -> int:
     """Returns the maximum context length of a model, without reading its parameters."""
-    name, checkpoints = "max_position_embeddings", folder / CHECKPOINTS_NAME
+    folder, name = local_folder(folder, weights=True), "max_position_embeddings"
+    checkpoints = folder / CHECKPOINTS_NAME
     if (changed := str(overrides.get(f"model.{name}", ""))).isdecimal():  # else it is refused
         return int(changed)
     if (step := newest_step(checkpoints)) is not None:
@@ -249,11 +251,11 @@ def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[
     """Returns the sections lora and model for a folder of PEFT."""
     _, named = read_peft_config(folder)
     base = overrides.get("model.init_from", named)
-    if base is None or not Path(base).expanduser().is_dir():
+    if base is None or not (start := local_folder(base, weights=True)).is_dir():
         what = "no base model" if base is None else f"{base} as base model, which is not a folder"
-        raise UserError(
-            f"{folder / PEFT_CONFIG} names {what}; give its folder with --model.init_from=FOLDER"
-        )
+        way = f"give its folder with --model.init_from=FOLDER, or {HUB}OWNER/NAME"
+        raise UserError(f"{folder / PEFT_CONFIG} names {what}; {way}")
+    base = str(start)
     family = read_hf_values(base, overrides.get("model.family"))["family"]
     lora, _ = read_peft_config(folder, family)
     fields = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
@@ -292,7 +294,7 @@ def _read(folder: Path, step: int | None, config: Config, spec: ModelSpec, mesh:
 def _find_tokenizer(
     folder: Path, config: Config, is_run: bool, name: str | None, ends: Sequence[int]
 ) -> Tokenizer | None:
-    data, start = config.data, Path(config.model.init_from or folder)  # of a base, or the folder
+    data, start = config.data, config.model.start or folder  # of a base, or the folder
     eos = data.eos if is_run else None
     if eos is None and (not is_run or data.source_options.holds_ids):
         eos = next(iter(ends), None)

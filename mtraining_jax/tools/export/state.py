@@ -19,6 +19,7 @@ from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import read_state, run_folder
 from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS, end_of_turn, end_tokens
 from mtraining_jax.training.state import StateBuilder, TrainState
+from mtraining_jax.utils.hub import local_folder
 
 _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATES = "chat_template*", "additional_chat_templates/*.jinja"
@@ -42,7 +43,7 @@ def export_state(
 
     `eos` has the `end_tokens` of the run.
     """
-    copied, start = exported_files(config, eos), config.model.init_from
+    copied, start = exported_files(config, eos), config.model.start
     spec, sparsity = builder.spec, config.sparsity
     entry = sparse_entry(sparsity.kind, sparsity.pattern, spec.family)
     merged = save_hf(
@@ -61,7 +62,7 @@ def export_state(
     copied |= {MODEL_CONFIG: config_like(spec, spec.dtype, start, eos)}
     if eos:
         copied = {GENERATION_FILE: {"eos_token_id": list(eos)}, **copied}
-    how = {"base": state.base, "base_folder": start and Path(start).absolute(), "copied": copied}
+    how = {"base": state.base, "base_folder": start and start.absolute(), "copied": copied}
     adapter = config.run.folder / "adapter"
     return [merged, save_peft(adapter, spec, state.parameters, **how)]
 
@@ -81,10 +82,10 @@ def exported_files(config: Config, eos: Sequence[int]) -> _Files:
     They are those of model.init_from and data.tokenizer, except for what training changed: the
     context length, how texts begin, the end tokens, and the token that ends a turn.
     """
-    start, data = config.model.init_from, config.data
-    files = {} if start is None else _found(Path(start), _OF_WEIGHTS)
+    start, data = config.model.start, config.data
+    files = {} if start is None else _found(start, _OF_WEIGHTS)
     if data.tokenizer != BYTES:
-        tokenizer = Path(data.tokenizer).expanduser()
+        tokenizer = local_folder(data.tokenizer)
         # Without a class here, transformers selects one by model type, which may tokenize
         # differently from tokenizer.json.
         files[_SETTINGS] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -96,7 +97,7 @@ def exported_files(config: Config, eos: Sequence[int]) -> _Files:
             if isinstance(loaded, HuggingFaceTokenizer) and loaded.bos != loaded.usual_bos:
                 files[_TOKENIZER] = loaded.with_bos()
     elif start is not None and data.source_options.holds_ids:
-        files |= _found(Path(start), _OF_TOKENIZER)
+        files |= _found(start, _OF_TOKENIZER)
     old = None if start is None else read_hf_values(start)["max_position_embeddings"]
     new = config.model.max_position_embeddings
     if GENERATION_FILE in files:
@@ -132,7 +133,7 @@ def _end_turns(config: Config, files: _Files) -> None:
 
     As templates of chat models expect. Not if the template itself inserts the end token.
     """
-    start, turn = config.model.init_from, end_of_turn(config.data)
+    start, turn = config.model.start, end_of_turn(config.data)
     if turn is None or (start is not None and turn[0] in read_end_tokens(start)):
         return
     templates = [

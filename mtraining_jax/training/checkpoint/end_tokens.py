@@ -24,7 +24,7 @@ def end_tokens(config: Config, saved: Sequence[int] = ()) -> list[int]:
     Raises:
         UserError: a file that names them is invalid.
     """
-    start = config.model.init_from
+    start = config.model.start
     found = [*saved, *([] if start is None else read_end_tokens(start))]
     return list(dict.fromkeys([*found, *_taught(config.data, found)]))
 

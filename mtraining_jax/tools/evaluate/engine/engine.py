@@ -63,7 +63,7 @@ class Engine:
         It uses the mesh of the run if it has all devices, otherwise all devices as one node.
 
         Args:
-            path: run folder, or folder of config.json and safetensors.
+            path: run folder, folder of config.json and safetensors, or hf://OWNER/NAME[@REVISION].
             attention: attention of prompts and scored tokens: "dense" or "sparse", which is the
                 run's pattern, or for a Hugging Face checkpoint the default of section `sparsity`.
             overrides: values of the sections `sparsity`, `parallel`, `model` and `loss`, by dotted
