@@ -3,9 +3,9 @@
     python -m benchmarks.plot_results docs/images/results.png --model SMOLLM2_FOLDER
 
 The times are those of the table of training steps in docs/benchmarks.md, of models with several
-lengths. The masks are what `SampledRows` selects in some heads of a checkpoint (`python -m
-examples.smollm2 SMOLLM2_FOLDER`) on 8192 tokens of Python's standard library. Needs matplotlib: the
-extra "plot".
+lengths; lines of steps that compute random blocks are dotted. The masks are what `SampledRows`
+selects in some heads of a checkpoint (`python -m examples.smollm2 SMOLLM2_FOLDER`) on 8192 tokens
+of Python's standard library. Needs matplotlib: the extra "plot".
 """
 
 import argparse
@@ -26,7 +26,8 @@ from mtraining_jax import SampledRows, sparse_attention
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MASK_TOKENS = 8192
 HEADS = ((1, 1), (5, 3), (7, 7), (11, 4), (17, 3), (26, 0))  # (layer, head) of SmolLM2-135M
-COLORS = {"dense": "#8c8c8c", "sparse": "#c44e52"}
+SELECTED, RANDOM = "sparse", "sparse, random blocks"
+COLORS = {"dense": "#8c8c8c", SELECTED: "#c44e52", RANDOM: "#c44e52"}
 MARKERS = {"Qwen2.5-3B": "o", "Qwen2.5-Coder-1.5B": "^", "SmolLM2-135M": "s"}
 
 
@@ -35,7 +36,7 @@ class Step(NamedTuple):
 
     model: str
     tokens: int
-    attention: str  # "dense" or "sparse"
+    attention: str  # a key of COLORS
     gpu_seconds: float  # per sequence
     seconds: str  # of the step, as the table has it
     source: str  # path of the table that it comes from, relative to the page
@@ -96,13 +97,14 @@ def draw(steps: list[Step], masks: list[tuple[str, np.ndarray]], path: Path) -> 
             kind: {step.tokens: step.gpu_seconds for step in of_model if step.attention == kind}
             for kind in COLORS
         }
-        for kind, points in times.items():
+        for kind, points in filter(lambda item: item[1], times.items()):
             axes.plot(
                 list(points), list(points.values()), color=COLORS[kind], marker=MARKERS[model],
-                linewidth=2, label=f"{model}, {kind} attention",
+                linewidth=2, linestyle=":" if kind == RANDOM else "-", label=f"{model}, {kind}",
             )  # fmt: skip
-        for tokens in sorted(set(times["dense"]) & set(times["sparse"])):
-            low, high = times["sparse"][tokens], times["dense"][tokens]
+        sparse = times[SELECTED] | times[RANDOM]
+        for tokens in sorted(set(times["dense"]) & set(sparse)):
+            low, high = sparse[tokens], times["dense"][tokens]
             axes.annotate(
                 f" {high / low:.1f} x ", (tokens, (low * high) ** 0.5), color="#444444", fontsize=9,
                 ha=("left", "right")[number % 2],

@@ -38,6 +38,13 @@ def test_links_lead_to_files_and_headings(document):
     assert not broken
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_commands_start_in_one_way(name):
+    """In the activated environment of docs/install.md, as train.py says without its packages."""
+    pages = [ROOT / name] if name.endswith(".md") else sorted((ROOT / name).rglob("*.md"))
+    assert not [page.name for page in pages if "uv run" in page.read_text()]
+
+
 def test_a_model_can_be_called_as_the_page_on_training_says():
     page = (ROOT / "docs/training.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

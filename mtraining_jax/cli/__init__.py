@@ -9,6 +9,6 @@ _PROBLEM = f"the package {_MISSING[0]} is not installed" if _MISSING else ""
 if sys.version_info < (3, 12):  # noqa: UP036
     _PROBLEM = "mtraining-jax needs Python 3.12 or newer"
 if _PROBLEM:
-    _WAY = "pip install uv, and write `uv run` instead of `python`, which installs what is missing"
+    _WAY = "in a checkout, type `pip install uv && uv sync`, then `. .venv/bin/activate`"
     print(f"error: {_PROBLEM}; {_WAY}", file=sys.stderr)
     sys.exit(2)

@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "max_steps": "run.steps",
     "model_name_or_path": "model.init_from",
     "num_train_epochs": "run.epochs",
+    "optimizer.name": "optimizer.kind",
     "per_device_train_batch_size": "data.batch_size",
     "precision": "model.dtype",
     "resume_from_checkpoint": "checkpoint.resume",
@@ -73,7 +74,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """
     names = list(names)
     head, _, leaf = name.rpartition(".")
-    if (known := _ELSEWHERE.get(leaf.replace("-", "_"))) in names:
+    if (known := _ELSEWHERE.get(name) or _ELSEWHERE.get(leaf.replace("-", "_"))) in names:
         return known
     siblings = [n for n in names if n.rpartition(".")[0] == head]
     if head and (close := difflib.get_close_matches(name, siblings, 1, cutoff=0.75)):

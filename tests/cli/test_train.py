@@ -223,9 +223,13 @@ def test_missing_packages_and_old_python():
 
     for script in ("train.py", "generate.py", "evaluate.py"):
         error = error_of("-S", script)  # without site-packages
-        assert error.startswith("error: the package flax is not installed; pip install uv, ")
+        assert error.startswith(
+            "error: the package flax is not installed; in a checkout, type `pip install uv"
+        )
     error = error_of("-c", "import sys; sys.version_info = (3, 11, 0); import mtraining_jax.cli")
-    assert error.startswith("error: mtraining-jax needs Python 3.12 or newer; pip install uv, ")
+    assert error.startswith(
+        "error: mtraining-jax needs Python 3.12 or newer; in a checkout, type `pip install uv"
+    )
 
 
 def test_options_of_another_pattern_or_source(runs, capsys, monkeypatch):

@@ -246,6 +246,11 @@ def test_wrong_overrides_that_are_no_text(minimal):
         ("run.steps", None, "overrides: run.steps = none is not allowed: it must be an integer "),
         ("run.name", 7, "overrides: run.name = 7 is not allowed: it must be a non-empty string"),
         ("run.stesp", 7, "overrides: run.stesp is not a field; did you mean run.steps?"),
+        (
+            "optimizer.name",
+            "lion",
+            "command line: optimizer.name is not a field; did you mean optimizer.kind?",
+        ),
         ("run", 7, "overrides: run is a section; set one of its fields: run.FIELD=VALUE"),
     ]:
         with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):

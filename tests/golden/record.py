@@ -21,7 +21,7 @@ import numpy as np
 from tests.golden import adapter, cases
 
 FILE = Path(__file__).with_name("bits.json")
-HOW = "if that is intended, run `uv run python -m tests.golden.write` and say in the commit why"
+HOW = "if that is intended, run `python -m tests.golden.write` and say in the commit why"
 # Numbers have moved in their last bits up to these limits: samples of an array, in ulp of its
 # largest value; its sum of absolute values, relative; loss and gradient norm of a step, in ulp.
 _SAMPLE_ULP = 4

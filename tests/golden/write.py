@@ -1,4 +1,4 @@
-"""Records bits.json again, and prints what moved: `uv run python -m tests.golden.write`."""
+"""Records bits.json again, and prints what moved: `python -m tests.golden.write`."""
 
 import atexit
 import contextlib

@@ -215,21 +215,22 @@ def _time_lines(
     parts = seconds(config, gpu, memory, flops)
     total, tokens = sum(parts.values()), config.tokens_per_step
     mfu = flops.model / (total * config.devices * PEAK_BF16_FLOPS[gpu.kind])
+    form = "6.2f" if total >= 0.1 else "6.4f"
     what = "an ESTIMATE from rates of its parts, not a measurement"
     if gpu.forecast is not None:
         what = f"a FORECAST from rates that were not all measured:\n  {gpu.forecast}"
     yield f"{_step(config)} time in seconds: {what}"
     for name, value in parts.items():
-        yield f"  {name:<20} {value:6.2f}"
-    yield f"  {'total':<20} {total:6.2f}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
+        yield f"  {name:<20} {value:{form}}"
+    yield f"  {'total':<20} {total:{form}}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
     if _mixed(config):
         program = _dense(config)
         all_pairs = count_flops(program, dataclasses.replace(pairs, density=pairs.dense))
         dense = sum(seconds(program, gpu, memory, all_pairs).values())
         share = config.dense_steps.count() / config.run.steps
         mean = share * dense + (1 - share) * total
-        yield f"  {'dense step':<20} {dense:6.2f}  {share:.1%} of the steps"
-        yield f"  {'mean of all steps':<20} {mean:6.2f}  {tokens / mean:,.0f} tokens/s"
+        yield f"  {'dense step':<20} {dense:{form}}  {share:.1%} of the steps"
+        yield f"  {'mean of all steps':<20} {mean:{form}}  {tokens / mean:,.0f} tokens/s"
     yield "  assumed: ring communication is hidden behind the attention kernels"
     if config.parallel.nodes * config.parallel.replicas > 1:
         yield "  assumed: the network between nodes is as fast as the links within a node"

@@ -40,7 +40,7 @@ class Proposal:
         if self.host:
             parts.append(f"{self.host / _GIB:.1f} GiB of host memory per device")
         if self.timed:
-            parts.append(f"{self.cost:.2f} s per step")
+            parts.append(f"{self.cost:.{2 if self.cost >= 0.1 else 4}f} s per step")
         return ", ".join(parts)
 
 

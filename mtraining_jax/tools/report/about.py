@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,32 @@ def about(folder: Path) -> dict[str, str]:
         facts["devices"] = _devices(starts[-1])
         facts["versions"] = _versions(starts[-1])
         facts["command"] = _text(starts[-1].get("command"))
-    config: dict[str, Any] = {}
-    with contextlib.suppress(OSError, UserError, ValueError, RecursionError):
-        config = tomllib.loads(read_text(folder / "config.toml"))
+    config = _config(folder)
     facts["model"] = _model(config)
     facts["attention"] = _text(_section(config, "sparsity").get("kind"))
     if isinstance(tokens := _section(config, "data").get("seq_len"), int):
         facts["sequence"] = f"{tokens:,} tokens"
     return {name: shortened(text, _LONGEST) for name, text in facts.items() if text}
+
+
+def differences(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """The values of configurations that differ, by dotted name: one for each folder, or ""."""
+    tables = []
+    for folder in folders:
+        config = _config(folder)
+        sections = {name: _section(config, name) for name in config}
+        tables.append({f"{x}.{y}": str(sections[x][y]) for x in sections for y in sections[x]})
+    names = dict.fromkeys(name for table in tables for name in table if name != "run.name")
+    rows = {name: [shortened(x.get(name, ""), _LONGEST) for x in tables] for name in names}
+    return {name: row for name, row in rows.items() if len(set(row)) > 1}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, UserError, ValueError, RecursionError):
+        config = tomllib.loads(read_text(folder / "config.toml"))
+        str(config)  # of tables that are not too deep
+        return config
+    return {}
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ COLORS = ("#3b82f6", "#f97316", "#10a37f", "#a855f7", "#e5484d", "#8d8d8d", "#d4
 _DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # and their names in CSS
 _INK = "#010203"  # replaced by the text color of the page
 _SIZE = 4.8, 2.8  # inches of 72 units; a phone shows about 330 units
-_MAX_POINTS, _MAX_COLUMNS = 250, 60
+_MAX_POINTS, _MAX_COLUMNS, _MAX_TIPS = 250, 60, 40
 _SHOWN = 1e-3  # precision of fractions on the page
 _ROUNDING = 1e-5  # largest relative error of rounding
 _MOST_PIXELS = 2**25  # of a picture; one of 8 masks has a million
@@ -94,7 +94,14 @@ def line_chart(chart: Chart, runs: Sequence[Run]) -> str:
     for i, name in enumerate(names if len(names) > 1 else ()):
         color = COLORS[i % len(COLORS)] if single else "currentColor"
         keys.append(key(color, chart.metrics[name], list(_DASHES.values())[i % len(_DASHES)]))
-    return figure_of(chart.title, chart.unit, _svg(figure, chart.title), keys + notes[:1])
+    svg = _svg(figure, chart.title)  # places the axes
+    shown = {
+        f"{'' if single else runs[i].name} {chart.metrics[name] if len(names) > 1 else ''}": points
+        for i, name, *points in curves
+    }
+    tips = _tips(axes, chart.unit, shown)
+    svg = svg.replace("</svg>", f"<g>{tips}</g></svg>")
+    return figure_of(chart.title, chart.unit, svg, keys + notes[:1])
 
 
 def heat_map(run: Run, name: str, title: str) -> str:
@@ -173,6 +180,28 @@ def _hide_rounding(axes: Any, values: np.ndarray, is_fraction: bool) -> None:
         margin = 0.05 * scale
         top = min(high + margin, 1 + _SHOWN) if is_fraction else high + margin
         axes.set_ylim(low - margin, top)
+
+
+def _tips(axes: Any, unit: str, curves: dict[str, list[np.ndarray]]) -> str:
+    """Bands of a drawn chart that show the values of its curves under the mouse."""
+    steps = np.unique(np.concatenate([steps for steps, _ in curves.values()]))
+    steps = steps[np.linspace(0, len(steps) - 1, min(len(steps), _MAX_TIPS)).round().astype(int)]
+    scale, box = 72 / axes.figure.dpi, axes.bbox
+    x = axes.get_xaxis_transform().transform([(step, 0) for step in steps])[:, 0]
+    edges = scale * np.array([box.x0, *(x[1:] + x[:-1]) / 2, box.x1])
+    top = 72 * _SIZE[1] - scale * box.y1
+    size = f'y="{top:.0f}" height="{scale * box.height:.0f}"'
+    by_position, form = "position" in axes.get_xlabel(), ".2%" if unit.startswith("%") else ".4g"
+    bands = []
+    for step, left, right in zip(steps, edges, edges[1:], strict=False):
+        lines = [f"position {short_power(2 ** int(step))}" if by_position else f"step {step:,.0f}"]
+        for label, (known, values) in curves.items():
+            value = values[np.abs(known - step).argmin()]
+            lines.append(f"{label.strip()} {value:{form}}")
+        text = "&#10;".join(html.escape(line.strip()) for line in lines)
+        place = f'x="{left:.1f}" width="{right - left:.1f}"'
+        bands.append(f"<rect {place} {size}><title>{text}</title></rect>")
+    return "".join(bands)
 
 
 def _step_axis(axes: Any) -> None:

@@ -11,7 +11,7 @@ from string import Template
 import numpy as np
 
 from mtraining_jax.reporting import PAGE
-from mtraining_jax.tools.report.about import about
+from mtraining_jax.tools.report.about import about, differences
 from mtraining_jax.tools.report.charts import (
     COLORS,
     STYLE,
@@ -148,7 +148,10 @@ def _body(runs: Sequence[Run]) -> str:
         "Audits": [*charts(_AUDITS), *masks, *map(_alarms, runs)],
         "Speed": [*charts(_SPEED), _time(runs)],
         "Memory": list(filter(None, charts(_MEMORY))) or [no_memory],
-        "Configuration and samples": [_text(run, *x) for run in runs for x in run.texts().items()],
+        "Configuration and samples": [
+            _differences(runs),
+            *(_text(run, *x) for run in runs for x in run.texts().items()),
+        ],
     }
     return "\n".join(
         f"<section><h2>{title}</h2><div>{''.join(parts)}</div></section>"
@@ -189,6 +192,16 @@ def _alarms(run: Run) -> str:
     which = f", the last {_MAX_ALARMS}" if len(found) > _MAX_ALARMS else ""
     body = f"<ul>{''.join(items)}</ul>" if found else "<p>No head was beyond a limit twice.</p>"
     return _card(f"Alarms of {run.name}: {len(found)}{which}", body)
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    rows = differences([run.folder for run in runs])
+    if not rows:
+        return ""
+    lines = [("", *(run.name for run in runs)), *((name, *row) for name, row in rows.items())]
+    cells = ("".join(f"<td>{html.escape(text)}</td>" for text in line) for line in lines)
+    body = "".join(f"<tr>{line}</tr>" for line in cells)
+    return _card("Differences of the configurations", f"<table>{body}</table>", "overflow-x: auto")
 
 
 def _time(runs: Sequence[Run]) -> str:

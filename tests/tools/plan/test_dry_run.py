@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,16 @@ def test_every_configuration_is_estimated_and_fits(name, capsys):
     ):
         assert text in printed
     assert ("not a measurement" in printed) == (rates_missing(config, H200) is None)
+
+
+def test_times_of_a_small_step_have_digits(capsys):
+    options = ["--dry-run=estimate", "--model.dtype=bfloat16"]
+    assert main(["--config", "smollm2_135m_lora_2048", *options]) == 0
+    printed = capsys.readouterr().out
+    (total,) = re.findall(r"^  total +([\d.]+)  [\d,]+ tokens/s", printed, re.MULTILINE)
+    assert 0.001 < float(total) < 0.1 and len(total) == 6
+    (faster,) = re.findall(r", ([\d.]+) s per step\)", printed)
+    assert 0 < float(faster) <= float(total)
 
 
 def test_audits_cost_less_than_1_percent_of_a_step_at_131072_tokens(capsys):

@@ -183,6 +183,45 @@ def test_rounding_errors_are_not_drawn_as_data(tmp_path):
     assert max(float(x[:-1]) for x in ticks) == 100
 
 
+def test_values_are_shown_under_the_mouse(folders, page, tmp_path):
+    """Bands cover a chart from left to right, each with the values of its step."""
+    write_page(folders[1:], out := tmp_path / "page.html")
+    figures = dict(re.findall("<figure><h3>(.*?) <small>(.*?)</figure>", out.read_text()))
+    bands = re.findall(
+        '<rect x="([^"]+)" width="([^"]+)"[^>]*><title>(.*?)</title>', figures["Loss"]
+    )
+    assert len(bands) > 30
+    for (x, width, _), (following, *_) in zip(bands, bands[1:], strict=False):
+        assert float(x) + float(width) == pytest.approx(float(following), abs=0.11)
+    texts = [text for *_, text in bands]
+    assert "step 10&#10;training 0.5&#10;validation 2" in texts
+    assert "<title>step 10&#10;mean " in figures["Recall"]
+    assert "<title>position 2&#10;2.5</title>" in figures["Validation loss by position"]
+    assert "<title>step 40&#10;20.00%</title>" in figures["Density"]
+    both = html.unescape(page.read_text(encoding="utf-8"))
+    assert f"{NAMES[0]} validation 2\n_b training 0.5\n_b validation 2</title>" in both
+
+
+def test_a_comparison_lists_where_configurations_differ(tmp_path):
+    folders, out = [], tmp_path / "page.html"
+    for name, text in (
+        ("a", "[run]\nname = 'a'\nsteps = 2\n[sparsity]\nkind = 'dense'"),
+        ("b", "[run]\nname = 'b'\nsteps = 2\n[sparsity]\nkind = 'moba'\ntop_k = 3"),
+        ("c", "[run]\n" + "x." * 4000 + "y = 1"),
+    ):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / "config.toml").write_text(text)
+        (folders[-1] / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
+    write_page(folders[:2], out)
+    cells = Reader(out.read_text(encoding="utf-8")).texts["td"]
+    assert cells == ["a", "b", "sparsity.kind", "dense", "moba", "sparsity.top_k", "3"]
+    write_page(folders[:1], out)
+    assert "td" not in Reader(out.read_text(encoding="utf-8")).texts
+    write_page(folders, out)  # without what is nested too deep
+    assert "run.steps" in Reader(out.read_text(encoding="utf-8")).texts["td"]
+
+
 def test_a_page_says_what_ran_when_and_where(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

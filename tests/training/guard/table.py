@@ -1,6 +1,6 @@
 """Plants 60 random faults into runs and prints which the guard noticed, and what became of them.
 
-    uv run python -m tests.training.guard.table [--interval N] [--gpu]
+    python -m tests.training.guard.table [--interval N] [--gpu]
 
 Each fault flips a random bit at a random step of a short run on 8 CPU devices, or on one GPU, with
 `guard.interval` (1: every step is repeated; 0: none without a suspicion).
