@@ -96,10 +96,11 @@ class CutBlocks:
         def variant(each: tuple[Array, Array]) -> Array:
             inputs, end = each
 
-            def attend(layer: Array, q: Array, k: Array, v: Array) -> Array:
-                return self._attend_block(q, k, v, k_all[layer], v_all[layer], block, end)
+            def attend(layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+                out = self._attend_block(q, k, v, k_all[layer], v_all[layer], block, end)
+                return out, jnp.float32(0)
 
-            return self.model.part_losses(inputs, labels, block * self.size, attend)
+            return self.model.part_losses(inputs, labels, block * self.size, attend)[0]
 
         return jax.lax.map(variant, each, batch_size=_AT_ONCE)
 

@@ -104,23 +104,29 @@ class SteppedModel:
         return self._losses(self._norm_state, x, self._head, tokens)
 
     def part_losses(
-        self, tokens: Array, labels: Array, first: Array, attend: Callable[..., Array]
-    ) -> Array:
+        self,
+        tokens: Array,
+        labels: Array,
+        first: Array | int,
+        attend: Callable[..., tuple[Array, Array]],
+    ) -> tuple[Array, Array]:
         """Returns the losses on labels [n] of tokens [n], fp32 [n]; may be traced.
 
         `first` is the position of the first token. `attend` gets queries, keys and values, with
-        the number of the layer as an array.
+        the number of the layer as an array, and returns its output and a measurement; those of all
+        layers are returned too.
         """
         count = tokens.shape[0]
         tables = [lax.dynamic_slice_in_dim(x, first, count, axis=1) for x in self._tables]
 
-        def layer(x: Array, number: Array) -> tuple[Array, None]:
+        def layer(x: Array, number: Array) -> tuple[Array, Array]:
             qkv = self._before(self._layers, number, x, *tables)
-            return self._after(self._layers, number, x, attend(number, *qkv)), None
+            out, measured = attend(number, *qkv)
+            return self._after(self._layers, number, x, out), measured
 
         numbers = jnp.arange(self.spec.num_layers, dtype=jnp.int32)
-        x, _ = lax.scan(layer, self._embed(self._embedding, tokens), numbers)
-        return self._part_losses(self._norm_state, x, self._head, labels)
+        x, measured = lax.scan(layer, self._embed(self._embedding, tokens), numbers)
+        return self._part_losses(self._norm_state, x, self._head, labels), measured
 
     def heads(self, tokens: np.ndarray, attend: Attend, layer: int) -> tuple[Array, Array, Array]:
         """Returns q, k and v of a layer; arguments as in `losses`."""
