@@ -4,6 +4,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,18 @@ def grouped_product(dtype: jnp.dtype, widths: tuple[int, int]) -> Callable[..., 
     if reason is None:
         return importlib.import_module("pallas_kernels.mosaic_gpu.kernels.grouped").grouped_product
     _log_once(f"experts run on XLA, on GPUs each of them for all tokens: {reason}", _level())
+    return None
+
+
+def decode_kernel(name: str | None, q: Shaped) -> Callable[..., Any] | None:
+    """Returns the kernel for queries q [B, Hq, D] of new tokens, or None for XLA; as `resolve`."""
+    kernel = resolve(name, q).decode
+    if kernel is None or q.shape[-1] in NARROW_HEAD_DIMS:
+        return kernel
+    reason = f"head dim {q.shape[-1]} (must be 64 or 128)"
+    if name is not None and name != "auto":
+        raise ValueError(f"backend={name!r} has no kernel for decoding: {reason}")
+    _log_once(f"decoding runs on the portable XLA backend: {reason}", _level())
     return None
 
 

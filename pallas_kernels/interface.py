@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -152,6 +153,7 @@ class Backend(abc.ABC):
     estimate: Estimate | None = None
     block_scores: BlockScores | None = None
     fp8_scores: Fp8Scores | None = None
+    decode: Callable[..., Pair] | None = None  # takes a `pallas_kernels.decode.DecodeCall`
 
     @abc.abstractmethod
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.checks import Shaped, unsupported_operands
+from pallas_kernels.decode import DecodeCall
 from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Gradients, Pair, whole_keys
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.common import (
@@ -21,6 +22,7 @@ from pallas_kernels.mosaic_gpu.configs import CONFIGS, Configs
 from pallas_kernels.mosaic_gpu.fused_backward.kernel import fused_kernel
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.block_scores import HopperBlockScores
+from pallas_kernels.mosaic_gpu.kernels.decode import decode_kernel
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
 from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
@@ -90,6 +92,9 @@ class MosaicGpu(Backend):
         if isinstance(call.plan.work.keys, FusedWork):
             return self._one_kernel(call, operands)
         return self._two_kernels(call, operands)
+
+    def decode(self, call: DecodeCall) -> Pair:
+        return decode_kernel(call, self.interpret)
 
     def delta_of(self, out: Array, dout: Array) -> Array:
         rows = out.shape[1]
