@@ -1,5 +1,6 @@
 """Attention of one new token per sequence to listed key blocks of a cache."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,6 +9,10 @@ from jax import Array
 from pallas_kernels import backends
 from pallas_kernels.checks import BLOCK_SIZE
 from pallas_kernels.interface import Pair
+
+# Keys per product with values, if they divide the cache. A single product over a long cache would
+# have so few results that most of a GPU would be idle.
+_CHUNK = 512
 
 
 class DecodeCall(NamedTuple):
@@ -25,36 +30,42 @@ class DecodeCall(NamedTuple):
 def decode(call: DecodeCall, backend: str | None = None) -> Pair:
     """Computes attention to the seen keys of the listed blocks, the same ones for a group of heads.
 
-    Bits depend on the shapes and on the call's values only. XLA reads the whole cache.
+    Bits depend on the shapes and on the call's values only. XLA reads the whole cache; it runs
+    where the backend has no kernel, and for heads of more than 128.
 
     Returns:
         out fp32 [B, Hq, D] and lse fp32 [B, Hq]; 0 and -inf if a token sees no key.
 
     Raises:
-        ValueError: if the backend has no kernel for the call.
+        ValueError: if the backend is unknown or cannot run here.
     """
     kernel = backends.decode_kernel(backend, call.q)
     return _dense(call) if kernel is None else kernel(call)
 
 
 def _dense(call: DecodeCall) -> Pair:
-    """Masks what is not listed."""
+    """Reads the whole cache, and masks what is not listed."""
     q, k, v, blocks, counts, seen, scale = call
     batch, heads, dim = q.shape
     kv_heads, tokens = k.shape[1:3]
-    numbers = jnp.where(jnp.arange(blocks.shape[-1]) < counts[..., None], blocks, len(seen))
-    listed = (numbers[..., None] == jnp.arange(len(seen))).any(-2)  # [B, Hk, NB]
+    counted = jnp.arange(blocks.shape[-1]) < counts[..., None]
+    rows = jnp.indices(blocks.shape, sparse=True)[:2]
+    listed = jnp.zeros((*blocks.shape[:2], len(seen)), bool)
+    listed = listed.at[*rows, jnp.where(counted, blocks, len(seen))].set(True, mode="drop")
     within = jnp.arange(BLOCK_SIZE)
     inside = (within >= seen[:, :1]) & (within < seen[:, 1:])
     mask = (listed[..., None] & inside).reshape(*listed.shape[:2], 1, tokens)
     logits = _product("bhgd,bhsd->bhgs", q.reshape(batch, kv_heads, -1, dim), k) * scale
     logits = jnp.where(mask, logits, -jnp.inf)
-    peak = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0.0, peak))
-    total = weights.sum(-1, keepdims=True)
-    out = _product("bhgs,bhsd->bhgd", weights.astype(v.dtype), v) / jnp.where(total > 0, total, 1.0)
-    lse = (peak + jnp.log(total))[..., 0]
-    return out.reshape(q.shape), lse.reshape(batch, heads)
+    peak = logits.max(-1)
+    weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
+    total = weights.sum(-1)
+    chunks = -1, math.gcd(tokens, _CHUNK)
+    weights = weights.astype(v.dtype).reshape(*weights.shape[:3], *chunks)
+    values = v.reshape(batch, kv_heads, *chunks, dim)
+    out = _product("bhgcs,bhcsd->bhcgd", weights, values).sum(2)
+    out /= jnp.where(total > 0, total, 1.0)[..., None]
+    return out.reshape(q.shape), (peak + jnp.log(total)).reshape(batch, heads)
 
 
 def _product(equation: str, *operands: Array) -> Array:

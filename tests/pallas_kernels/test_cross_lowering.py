@@ -16,6 +16,7 @@ from jaxlib.mlir import ir
 
 import pallas_kernels
 from pallas_kernels import DenseIndex, backends
+from pallas_kernels.decode import DecodeCall, decode
 from pallas_kernels.mosaic_gpu.backend import CONFIGS, MosaicGpu
 from pallas_kernels.triton import device
 from pallas_kernels.work.fused_work import FusedWork
@@ -284,3 +285,11 @@ def test_requesting_an_unavailable_backend_explains_why():
             ask(jnp.zeros((1, G, 1, 80), jnp.bfloat16))
         with pytest.raises(ValueError, match=cannot + "block_size 64"):
             ask(q, block_size=64)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_attention_of_new_tokens_lowers(dim):
+    shapes = (1, HQ, dim), (1, 2, 8 * G, dim), (1, 2, 8 * G, dim)
+    numbers = (shaped(shape, jnp.int32) for shape in ((1, 1, 8), (1, 1), (8, 2)))
+    arrays = [*(shaped(shape, jnp.bfloat16) for shape in shapes), *numbers]
+    assert _kernels(lambda *arrays: decode(DecodeCall(*arrays, 0.1)), *arrays) == 1

@@ -14,7 +14,7 @@ import pytest
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.transformer import graph_definition
-from mtraining_jax.tools.evaluate.engine.decode import CHUNK, room_for
+from mtraining_jax.tools.evaluate.engine.decode import room_for
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.engine.programs import first_token
@@ -128,12 +128,12 @@ def test_a_model_of_nan_says_so_instead_of_tokens_and_scores(monkeypatch):
             call()
 
 
-def test_a_long_cache_stays_divisible():
-    assert [room_for(n, 80) for n in (1, 64, 65, 200)] == [64, 64, 128, 256]
+def test_the_room_for_new_tokens_takes_whole_blocks():
+    assert [room_for(n, 80) for n in (1, 128, 129, 200)] == [128, 128, 256, 256]
     for local in (131072, 98304, 65536):
         for new_tokens in (1, 300, 513):
             room = room_for(new_tokens, local)
-            assert room >= new_tokens and (local + room) % CHUNK == 0
+            assert room >= new_tokens and (local + room) % 512 == 0
     assert room_for(1, 131072) == 512 and room_for(1, 16384) == 256
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
@@ -25,11 +24,10 @@ from mtraining_jax.parallel.ordering import serialize_collectives
 from mtraining_jax.tools.evaluate.engine.network import Network
 from mtraining_jax.tools.evaluate.engine.passes import STACKED, Prompt
 from mtraining_jax.tools.evaluate.engine.sampling import next_token
+from pallas_kernels.checks import BLOCK_SIZE
+from pallas_kernels.decode import DecodeCall, combine, decode
 
-# Tokens per product with values, if they divide the cache. A single product over a long cache would
-# have so few results that most of a GPU would be idle.
-CHUNK = 512
-_MIN_ROOM = 64
+_MOST_SPARE = 512  # tokens of room that are not asked for
 # One layer, [B, Hk, S, D].
 _ONE_LAYER = P(None, None, SEQUENCE_AXES)
 
@@ -37,10 +35,10 @@ _ONE_LAYER = P(None, None, SEQUENCE_AXES)
 class Cache(NamedTuple):
     """Rotated keys, and values, of a prompt and of new tokens.
 
-    Each rank holds its shard of the prompt, followed by room for T new tokens. Every rank writes
-    new tokens, which is cheap, but only the first attends to them. Heads come before tokens, so
-    each head's keys are contiguous. Layers are separate arrays, because the compiler would copy
-    each layer out of a stacked array for every token.
+    Each rank holds its shard of the prompt, followed by room for T new tokens; both take whole
+    blocks of 128. Every rank writes new tokens, which is cheap, but only the first attends to them.
+    Heads come before tokens, so each head's keys are contiguous. Layers are separate arrays,
+    because the compiler would copy each layer out of a stacked array for every token.
     """
 
     keys: tuple[Array, ...]  # per layer [B, Hk, W (S / W + T), D] in the compute dtype
@@ -74,7 +72,8 @@ def _with_room(mesh: Mesh, room: int, stacked_LBSHkD: Array) -> tuple[Array, ...
     """Splits keys or values by layer, and adds room for T new tokens per rank."""
 
     def pad_shard(stacked: Array) -> tuple[Array, ...]:
-        padding = ((0, 0), (0, 0), (0, room), (0, 0))
+        local = stacked.shape[2]
+        padding = ((0, 0), (0, 0), (0, _whole_blocks(local) - local + room), (0, 0))
         return tuple(jnp.pad(layer.swapaxes(1, 2), padding) for layer in stacked)
 
     out_specs = (_ONE_LAYER,) * stacked_LBSHkD.shape[0]
@@ -85,10 +84,16 @@ def _with_room(mesh: Mesh, room: int, stacked_LBSHkD: Array) -> tuple[Array, ...
 
 
 def room_for(new_tokens: int, local_tokens: int) -> int:
-    """Returns how many new tokens to allocate: a power of two, so that programs can be reused."""
-    # The cache of a long prompt stays divisible by CHUNK, for at most a 64th more memory.
-    share = 1 << max(local_tokens // 64, 1).bit_length() - 1
-    return max(1 << (new_tokens - 1).bit_length(), min(share, CHUNK), _MIN_ROOM)
+    """Returns how many new tokens to allocate, so that programs can be reused.
+
+    That is a power of two of at least 128, and more for long prompts: up to a 64th of them.
+    """
+    spare = 1 << max(local_tokens // 64, 1).bit_length() - 1
+    return max(1 << (new_tokens - 1).bit_length(), min(spare, _MOST_SPARE), BLOCK_SIZE)
+
+
+def _whole_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
@@ -156,8 +161,8 @@ def _step_on_shard(
         )
         filled.append((keys, values))
         sinks = layer.self_attn.sinks
-        layer_arrays = keys, values, seen[window], None if sinks is None else sinks[...]
-        out_BHD = _attend_to_cache(q[:, 0], *layer_arrays)
+        call = DecodeCall(q[:, 0], keys, values, *seen[window], q.shape[-1] ** -0.5)
+        out_BHD = _attend_to_cache(call, None if sinks is None else sinks[...], network.backend)
         x_B1E, _ = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
     hidden_BE = model.norm(x_B1E)[:, 0]
     weight_VE, (hidden_BE,) = serialize_collectives(
@@ -170,52 +175,45 @@ def _step_on_shard(
 
 def _slot_and_seen(
     layout: Layout, cache: Cache, windows: Iterable[int | None]
-) -> tuple[Array, dict[int | None, Array]]:
-    """Returns where a rank writes the new token, int32, and which keys it attends to, bool [S].
+) -> tuple[Array, dict[int | None, tuple[Array, Array, Array]]]:
+    """Returns where a rank writes the new token, int32, and by window of a layer what it sees.
 
-    The keys depend on the window of a layer.
+    The latter are `blocks`, `counts` and `seen` of `DecodeCall`.
     """
     rank = lax.axis_index(SEQUENCE_AXES)
     size = layout.block_size
+    # The blocks of a rank ascend, so what is seen of a block is a range.
     prompt = layout.block_ids(rank)[:, None] * size + jnp.arange(size, dtype=jnp.int32)
     prompt = prompt.reshape(-1)
-    slots = jnp.arange(cache.keys[0].shape[2] - prompt.size, dtype=jnp.int32)
+    start = _whole_blocks(prompt.size)
+    slots = jnp.arange(cache.keys[0].shape[2] - start, dtype=jnp.int32)
     new = (slots <= cache.count) & (rank == 0)
-    seen = jnp.concatenate([prompt < cache.prompt_len, new])
-    distance = cache.count + cache.prompt_len - jnp.concatenate([prompt, cache.prompt_len + slots])
-    seen_by_window = {x: seen if x is None else seen & (distance < x) for x in windows}
-    return prompt.size + cache.count, seen_by_window
+    padding = 0, start - prompt.size
+    seen = jnp.concatenate([jnp.pad(prompt < cache.prompt_len, padding), new])
+    position = jnp.concatenate([jnp.pad(prompt, padding), cache.prompt_len + slots])
+    distance = cache.count + cache.prompt_len - position
+    seen_by_window = {x: _listed(seen if x is None else seen & (distance < x)) for x in windows}
+    return start + cache.count, seen_by_window
 
 
-def _attend_to_cache(
-    q_BHD: Array, k_BHkSD: Array, v_BHkSD: Array, seen_S: Array, sinks_H: Array | None = None
-) -> Array:
+def _listed(seen_S: Array) -> tuple[Array, Array, Array]:
+    """Lists the blocks that have seen keys, for all sequences and heads."""
+    seen = seen_S.reshape(-1, BLOCK_SIZE)
+    first, some = jnp.argmax(seen, axis=1), seen.any(1)
+    [blocks] = jnp.nonzero(some, size=len(some), fill_value=0)
+    limits = jnp.stack([first, first + seen.sum(1)], axis=1)
+    lists = blocks[None, None], some.sum()[None, None], limits
+    return cast(Any, tuple(x.astype(jnp.int32) for x in lists))
+
+
+def _attend_to_cache(call: DecodeCall, sinks_H: Array | None, backend: str | None) -> Array:
     """Softmax attention over those keys of all ranks that are seen, fp32 [B, Hq, D].
 
-    Queries are replicated, rotated and unscaled; at least one key is seen by some rank.
+    Queries are replicated; at least one key is seen by some rank.
     """
-    batch, heads, dim = q_BHD.shape
-    kv_heads, tokens = k_BHkSD.shape[1:3]
-    q = q_BHD.reshape(batch, kv_heads, -1, dim)
-    logits = dot32("bhgd,bhsd->bhgs", q, k_BHkSD) / math.sqrt(dim)
-    logits = jnp.where(seen_S, logits, -jnp.inf)
-    peak = logits.max(-1)
-    # A rank may have no key to attend to.
-    weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
-    total = weights.sum(-1)
-    size = math.gcd(tokens, CHUNK)
-    weights = weights.astype(v_BHkSD.dtype).reshape(*weights.shape[:3], -1, size)
-    values = v_BHkSD.reshape(batch, kv_heads, -1, size, dim)
-    out = dot32("bhgcs,bhcsd->bhcgd", weights, values).sum(2)
-    sinks = -jnp.inf if sinks_H is None else sinks_H.reshape(kv_heads, -1)
-    if lax.axis_size(SEQUENCE_AXES) == 1:
-        total += jnp.exp(sinks - peak)
-        return (out / total[..., None]).reshape(batch, heads, dim)
-    # One exchange per layer, limited by latency for so few numbers.
-    own = jnp.concatenate([out, total[..., None], peak[..., None]], axis=-1)
-    parts = lax.all_gather(own, SEQUENCE_AXES)
-    out, total, peak = parts[..., :dim], parts[..., dim], parts[..., dim + 1]
-    share = jnp.exp(peak - peak.max(0))
-    total = (total * share).sum(0) + jnp.exp(sinks - peak.max(0))
-    out = (out * share[..., None]).sum(0) / total[..., None]
-    return out.reshape(batch, heads, dim)
+    out, lse = decode(call, backend)
+    if lax.axis_size(SEQUENCE_AXES) > 1:
+        # One exchange per layer, limited by latency for so few numbers.
+        parts = lax.all_gather(jnp.concatenate([out, lse[..., None]], axis=-1), SEQUENCE_AXES)
+        out, lse = combine(parts[..., :-1], parts[..., -1], axis=0)
+    return out if sinks_H is None else out * jax.nn.sigmoid(lse - sinks_H)[..., None]
