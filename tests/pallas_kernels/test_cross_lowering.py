@@ -30,6 +30,7 @@ from tests.pallas_kernels.helpers.described import (
     columns_of,
     gpu,
     index,
+    int32,
     qkv,
     shaped,
     target,
@@ -289,7 +290,6 @@ def test_requesting_an_unavailable_backend_explains_why():
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_of_new_tokens_lowers(dim):
-    shapes = (1, HQ, dim), (1, 2, 8 * G, dim), (1, 2, 8 * G, dim)
-    numbers = (shaped(shape, jnp.int32) for shape in ((1, 1, 8), (1, 1), (8, 2)))
-    arrays = [*(shaped(shape, jnp.bfloat16) for shape in shapes), *numbers]
+    cache = shaped(B, 2, 8 * G, dim)
+    arrays = shaped(B, HQ, dim), cache, cache, int32(1, 1, 8), int32(1, 1), int32(8, 2)
     assert _kernels(lambda *arrays: decode(DecodeCall(*arrays, 0.1)), *arrays) == 1
