@@ -34,6 +34,7 @@ from mtraining_jax.tools.evaluate.engine.network import Network
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
 from mtraining_jax.tools.evaluate.load import Loaded, in_compute_dtype
+from mtraining_jax.tools.plan.compiled import peak_bytes
 from mtraining_jax.utils.jax_platform import set_platform
 
 _COLUMNS = (
@@ -47,15 +48,14 @@ _COLUMNS = (
 class Timing:
     """Results of one pattern: density, mean over layers; median seconds; and memory of one device.
 
-    `peak_bytes` is what the compiler reserves for the prefill, 0 if it does not say, as for a
-    program from JAX's cache.
+    `peak_bytes` is what the compiler reserves for the prefill, None if it does not say.
     """
 
     density: float
     forward: float
     prefill: float
     token: float
-    peak_bytes: int
+    peak_bytes: int | None
 
 
 def bytes_of_a_token(
@@ -108,7 +108,7 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
         return token
 
     token_ms = median_ms(several, repeats, burst=1) / tokens
-    peak = read.func.memory_analysis().peak_memory_in_bytes
+    peak = peak_bytes(read.func)
     return Timing(density, forward_ms / 1e3, prefill_ms / 1e3, token_ms / 1e3, peak)
 
 

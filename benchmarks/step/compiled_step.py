@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from mtraining_jax.attention.inputs import AttentionInputs
 from mtraining_jax.config import Config
 from mtraining_jax.models.transformer import Attention
+from mtraining_jax.tools.plan.compiled import peak_bytes
 from mtraining_jax.training.build import build_attention, build_layout, build_pattern
 from mtraining_jax.training.state import StateBuilder
 from mtraining_jax.training.step import make_train_step
@@ -29,7 +30,7 @@ class Steps:
         step_seconds: time of each step.
         seconds: median of the steps after the first.
         compile_seconds: time to trace and compile.
-        peak_bytes: memory of one device, as the compiler reserves it.
+        peak_bytes: memory of one device, as the compiler reserves it; None if it does not say.
     """
 
     losses: list[float]
@@ -39,7 +40,7 @@ class Steps:
     step_seconds: list[float]
     seconds: float
     compile_seconds: float
-    peak_bytes: int
+    peak_bytes: int | None
 
 
 class CompiledStep:
@@ -67,7 +68,7 @@ class CompiledStep:
         step = make_train_step(config, builder, attention, mesh, AttentionInputs(pattern))
         self._compiled = step.lower(builder.abstract(), batch).compile()
         self.compile_seconds = time.perf_counter() - begin
-        self.peak_bytes: int = self._compiled.memory_analysis().peak_memory_in_bytes
+        self.peak_bytes = peak_bytes(self._compiled)
 
     def run(self, state: Any, batches: Sequence[dict[str, Array]]) -> Steps:
         """Takes a step per batch; donates `state`."""

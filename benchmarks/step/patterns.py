@@ -140,7 +140,8 @@ def _cells(text: str, found: Steps, dense: float | None) -> list[str]:
         text.replace(",", " "), f"{found.density:.4f}", f"{found.executed:.4f}",
         " ".join(f"{loss:.4f}" for loss in found.losses), f"{found.norms[0]:.3f}",
         f"{found.seconds:.3f}", f"{found.seconds / dense:.2f}" if dense else "–",
-        f"{found.peak_bytes / 2**30:.1f}", f"{found.compile_seconds:.0f}",
+        f"{found.peak_bytes / 2**30:.1f}" if found.peak_bytes else "–",
+        f"{found.compile_seconds:.0f}",
     ]  # fmt: skip
 
 

@@ -135,7 +135,8 @@ def _cells(row: Row) -> list[str]:
 
 
 def _gib(row: Row) -> str:
-    return number(None if row.get("peak") is None else row["peak"] / 2**30, 1)
+    """Peak; a dash if it is unknown, 0 in rows of earlier versions."""
+    return number(row["peak"] / 2**30 if row.get("peak") else None, 1)
 
 
 def _longest(rows: Sequence[Row]) -> Iterator[str]:
@@ -154,11 +155,13 @@ def _longest(rows: Sequence[Row]) -> Iterator[str]:
 def _fits(row: Row) -> str:
     if "error" in row:
         return f"{row['tokens']} {row['error']}"
+    memory = f", {_gib(row)} GiB" if row.get("peak") else ""
     if "unfinished" not in row:
         seconds = f", first step {row['seconds']:.3g} s" if row["attempt"] else ""
-        return f"{row['tokens']} fits{seconds}, {_gib(row)} GiB"
-    what = "reserved at its start" if ARMS[row["arm"]].compiled else "so far"
-    return f"{row['tokens']} still ran after {row['unfinished']:.0f} s, {_gib(row)} GiB {what}"
+        return f"{row['tokens']} fits{seconds}{memory}"
+    what = " reserved at its start" if ARMS[row["arm"]].compiled else " so far"
+    ran = f"{row['tokens']} still ran after {row['unfinished']:.0f} s"
+    return f"{ran}{memory}{what if memory else ''}"
 
 
 def _comparisons(rows: Sequence[Row]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from benchmarks.step.peers.arms import (
     Sizes,
     on_cpu,
 )
+from mtraining_jax.tools.plan.compiled import peak_bytes
 
 _INIT = nn.initializers.normal(INIT_STDDEV)
 _norm = functools.partial(nn.RMSNorm, epsilon=RMS_NORM_EPS, dtype=jnp.bfloat16)
@@ -144,9 +145,9 @@ class Step:
             seconds.append(time.perf_counter() - begin)
         return losses, seconds
 
-    def peak(self) -> int:
+    def peak(self) -> int | None:
         """Bytes of a step, as the compiler reserves them."""
-        return self.program.memory_analysis().peak_memory_in_bytes
+        return peak_bytes(self.program)
 
     def density(self) -> float:
         return 1.0

@@ -76,7 +76,7 @@ class Step:
         self.found = found
         return found.losses, found.step_seconds
 
-    def peak(self) -> int:
+    def peak(self) -> int | None:
         """Bytes of a step, as the compiler reserves them."""
         return self.step.peak_bytes
 

@@ -44,21 +44,30 @@ def compile_step(config: Config, gpu: Gpu) -> Compiled:
     begin = time.perf_counter()
     compiled = lower_step(config, gpu).compile()
     memory = compiled.memory_analysis()
-    if memory is None:
+    peak = peak_bytes(compiled)
+    if memory is None or peak is None:
         raise RuntimeError("the compiler returned no memory statistics")
+    host = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
+    return Compiled(peak=peak, host=host, seconds=time.perf_counter() - begin)
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """GPU memory of one device, in bytes: arguments, results and temporaries; None if unknown.
+
+    Programs from JAX's persistent cache know it too, although their `peak_memory_in_bytes` is 0.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
     reserved = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
+    # XLA's peak includes host memory.
     host = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
-    return Compiled(
-        # XLA's peak includes host memory.
-        peak=max(reserved, memory.peak_memory_in_bytes - host),
-        host=host,
-        seconds=time.perf_counter() - begin,
-    )
+    return max(reserved, memory.peak_memory_in_bytes - host) or None
 
 
 def lower_step(config: Config, gpu: Gpu) -> jax.stages.Lowered:

@@ -1,5 +1,7 @@
 """What the benchmark of prefill and decoding counts and prints."""
 
+import dataclasses
+
 import numpy as np
 
 from benchmarks.quality.evaluate import Timing, bytes_of_a_token, row_of
@@ -23,3 +25,5 @@ def test_a_row_sets_times_against_what_is_possible():
     assert row == [
         "replay", "0.063", "1.900", "2.000", "95.0%", "65,536", "5.00", "2.50", "2.00", "1.0",
     ]  # fmt: skip
+    unknown = dataclasses.replace(timing, peak_bytes=None)
+    assert row_of("replay", unknown, 131072, 0.0025)[-1] == "–"

@@ -3,13 +3,17 @@
 import importlib.util
 import json
 import threading
+import types
 
+import jax
 import pytest
 
 from benchmarks.step.peers import __main__ as command
 from benchmarks.step.peers import flax_step, measure
 from benchmarks.step.peers.arms import ARMS
 
+MEMORY_ANALYSIS = jax.stages.Compiled.memory_analysis
+PARAMETERS = 256 * 64 + 2 * (64 * 64 * 3 + 3 * 64 * 128)  # of the tiny model, in matrices
 DONE = {"model": "tiny", "date": "2026-11-29", "device": "GPU", "versions": "jax 1", "used": None}
 
 
@@ -22,6 +26,14 @@ def timed(arm, tokens, seconds):
     """A row with a time."""
     sizes = {"peak": 3 * 2**30, "density": 1.0, "losses": [5.5, 5.4], "steps": 3}
     return row(arm, tokens, seconds=seconds, spread=[seconds, seconds], **sizes)
+
+
+def of_a_program_from_the_cache(program):
+    """Memory statistics of a program that was loaded from JAX's cache on a GPU: without a peak."""
+    names = "argument", "output", "alias", "temp", "host_temp", "host_argument"
+    known = MEMORY_ANALYSIS(program)
+    sizes = {f"{x}_size_in_bytes": getattr(known, f"{x}_size_in_bytes") for x in names}
+    return types.SimpleNamespace(**sizes, peak_memory_in_bytes=0)
 
 
 def in_this_process(jobs, at_once, receive, log, seconds=0):
@@ -57,6 +69,7 @@ def run(folder, monkeypatch, arms, *options):
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 def test_every_arm_begins_with_the_loss_of_random_logits_and_learns(tmp_path, monkeypatch):
     monkeypatch.setattr(flax_step, "CHUNK", 256)
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", of_a_program_from_the_cache)
     has_torch = importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")
     arms = ["flax", "flax-chunked", "sparse", *["transformers"] * bool(has_torch)]
     rows, text = run(tmp_path, monkeypatch, arms, "--attempts")
@@ -68,12 +81,27 @@ def test_every_arm_begins_with_the_loss_of_random_logits_and_learns(tmp_path, mo
         assert last < first - 0.004
         assert 0 < found["seconds"] and found["spread"][0] <= found["seconds"] <= found["spread"][1]
     by_arm = {x["arm"]: x for x in rows}
+    state = 3 * 4 * PARAMETERS
+    assert all(state < by_arm[x]["peak"] < 100 * state for x in arms if ARMS[x].compiled)
     whole, chunked = (by_arm[x]["losses"] for x in ("flax", "flax-chunked"))
     assert whole == pytest.approx(chunked, abs=1e-4)
     assert by_arm["flax"]["density"] == 1 and 0.25 < by_arm["sparse"]["density"] < 0.35
     again, same = run(tmp_path, monkeypatch, arms, "--attempts")
     assert (again, same) == (rows, text)  # nothing was repeated
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(arms)
+
+
+def test_unknown_memory_is_a_dash_and_never_zero():
+    rows = [
+        timed("dense", 8192, 1.0) | {"peak": 0},
+        timed("transformers", 8192, 1.0) | {"peak": None},
+        row("sparse", 262144, attempt=True, unfinished=12, peak=0),
+    ]
+    text = command.table("tiny", rows)
+    assert "| 8192 | mtraining-jax, dense | 1.000 | 1.000 | 1.000 to 1.000 | 8,192 | – |" in text
+    assert "| 8192 | transformers | 1.000 | 1.000 | 1.000 to 1.000 | 8,192 | – |" in text
+    assert "*mtraining-jax, dense*: 8192 fits." in text
+    assert "*mtraining-jax, sparse*: 262144 still ran after 12 s." in text
 
 
 class Fake:
