@@ -5,12 +5,14 @@ process. The parent (`measure`) starts them. A worker compiles, waits for its tu
 measures while nothing else runs, and sends its results (`send`, or `serve` for both). Needs no JAX.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def measure(
     at_once: int,
     receive: Callable[[Any], None],
     log: Callable[[str], None],
-    seconds: float = threading.TIMEOUT_MAX,
+    seconds: float = 1800,
 ) -> None:
     """Runs a worker for every job, in order.
 
@@ -67,7 +69,7 @@ def measure(
         at_once: workers that compile at the same time; others follow as these finish.
         receive: called with each value that a worker sends.
         log: called with what workers say about themselves, and with each failure.
-        seconds: after which a worker is killed that has its turn.
+        seconds: after which a worker is killed that still compiles, or that still has its turn.
     """
     for first in range(0, len(jobs), at_once):
         _wave(jobs[first : first + at_once], receive, log, seconds)
@@ -76,38 +78,53 @@ def measure(
 def _wave(
     jobs: Sequence[Job], receive: Callable[[Any], None], log: Callable[[str], None], seconds: float
 ) -> None:
-    started: list[tuple[str, subprocess.Popen]] = []
+    started: list[subprocess.Popen] = []
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        try:
+            for _, arguments in jobs:
+                process = subprocess.Popen(
+                    arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+                )
+                started.append(process)
+            ready = []
+            answers = pool.map(lambda x: _compiled(x, seconds), started)
+            for (name, _), process, (kind, about) in zip(jobs, started, answers, strict=True):
+                if kind == _READY:
+                    ready.append((name, process))
+                    if about:
+                        log(f"{name}: {about}")
+                else:
+                    log(f"FAILED to compile: {name}" if kind is None else f"no {name} ({about})")
+            for name, process in ready:
+                if process.poll() is None:
+                    process.stdin.write(_GO + "\n")
+                    process.stdin.flush()
+                with _killed_after(process, seconds):
+                    while (sent := _read(process, _SENT))[0]:
+                        receive(json.loads(sent[1]))
+                    if process.wait() != 0:
+                        log(f"FAILED to measure: {name}")
+        finally:
+            for process in started:
+                process.kill()
+                process.communicate()
+
+
+@contextlib.contextmanager
+def _killed_after(process: subprocess.Popen, seconds: float) -> Iterator[None]:
+    late = threading.Timer(seconds, process.kill)
+    late.daemon = True
+    late.start()
     try:
-        for name, arguments in jobs:
-            process = subprocess.Popen(
-                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-            )
-            started.append((name, process))
-        ready = []
-        for name, process in started:
-            kind, about = _read(process, _READY, _SKIPPED)
-            if kind == _READY:
-                ready.append((name, process))
-                if about:
-                    log(f"{name}: {about}")
-            else:
-                log(f"FAILED to compile: {name}" if kind is None else f"no {name} ({about})")
-        for name, process in ready:
-            if process.poll() is None:
-                process.stdin.write(_GO + "\n")
-                process.stdin.flush()
-            late = threading.Timer(seconds, process.kill)
-            late.daemon = True
-            late.start()
-            while (sent := _read(process, _SENT))[0]:
-                receive(json.loads(sent[1]))
-            if process.wait() != 0:
-                log(f"FAILED to measure: {name}")
-            late.cancel()
+        yield
     finally:
-        for _, process in started:
-            process.kill()
-            process.communicate()
+        late.cancel()
+
+
+def _compiled(process: subprocess.Popen, seconds: float) -> tuple[str | None, str]:
+    """What a worker says once it has compiled; it is killed if it takes too long."""
+    with _killed_after(process, seconds):
+        return _read(process, _READY, _SKIPPED)
 
 
 def _read(process: subprocess.Popen, *prefixes: str) -> tuple[str | None, str]:

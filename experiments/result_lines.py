@@ -10,13 +10,13 @@ Readers get a dict for each row.
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import result_file
 from mtraining_jax.utils.errors import UserError
 
 Line = dict[str, Any]
@@ -46,18 +46,8 @@ def read_lines(path: Path) -> list[Line]:
     Raises:
         UserError: if another line is not JSON, or a row does not fit the header above it.
     """
-    if not path.is_file():
-        return []
-    lines, header, columns, texts = [], {}, (), path.read_text().split("\n")
-    for number, text in enumerate(texts, 1):
-        if not text:
-            continue
-        try:
-            value = json.loads(text)
-        except ValueError:
-            if number < len(texts):
-                raise UserError(f"{path}, line {number} is not JSON") from None
-            continue
+    lines, header, columns = [], {}, ()
+    for number, value in enumerate(result_file.read_lines(path), 1):
         if isinstance(value, dict):
             columns, header = value.pop("columns", ()), value
             lines += [] if columns else [value]
@@ -71,27 +61,20 @@ def read_lines(path: Path) -> list[Line]:
 
 def append_lines(path: Path, lines: Iterable[Line]) -> None:
     """Adds lines to a JSONL file; an incomplete last line is removed first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        file.seek(0)
-        written = file.read()
-        written = written[: written.rfind(b"\n") + 1]
-        file.truncate(len(written))
-        objects = (x for x in reversed(written.splitlines()) if not x.startswith(b"["))
-        for text in _texts(lines, next(objects, b"").decode()):
-            file.write(text.encode() + b"\n")
+    objects = [x for x in result_file.read_lines(path) if isinstance(x, dict)]
+    result_file.append_lines(path, _values(lines, objects[-1] if objects else {}))
 
 
-def _texts(lines: Iterable[Line], header: str) -> Iterator[str]:
-    """The text of lines; a header is omitted if it is the last object in the file."""
+def _values(lines: Iterable[Line], header: Line) -> Iterator[Any]:
+    """The values of lines; a header is omitted if it is the last object in the file."""
     for shared, same in itertools.groupby(lines, _shared):
         rows, decimals = list(same), COLUMNS.get(shared.get("what"), {})
         columns = [name for name in decimals if any(name in row for row in rows)]
         if not columns:
-            yield from map(_text, rows)
-            header = ""
+            yield from rows
+            header = {}
             continue
-        new = _text(shared | {"columns": columns})
+        new = shared | {"columns": columns}
         if new != header:
             yield new
         header = new
@@ -99,7 +82,7 @@ def _texts(lines: Iterable[Line], header: str) -> Iterator[str]:
             values = [_rounded(row.get(name), decimals[name]) for name in columns]
             while values and values[-1] is None:
                 values.pop()
-            yield _text(values)
+            yield values
 
 
 def _shared(line: Line) -> Line:
@@ -107,10 +90,6 @@ def _shared(line: Line) -> Line:
     columns = COLUMNS.get(line.get("what"), ())
     shared = {name: x for name, x in line.items() if name not in columns}
     return {"what": shared.pop("what"), **shared} if columns else shared
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def _rounded(value: Any, decimals: int) -> Any:

@@ -200,17 +200,20 @@ def test_resumed_data_keeps_the_commit_of_each_path(server, tmp_path):
 
 
 def test_adapters_by_name_and_of_a_base_by_name(server, tmp_path):
-    server.commit("acme/base", FILES | {"LICENSE": b"terms", "generation_config.json": b"{}"})
+    files = FILES | {"LICENSE": b"terms", "generation_config.json": b"{}"}
+    of_base = server.commit("acme/base", files)
     how = {"run": {"output_dir": str(tmp_path), "name": "lora"}, "lora": {"rank": 2}}
     config = Config.from_dict(table("hf://acme/base", **how))
     builder = StateBuilder(config, build_mesh(config))
     merged, adapter = export_state(config, builder, builder.fresh(), [7])
     assert (merged / "LICENSE").read_bytes() == b"terms"
-    assert load_model(adapter, "dense").stop_ids == {7}  # it names the folder of its base
     raw = json.loads((adapter / "adapter_config.json").read_text())
-    assert raw["base_model_name_or_path"] == str(config.model.start)
+    assert (raw["base_model_name_or_path"], raw["revision"]) == ("acme/base", of_base)
+    server.commit("acme/base", files | with_weights(1.1))
+    assert load_model(adapter, "dense").stop_ids == {7}  # of the base at its revision
+    server.commit("acme/base", files)
 
-    raw["base_model_name_or_path"] = "acme/base"
+    raw["revision"] = None
     (adapter / "adapter_config.json").write_text(json.dumps(raw))
     commit = server.commit_folder("acme/adapter", adapter)
     with pytest.raises(UserError, match="give its folder with --model.init_from=FOLDER, or hf://O"):

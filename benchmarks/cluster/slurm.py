@@ -7,7 +7,6 @@ Its losses are compared with those of an uninterrupted job. Exit status: 0, 1 af
 where it cannot run.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cluster.hosts import ROOT, Host, enter_namespaces, make_hosts, run
+from benchmarks.result_file import read_lines
 from benchmarks.soak.__main__ import CONFIG, CPU
 from benchmarks.soak.process import make_data
 
@@ -91,10 +91,7 @@ class Job:
         return int(re.search(r"Restarts=(\d+)", run("scontrol", "show", "job", self.id))[1])
 
     def records(self) -> list[dict]:
-        if not self._metrics.exists():
-            return []
-        lines = self._metrics.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_lines(self._metrics)
 
     def step(self) -> int:
         return self.records()[-1]["step"] if self.records() else 0

@@ -25,6 +25,7 @@ from benchmarks.peers.others import PEERS
 from benchmarks.peers.picture import draw
 from benchmarks.peers.problems import PROBLEMS, Problem
 from benchmarks.report import number, table_head, table_line
+from benchmarks.result_file import append_lines, read_lines
 
 Result = dict[str, Any]
 _MODULES = {"": "problems", OWN: "own"}  # by kernels; those without a name draw the inputs
@@ -50,8 +51,7 @@ beyond the inputs, building and one pass each.
 def read(path: Path) -> list[Result]:
     """Results per problem, kernels and device; each of the file's lines has a part of one."""
     found: dict[tuple, Result] = {}
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    for row in map(json.loads, lines):  # a cut last line is skipped
+    for row in read_lines(path):
         key = row["problem"], row["kernels"], row.get("device")
         found[key] = found.get(key, {}) | row
     return list(found.values())
@@ -131,8 +131,7 @@ def main(argv: list[str] | None = None) -> str:
         jobs.append((f"{name} {problem.name}", workers.command(module, json.dumps(job))))
 
     def receive(row: Result) -> None:
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_lines(args.results, [row])
         if "total" in row or "error" in row:
             print(row["problem"], row["kernels"], row.get("error", "measured"), file=sys.stderr)
 
@@ -163,7 +162,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", choices=every, default=every, metavar="NAME")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="checkout with MTraining")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/peers"), metavar="DIR")
-    parser.add_argument("--seconds", type=at_least(1), default=60, help="of one worker's turn")
+    parser.add_argument(
+        "--seconds", type=at_least(1), default=600, help="of compiling, and of measuring, a worker"
+    )
     parser.add_argument(
         "--queued", type=at_least(1), default=0, metavar="SECONDS", help="also measure power"
     )

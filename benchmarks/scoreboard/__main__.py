@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks import workers
 from benchmarks.options import at_least, make_parser
 from benchmarks.report import number, setting, table_head, table_line
+from benchmarks.result_file import append_lines, read_lines
 from benchmarks.scoreboard import cases, measure
 from benchmarks.scoreboard.cases import CASES, Case
 from benchmarks.scoreboard.packages import PACKAGES
@@ -46,7 +47,7 @@ several GPUs and for lists is what their source says, not measured.
 def read(path: Path) -> dict[Key, Result]:
     """Results by case and package; each of the file's lines has a part of one."""
     found: dict[Key, Result] = {}
-    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    for row in read_lines(path):
         key = row["problem"], row["kernels"]
         found[key] = found.get(key, {}) | row
     return found
@@ -106,17 +107,15 @@ def _cells(case: Case, name: str, row: Result) -> list[str]:
 def main(argv: list[str] | None = None) -> str:
     """Measures what is left and returns the tables."""
     args = _parse(argv)
-    _complete(args.results)
     left = plan(args.cases, args.packages, read(args.results))
     scratch = {"scratch": str(args.scratch), "seed": args.seed}
-    options = dict(repeats=args.repeats, backend=args.backend, seconds=args.seconds)
+    options = dict(repeats=args.repeats, backend=args.backend)
     every = [scratch | options | dict(problem=case, kernels=name) for case, name in left]
 
     ended = set[Key]()
 
     def receive(row: Result) -> None:
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_lines(args.results, [row])
         if "total" in row or "error" in row:
             ended.add((row["problem"], row["kernels"]))
             print(row["problem"], row["kernels"], row.get("error", "measured"), file=sys.stderr)
@@ -141,12 +140,6 @@ def main(argv: list[str] | None = None) -> str:
     if args.out is not None:
         args.out.write_text(text, encoding="utf-8")
     return text
-
-
-def _complete(path: Path) -> None:
-    """Creates the file, or removes a last line that an abort cut."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
 
 
 def _job(case: str, name: str) -> str:
@@ -188,7 +181,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/scoreboard"), metavar="DIR")
     parser.add_argument(
-        "--seconds", type=at_least(1), default=120, help="of compiling, and of measuring, a worker"
+        "--seconds", type=at_least(1), default=600, help="of compiling, and of measuring, a worker"
     )
     return parser.parse_args(argv)
 

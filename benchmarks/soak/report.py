@@ -1,7 +1,6 @@
 """Checks of two soaked runs, as Markdown: bit-identical losses, files, and growth of memory."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import table_head, table_line
+from benchmarks.result_file import read_lines
 from benchmarks.soak.events import Event
 from benchmarks.soak.process import NAMES, SoakedRun
 
@@ -99,11 +99,7 @@ def differences(runs: Path, complete: bool) -> Found:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of a run, one per step, without a last line that is half written."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def _by_step(records: Sequence[dict[str, Any]]) -> Steps:

@@ -32,6 +32,12 @@ def with_commit(name: str, recorded: str = "", field: str = "") -> str:
     return f"{repository}{commit}/{uri.path_in_repo}".rstrip("/")
 
 
+def repository(name: str) -> tuple[str, str] | None:
+    """Returns OWNER/NAME and the commit of `hf://OWNER/NAME@COMMIT`; None for all other names."""
+    found = re.fullmatch(f"{HUB}([^@]+)@([0-9a-f]{{40}})", name)
+    return found and (found[1], found[2])
+
+
 def local_folder(name: str | Path, weights: bool = False) -> Path:
     """The local path of a checkpoint's folder or file; with `hf://` it is downloaded first."""
     if not str(name).startswith(HUB):

@@ -1,5 +1,7 @@
 """Workers of the benchmarks: they compile side by side, measure in turn, and may fail."""
 
+import time
+
 from benchmarks import workers
 
 
@@ -27,6 +29,15 @@ def test_workers_that_fail_are_named_and_others_continue():
 
 def test_a_worker_that_hangs_is_killed_and_others_continue():
     jobs = [("slow", ["a", "hangs"]), ("good", ["b", "-"])]
-    sent, logged = measured(jobs, 2, seconds=0.5)
+    sent, logged = measured(jobs, 2, seconds=3)
     assert [x[0] for x in sent if isinstance(x, list)] == ["a", "b"] and len(sent) == 3
     assert logged == ["FAILED to measure: slow"]
+
+
+def test_a_worker_that_compiles_too_long_is_killed_and_the_others_of_its_wave_continue():
+    jobs = [("slow", ["a", "compiles too long"]), ("good", ["b", "-"]), ("next", ["c", "-"])]
+    begin = time.monotonic()
+    sent, logged = measured(jobs, 2, seconds=3)
+    assert [x[0] for x in sent if isinstance(x, list)] == ["b", "c"] and len(sent) == 4
+    assert logged == ["FAILED to compile: slow"]
+    assert time.monotonic() - begin < 30

@@ -14,6 +14,8 @@ if __name__ == "__main__":
     if how == "skips":
         workers.skip("no such device")
         sys.exit()
+    if how == "compiles too long":
+        time.sleep(60)
     if workers.my_turn("version 9" * (how == "names a version")):
         turn = time.time()
         workers.send([name, started, turn])

@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks import workers
 from benchmarks.options import at_least, make_parser
 from benchmarks.report import number, table_head, table_line
+from benchmarks.result_file import append_lines, read_lines
 from benchmarks.step.peers.arms import ARMS, MODELS
 from benchmarks.step.peers.measure import OUT_OF_MEMORY
 
@@ -42,8 +43,7 @@ most (torch), or what the compiler reserves for a step with its state (JAX).
 
 def read(path: Path, model: str) -> list[Row]:
     """The last row of each arm and length of a model."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if row["model"] == model]
+    rows = [row for row in read_lines(path) if row["model"] == model]
     return list({(row["arm"], row["tokens"], row["attempt"]): row for row in rows}.values())
 
 
@@ -221,14 +221,13 @@ def main(argv: list[str] | None = None) -> str:
         return found
 
     def receive(row: Row) -> None:
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_lines(args.results, [row])
         known = {name: row[name] for name in ("seconds", "unfinished", "error") if name in row}
         print(row["arm"], row["tokens"], known, file=sys.stderr, flush=True)
 
     at_once = max(args.workers, 1)
     try:
-        workers.measure(jobs(True), at_once, receive, [].append)
+        workers.measure(jobs(True), at_once, receive, [].append, args.seconds)
         workers.measure(jobs(False), at_once, receive, notes.append, args.seconds)
     except KeyboardInterrupt:
         notes.append("interrupted")
@@ -255,7 +254,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", default=[8192, 32768, 131072], **lengths)
     parser.add_argument("--attempts", default=[262144, 524288], **lengths)
     parser.add_argument("--attempt-seconds", type=at_least(1), default=30, metavar="S")
-    parser.add_argument("--seconds", type=at_least(1), default=200, help="of one worker's turn")
+    parser.add_argument(
+        "--seconds", type=at_least(1), default=600, help="of compiling, and of measuring, a worker"
+    )
     parser.add_argument(
         "--cache", type=Path, default=Path("/tmp/step-peers"), help="folder of compiled programs"
     )

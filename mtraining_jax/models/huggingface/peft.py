@@ -19,6 +19,7 @@ from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import fields_of, options
+from mtraining_jax.utils.hub import HUB
 from mtraining_jax.utils.limits import Decay, PositiveFloat, PositiveInt, Text, TextList
 
 # The adapted model, as config.json. With that name, transformers would expect the weights of the
@@ -52,10 +53,11 @@ class _Fields:
     target_modules: TextList = ()
     lora_dropout: Decay = 0.0
     base_model_name_or_path: Text | None = None
+    revision: Text | None = None
 
 
-def peft_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
-    """Returns the contents of adapter_config.json."""
+def peft_config(spec: ModelSpec, base: str | None, revision: str | None = None) -> dict[str, Any]:
+    """Returns the contents of adapter_config.json; see `save_peft`."""
     lora = spec.lora
     assert lora is not None
     modules = {_last(name): len(parts) for name, parts in _adapted(spec).items()}
@@ -63,6 +65,7 @@ def peft_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return _FIXED | {
         "base_model_name_or_path": base,
+        "revision": revision,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
         "init_lora_weights": True,
@@ -80,6 +83,7 @@ def read_peft_config(
 ) -> tuple[LoraSpec, str | None]:
     """Reads adapters of a model family, and the folder or name of their base.
 
+    The base is `hf://OWNER/NAME@REVISION` if the file has a revision and no such folder exists.
     Without `family` the targets are modules of its checkpoints, which may fuse projections.
 
     Raises:
@@ -115,7 +119,10 @@ def read_peft_config(
     # rsLoRA divides by the root of the rank.
     alpha = found.lora_alpha * (math.sqrt(found.r) if raw.get("use_rslora") else 1)
     lora = LoraSpec(found.r, float(alpha), unique, found.lora_dropout)
-    return lora, found.base_model_name_or_path
+    base, revision = found.base_model_name_or_path, found.revision
+    if base and revision and not (Path(base).is_absolute() or Path(base).is_dir()):
+        base = f"{HUB}{base}@{revision}"
+    return lora, base
 
 
 def is_shared(directory: str | Path, spec: ModelSpec) -> bool:

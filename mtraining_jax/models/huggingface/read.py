@@ -102,12 +102,19 @@ def load_peft(
 
 def check_base(path: str | Path, needed: str | None, base: Mapping[str, Array]) -> None:
     """Raises a UserError if adapters with the digest of a base do not belong to `base`."""
-    if needed is not None and needed != (found := digest(base)):
+    if needed is None or needed == (found := digest(base)):
+        return
+    if needed.rpartition("-")[0] != found.rpartition("-")[0]:
         raise UserError(
-            f"{path} has adapters of another base model: it needs the one with digest {needed}, "
-            f"but model.init_from has {found}; set model.init_from to the folder that the adapters "
-            "were trained from"
+            f"{path} identifies its base model by the digest {needed} of another version of "
+            f"mtraining-jax, which cannot be compared with {found} of model.init_from; load it "
+            "with the version that wrote it, or write it again with this one"
         )
+    raise UserError(
+        f"{path} has adapters of another base model: it needs the one with digest {needed}, "
+        f"but model.init_from has {found}; set model.init_from to the folder that the adapters "
+        "were trained from"
+    )
 
 
 def _copies(tensors: Tensors, spec: ModelSpec) -> list[CheckpointTensor]:

@@ -19,7 +19,7 @@ from mtraining_jax.training.build import build_mesh
 from mtraining_jax.training.checkpoint import read_state, run_folder
 from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS, end_of_turn, end_tokens
 from mtraining_jax.training.state import StateBuilder, TrainState
-from mtraining_jax.utils.hub import local_folder
+from mtraining_jax.utils.hub import local_folder, repository
 
 _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATES = "chat_template*", "additional_chat_templates/*.jinja"
@@ -62,7 +62,9 @@ def export_state(
     copied |= {MODEL_CONFIG: config_like(spec, spec.dtype, start, eos)}
     if eos:
         copied = {GENERATION_FILE: {"eos_token_id": list(eos)}, **copied}
-    how = {"base": state.base, "base_folder": start and start.absolute(), "copied": copied}
+    folder = start and str(start.absolute())
+    name, revision = repository(config.model.init_from or "") or (folder, None)
+    how = {"base": state.base, "base_name": name, "revision": revision, "copied": copied}
     adapter = config.run.folder / "adapter"
     return [merged, save_peft(adapter, spec, state.parameters, **how)]
 

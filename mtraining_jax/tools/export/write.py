@@ -144,7 +144,8 @@ def save_peft(
     parameters: Mapping[str, Array],
     *,
     base: Mapping[str, Array],
-    base_folder: str | Path | None,
+    base_name: str | None,
+    revision: str | None = None,
     copied: Mapping[str, Path | dict[str, Any]] | None = None,
 ) -> Path:
     """Writes adapters, fp32, as a folder that PEFT loads; replaces an older one.
@@ -156,7 +157,8 @@ def save_peft(
         spec: the model, with adapters.
         parameters: the adapters by name.
         base: the parameters of their base by name, which identify it.
-        base_folder: where the base can be found.
+        base_name: folder of the base, or OWNER/NAME of its repository.
+        revision: commit in the repository.
         copied: extra files by name, as in `save_hf`.
 
     Raises:
@@ -166,7 +168,7 @@ def save_peft(
     folder = _Folder(directory, (directory / PEFT_CONFIG).is_file())
     is_first, tensors = jax.process_index() == 0, {}
     metadata = {BASE_DIGEST: digest(base)}
-    config = peft_config(spec, None if base_folder is None else str(base_folder))
+    config = peft_config(spec, base_name, revision)
     try:
         _on_first(folder, folder.make)
         for tensor in adapter_tensors(spec):

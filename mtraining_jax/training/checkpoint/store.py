@@ -22,7 +22,12 @@ from jax import memory
 
 from mtraining_jax.config import Config
 from mtraining_jax.config.sections import GCS
-from mtraining_jax.models.huggingface.checksums import checksum, digest
+from mtraining_jax.models.huggingface.checksums import (
+    CHECKSUM_VERSION,
+    checksum,
+    checksum_on_host,
+    digest,
+)
 from mtraining_jax.models.huggingface.read import check_base
 from mtraining_jax.training.checkpoint.errors import (
     damaged,
@@ -35,7 +40,7 @@ from mtraining_jax.training.optimizer import Parameters
 from mtraining_jax.training.state import PINNED_HOST, TrainState
 from mtraining_jax.utils.errors import UserError
 
-_TABLES = "config", "shapes", "checksums"
+_TABLES, _VERSION = ("config", "shapes", "checksums"), "version of checksums"
 
 
 def newest_step(folder: Path) -> int | None:
@@ -113,6 +118,7 @@ class Checkpoints:
             "config": config.to_dict(),
             "loader": loader_state,
             "shapes": {name: list(x.shape) for name, x in state.parameters.items()},
+            _VERSION: CHECKSUM_VERSION,
             "checksums": _checksums(arrays),
         }
         if state.base:
@@ -159,6 +165,13 @@ def read_record(folder: Path, step: int) -> dict[str, Any]:
     tables = (isinstance(parts.get(name), dict) for name in _TABLES)
     if not all(tables) or "loader" not in record or "model" not in record["config"]:
         raise damaged(folder / str(step), "its record is incomplete")
+    if (version := record.get(_VERSION, 1)) != CHECKSUM_VERSION:
+        raise UserError(
+            f"the checkpoint {folder / str(step)} has checksums of version {version}, but this "
+            f"mtraining-jax can verify only those of version {CHECKSUM_VERSION}; resume with the "
+            "mtraining-jax that wrote it, or start a new run with another run.name or "
+            "checkpoint.resume=false"
+        )
     return record
 
 
@@ -222,7 +235,7 @@ def check_intact(folder: Path, step: int) -> None:
             json.loads(file.read_text())  # read only when it is not to the host
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
     arrays = _read(folder, step, arrays=ocp.args.PyTreeRestore(restore_args=on_host)).arrays
-    _compare(folder / str(step), _by_name(jax.tree.map(_checksum_on_host, arrays)), record)
+    _compare(folder / str(step), _by_name(jax.tree.map(checksum_on_host, arrays)), record)
 
 
 def _read_arrays(folder: Path, step: int, wanted: Any, record: dict[str, Any]) -> dict[str, Any]:
@@ -308,8 +321,3 @@ def _name(path: Any) -> str:
 @jax.jit
 def _all_checksums(arrays: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(checksum, jax.device_put(arrays, memory.Space.Device))
-
-
-def _checksum_on_host(x: np.ndarray) -> np.uint32:
-    bits = x.reshape(-1).view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
-    return np.sum(bits * (2 * np.arange(bits.size, dtype=np.uint32) + 1), dtype=np.uint32)

@@ -138,7 +138,7 @@ def test_processes_that_end_without_a_result_are_rows(tmp_path, monkeypatch):
         assert json.loads(jobs[0][1][-1])["cases"] == [f"{SHAPE},dense", f"{SHAPE},window200"]
         for fate, (name, started) in zip(fates, jobs[1:], strict=True):
             job = json.loads(started[-1])
-            assert started[-2] == "benchmarks.scoreboard.measure" and job["seconds"] == 70
+            assert started[-2] == "benchmarks.scoreboard.measure"
             row = {x: job[x] for x in ("problem", "kernels")}
             if fate == "measures, then crashes":
                 receive(row | {"out": 1e-3, "forward": 2.0})

@@ -476,7 +476,7 @@ def test_adapters_replace_older_ones_with_the_same_bytes(tmp_path):
     base = {"norm.weight": jnp.ones(8)}
     files = set()
     for _ in range(6):  # the order of two entries of metadata is random
-        save_peft(folder, spec, adapters, base=base, base_folder="b")
+        save_peft(folder, spec, adapters, base=base, base_name="b")
         files.add((folder / PEFT_FILE).read_bytes())
         (folder / "older.txt").write_text("of the older one")
     assert len(files) == 1 and len(load_file(folder / PEFT_FILE)) == 2 * spec.num_layers
@@ -484,7 +484,7 @@ def test_adapters_replace_older_ones_with_the_same_bytes(tmp_path):
     assert {x.name for x in folder.iterdir()} == {PEFT_CONFIG, PEFT_FILE}
     (folder / PEFT_CONFIG).unlink()
     with pytest.raises(UserError, match="adapter exists and is not an empty folder"):
-        save_peft(folder, spec, adapters, base=base, base_folder="b")
+        save_peft(folder, spec, adapters, base=base, base_name="b")
     assert [x.name for x in folder.iterdir()] == [PEFT_FILE]
 
 

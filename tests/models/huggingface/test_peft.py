@@ -19,6 +19,7 @@ from mtraining_jax.models.sharding import named_shapes, parameter_names
 from mtraining_jax.models.transformer import abstract_state, graph_definition
 from mtraining_jax.tools.export.write import save_peft
 from mtraining_jax.utils.errors import UserError
+from mtraining_jax.utils.hub import repository
 from tests.models.common import CHECKPOINTS, next_token_loss, tiny_spec
 
 BASE = CHECKPOINTS / "llama3_tiny"
@@ -116,15 +117,15 @@ def test_saved_adapters_replace_older_ones_only(tmp_path):
     arrays = jax.tree.map(jax.numpy.asarray, zeros)
     base = {"norm.weight": jax.numpy.ones(32)}
     folder = tmp_path / "adapter"
-    save_peft(folder, spec, arrays, base=base, base_folder="first")
+    save_peft(folder, spec, arrays, base=base, base_name="first")
     (folder / "stale").write_text("")
-    save_peft(folder, spec, arrays, base=base, base_folder="second")
+    save_peft(folder, spec, arrays, base=base, base_name="second")
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
     assert read_peft_config(folder)[1] == "second"
     (folder / "adapter_config.json").unlink()
     with pytest.raises(UserError, match="exists and is not an empty folder"):
-        save_peft(folder, spec, arrays, base=base, base_folder="third")
+        save_peft(folder, spec, arrays, base=base, base_name="third")
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
@@ -133,3 +134,29 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     assert lora == LoraSpec(4, 12.0, ("q_proj", "v_proj"))
     assert lora.scale == 6 / math.sqrt(4)
     assert dataclasses.replace(lora, alpha=6.0) == read_peft_config(write(tmp_path), "llama")[0]
+
+
+def test_a_base_with_a_revision_is_a_name_unless_it_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "acme" / "local").mkdir(parents=True)
+    for name, revision, base in (
+        ("acme/base", "v1", "hf://acme/base@v1"),
+        ("acme/base", None, "acme/base"),
+        ("acme/local", "v1", "acme/local"),
+        ("/acme/missing", "v1", "/acme/missing"),
+        (None, "v1", None),
+    ):
+        folder = write(tmp_path, base_model_name_or_path=name, revision=revision)
+        assert read_peft_config(folder)[1] == base
+
+
+def test_only_a_name_with_a_commit_is_a_repository_and_its_revision():
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert repository(f"hf://acme/base@{commit}") == ("acme/base", commit)
+    for name in (
+        "hf://acme/base",
+        "hf://acme/base@main",
+        f"hf://acme/base@{commit}/folder",
+        "acme",
+    ):
+        assert repository(name) is None

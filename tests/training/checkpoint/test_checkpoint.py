@@ -21,7 +21,12 @@ from orbax.checkpoint._src import asyncio_utils
 
 from mtraining_jax.config import Config
 from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
-from mtraining_jax.training.checkpoint.errors import WaitingEventLoop, print_errors_once, unreadable
+from mtraining_jax.training.checkpoint.errors import (
+    DamagedCheckpoint,
+    WaitingEventLoop,
+    print_errors_once,
+    unreadable,
+)
 from mtraining_jax.training.checkpoint.same_model import check_same_model, check_shapes
 from mtraining_jax.training.state import TrainState
 from mtraining_jax.utils.errors import UserError
@@ -98,6 +103,14 @@ def test_changed_metadata_is_damage(config, tmp_path):
             with pytest.raises(UserError, match=f"1 is damaged .{sentence}"):
                 read()
         file.write_text(before)
+    version = "version of checksums"
+    older = {name: x for name, x in content.items() if name != version}
+    for number, other in ((1, older), (3, content | {version: 3})):
+        record.write_text(json.dumps(other))
+        with pytest.raises(UserError, match=f"1 has checksums of version {number}, but") as error:
+            check_intact(tmp_path, 1)
+        assert not isinstance(error.value, DamagedCheckpoint)
+    record.write_text(json.dumps(content))
     for name in ("arrays/_METADATA", "record/metadata"):
         (tmp_path / "1" / name).unlink()
         with pytest.raises(UserError, match=rf"missing from .*1 \({name}\): it is damaged"):
