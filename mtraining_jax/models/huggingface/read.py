@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
-from mtraining_jax.models.huggingface.checksums import digest
+from mtraining_jax.models.huggingface.checksums import digest_like
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, check_same_model
 from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, checkpoint_tensors
 from mtraining_jax.models.huggingface.peft import BASE_DIGEST, adapter_tensors, is_shared
@@ -102,7 +102,7 @@ def load_peft(
 
 def check_base(path: str | Path, needed: str | None, base: Mapping[str, Array]) -> None:
     """Raises a UserError if adapters with the digest of a base do not belong to `base`."""
-    if needed is None or needed == (found := digest(base)):
+    if needed is None or needed == (found := digest_like(base, needed)):
         return
     if needed.rpartition("-")[0] != found.rpartition("-")[0]:
         raise UserError(

@@ -165,10 +165,10 @@ def read_record(folder: Path, step: int) -> dict[str, Any]:
     tables = (isinstance(parts.get(name), dict) for name in _TABLES)
     if not all(tables) or "loader" not in record or "model" not in record["config"]:
         raise damaged(folder / str(step), "its record is incomplete")
-    if (version := record.get(_VERSION, 1)) != CHECKSUM_VERSION:
+    if not 1 <= (version := record.setdefault(_VERSION, 1)) <= CHECKSUM_VERSION:
         raise UserError(
             f"the checkpoint {folder / str(step)} has checksums of version {version}, but this "
-            f"mtraining-jax can verify only those of version {CHECKSUM_VERSION}; resume with the "
+            f"mtraining-jax verifies those up to version {CHECKSUM_VERSION}; resume with the "
             "mtraining-jax that wrote it, or start a new run with another run.name or "
             "checkpoint.resume=false"
         )
@@ -235,7 +235,8 @@ def check_intact(folder: Path, step: int) -> None:
             json.loads(file.read_text())  # read only when it is not to the host
         on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
     arrays = _read(folder, step, arrays=ocp.args.PyTreeRestore(restore_args=on_host)).arrays
-    _compare(folder / str(step), _by_name(jax.tree.map(checksum_on_host, arrays)), record)
+    sums = jax.tree.map(lambda x: checksum_on_host(x, record[_VERSION]), arrays)
+    _compare(folder / str(step), _by_name(sums), record)
 
 
 def _read_arrays(folder: Path, step: int, wanted: Any, record: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def _read_arrays(folder: Path, step: int, wanted: Any, record: dict[str, Any]) -
     restore_args = ocp.checkpoint_utils.construct_restore_args(saved)
     restore = ocp.args.PyTreeRestore(saved, restore_args=restore_args, partial_restore=True)
     arrays = _read(folder, step, arrays=restore).arrays
-    _compare(path, _checksums(arrays), record)
+    _compare(path, _checksums(arrays, record[_VERSION]), record)
     return jax.tree.map(_cast, arrays, wanted)
 
 
@@ -297,16 +298,16 @@ def _fields(state: TrainState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names if name != "base"}
 
 
-def _checksums(arrays: dict[str, Any]) -> dict[str, int]:
+def _checksums(arrays: dict[str, Any], version: int = CHECKSUM_VERSION) -> dict[str, int]:
     """Returns a checksum of each array by path, whatever its sharding.
 
     Compressed arrays with a changed byte may still decode to numbers.
     """
     named = _by_name(arrays)
     on_host = {name: x for name, x in named.items() if x.sharding.memory_kind == PINNED_HOST}
-    found = _all_checksums({name: x for name, x in named.items() if name not in on_host})
+    found = _all_checksums({name: x for name, x in named.items() if name not in on_host}, version)
     for name, x in on_host.items():  # together they may not fit on the device
-        found |= jax.block_until_ready(_all_checksums({name: x}))
+        found |= jax.block_until_ready(_all_checksums({name: x}, version))
     return {name: int(number) for name, number in jax.device_get(found).items()}
 
 
@@ -318,6 +319,7 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-@jax.jit
-def _all_checksums(arrays: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(checksum, jax.device_put(arrays, memory.Space.Device))
+@functools.partial(jax.jit, static_argnums=1)
+def _all_checksums(arrays: dict[str, Any], version: int) -> dict[str, Any]:
+    there = jax.device_put(arrays, memory.Space.Device)
+    return jax.tree.map(lambda x: checksum(x, version), there)

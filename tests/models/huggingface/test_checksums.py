@@ -99,9 +99,12 @@ def test_a_digest_of_another_version_is_not_called_another_base():
     check_base("adapters", None, base)
     with pytest.raises(UserError, match="^adapters has adapters of another base model: it needs"):
         check_base("adapters", digest({"x": 2 * base["x"]}), base)
-    sentence = "^adapters identifies its base model by the digest 0123 of another version of"
+    sentence = "^adapters identifies its base model by the digest v3-01 of another version of"
     with pytest.raises(UserError, match=sentence):
-        check_base("adapters", "0123", base)
+        check_base("adapters", "v3-01", base)
+    check_base("adapters", digest(base, version=1), base)
+    with pytest.raises(UserError, match="^adapters has adapters of another base model: it needs"):
+        check_base("adapters", digest({"x": 1.1 * base["x"]}, version=1), base)
 
 
 def test_digests_in_files_keep_their_values():
@@ -109,3 +112,6 @@ def test_digests_in_files_keep_their_values():
     x = jnp.asarray(np.arange(12, dtype=np.float32).reshape(3, 4) / 7)
     assert [int(checksum(y)) for y in (x, x.astype(jnp.bfloat16))] == [3669562449, 544717710]
     assert digest({"x": x}) == "v2-652906d0ba574b13" != digest({"x": x}, exact=True)
+    bits = np.asarray(x).view(np.uint32).ravel().tolist()
+    assert checksum(x, 1) == sum(b * (2 * n + 1) for n, b in enumerate(bits)) % 2**32
+    assert "-" not in digest({"x": x}, version=1)

@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint._src import asyncio_utils
 
 from mtraining_jax.config import Config
+from mtraining_jax.models.huggingface.checksums import checksum
 from mtraining_jax.training.checkpoint import Checkpoints, check_intact, newest_step, read_state
 from mtraining_jax.training.checkpoint.errors import (
     DamagedCheckpoint,
@@ -103,18 +104,34 @@ def test_changed_metadata_is_damage(config, tmp_path):
             with pytest.raises(UserError, match=f"1 is damaged .{sentence}"):
                 read()
         file.write_text(before)
-    version = "version of checksums"
-    older = {name: x for name, x in content.items() if name != version}
-    for number, other in ((1, older), (3, content | {version: 3})):
-        record.write_text(json.dumps(other))
-        with pytest.raises(UserError, match=f"1 has checksums of version {number}, but") as error:
-            check_intact(tmp_path, 1)
-        assert not isinstance(error.value, DamagedCheckpoint)
+    record.write_text(json.dumps(content | {"version of checksums": 3}))
+    with pytest.raises(UserError, match="1 has checksums of version 3, but") as error:
+        check_intact(tmp_path, 1)
+    assert not isinstance(error.value, DamagedCheckpoint)
     record.write_text(json.dumps(content))
     for name in ("arrays/_METADATA", "record/metadata"):
         (tmp_path / "1" / name).unlink()
         with pytest.raises(UserError, match=rf"missing from .*1 \({name}\): it is damaged"):
             check_intact(tmp_path, 1)
+
+
+def test_a_checkpoint_with_checksums_of_version_1_is_verified_by_these(config, tmp_path):
+    state = state_of(2)
+    checkpoints = Checkpoints(tmp_path, keep=1, async_save=False)
+    checkpoints.save(1, state, None, config)
+    checkpoints.close()
+    record = tmp_path / "1" / "record" / "metadata"
+    content = json.loads(record.read_text())
+    del content["version of checksums"]
+    record.write_text(json.dumps(content))
+    abstract = state_of(2, functools.partial(jax.ShapeDtypeStruct, sharding=on_one()))
+    with pytest.raises(DamagedCheckpoint, match="the checksum of .* does not match"):
+        check_intact(tmp_path, 1)
+    arrays = vars(state) | {f"parameters.{name}": x for name, x in state.parameters.items()}
+    content["checksums"] = {name: int(checksum(arrays[name], 1)) for name in content["checksums"]}
+    record.write_text(json.dumps(content))
+    check_intact(tmp_path, 1)
+    read_state(tmp_path, 1, abstract, config)
 
 
 def test_reads_that_continue_after_a_failure_have_an_open_loop():
