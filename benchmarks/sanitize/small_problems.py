@@ -19,6 +19,7 @@ import pallas_kernels
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate, row_scores
 from pallas_kernels import DiagonalTiles, ListedTiles, backends
+from pallas_kernels.decode import DecodeCall, decode
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
@@ -203,6 +204,13 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
             (_scores,),
             two,
         ),
+        Problem(
+            f"new-tokens-{dim}",
+            ("attention_decode",),
+            lambda: _decode_inputs(rng(), size),
+            (_decode,),
+            two,
+        ),
     ]
 
 
@@ -329,3 +337,25 @@ def _scores(x: Values, backend: str) -> Values:
     )
     seen = jnp.asarray(x["places"])[:, None] >= 0
     return {"masses": masses, "levels": jnp.where(seen, levels, 0.0)}
+
+
+def _decode_inputs(rng: np.random.Generator, size: Size) -> Values:
+    """One token, with a list for each key/value head, one of them shorter, and hidden keys."""
+    q, k, v, _ = cases.qkv_dout(rng, size, DTYPES[size.dim])
+    blocks = size.key_blocks
+    seen = np.tile(np.array([0, BLOCK], np.int32), (blocks, 1))
+    seen[-1] = 5, 70
+    return {
+        "q": q[:, -1],
+        "k": k.swapaxes(1, 2),
+        "v": v.swapaxes(1, 2),
+        "blocks": np.tile(np.arange(blocks - 1, -1, -1, dtype=np.int32), (1, size.kv_heads, 1)),
+        "counts": np.array([[blocks, *[blocks - 1] * (size.kv_heads - 1)]], np.int32),
+        "seen": seen,
+    }
+
+
+def _decode(x: Values, backend: str) -> Values:
+    arrays = (x[name] for name in ("q", "k", "v", "blocks", "counts", "seen"))
+    out, lse = decode(DecodeCall(*arrays, x["q"].shape[-1] ** -0.5), backend)
+    return {"out": out, "lse": lse}

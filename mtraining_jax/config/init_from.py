@@ -25,7 +25,7 @@ def with_commits(table: Mapping[str, Any], stored: bool) -> dict[str, Any]:
 
     A run that resumes keeps its commits, unless the table is `stored` by one already.
     """
-    if HUB not in repr(table):
+    if not _has_name(table):
         return dict(table)
 
     def pinned(value: Any, before: Any, field: str) -> Any:
@@ -40,6 +40,14 @@ def with_commits(table: Mapping[str, Any], stored: bool) -> dict[str, Any]:
         return with_commit(value, str(before), f"{field[1:]} = ")
 
     return pinned(table, {} if stored else _recorded(table), "")
+
+
+def _has_name(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_has_name, value))
+    return isinstance(value, str) and value.startswith(HUB)
 
 
 def _recorded(table: Mapping[str, Any]) -> dict[str, Any]:
