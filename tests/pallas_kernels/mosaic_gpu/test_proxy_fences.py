@@ -15,7 +15,10 @@ from tests.pallas_kernels.mosaic_gpu.proxy_fences import Fences
 
 BARRIERS = hopper_ptx.ROOT / "benchmarks/sanitize/barriers.cu"
 # The smallest set of problems with every kernel; `hopper_ptx.py` runs all of them.
-PROBLEMS = ("columns-fused-64", "lists-64", "estimate-64", "sampled-rows-64", "strided-rows-64")
+PROBLEMS = (
+    "columns-fused-64", "lists-64", "estimate-64", "sampled-rows-64", "strided-rows-64",
+    "new-tokens-64",
+)  # fmt: skip
 FENCE = re.compile(r"fence\.proxy\.async[\w.:]*;")
 ACQUIRE = "fence.acquire.gpu;"
 ORDERED = "fence.proxy.async.global;"
