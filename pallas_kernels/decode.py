@@ -9,6 +9,7 @@ from jax import Array
 from pallas_kernels import backends
 from pallas_kernels.checks import BLOCK_SIZE
 from pallas_kernels.interface import Pair
+from pallas_kernels.xla.products import dot
 
 # Keys per product with values, if they divide the cache. A single product over a long cache would
 # have so few results that most of a GPU would be idle.
@@ -55,7 +56,7 @@ def _dense(call: DecodeCall) -> Pair:
     within = jnp.arange(BLOCK_SIZE)
     inside = (within >= seen[:, :1]) & (within < seen[:, 1:])
     mask = (listed[..., None] & inside).reshape(*listed.shape[:2], 1, tokens)
-    logits = _product("bhgd,bhsd->bhgs", q.reshape(batch, kv_heads, -1, dim), k) * scale
+    logits = dot("bhgd,bhsd->bhgs", q.reshape(batch, kv_heads, -1, dim), k) * scale
     logits = jnp.where(mask, logits, -jnp.inf)
     peak = logits.max(-1)
     weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
@@ -63,13 +64,9 @@ def _dense(call: DecodeCall) -> Pair:
     chunks = -1, math.gcd(tokens, _CHUNK)
     weights = weights.astype(v.dtype).reshape(*weights.shape[:3], *chunks)
     values = v.reshape(batch, kv_heads, *chunks, dim)
-    out = _product("bhgcs,bhcsd->bhcgd", weights, values).sum(2)
+    out = dot("bhgcs,bhcsd->bhcgd", weights, values).sum(2)
     out /= jnp.where(total > 0, total, 1.0)[..., None]
     return out.reshape(q.shape), (peak + jnp.log(total)).reshape(batch, heads)
-
-
-def _product(equation: str, *operands: Array) -> Array:
-    return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
 
 
 def combine(out: Array, lse: Array, axis: int) -> Pair:

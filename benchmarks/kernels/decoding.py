@@ -27,6 +27,7 @@ CASES = (  # tokens, batch, query heads, key/value heads
     (131072, 1, 32, 8), (32768, 8, 12, 2), (131072, 8, 12, 2),
 )  # fmt: skip
 SHARES = 1.0, 0.12, 0.06, 0.03
+KERNELS = "mosaic_gpu"
 _BYTES, _MOST_LAYERS = 4e9, 12
 _COLUMNS = (
     "tokens", "batch", "heads", "blocks read", "backend", "µs a layer", "GB/s", "error",
@@ -105,7 +106,7 @@ def main() -> None:
         case = f"{tokens}", f"{batch}", f"{heads}/{kv_heads}"
         for share in SHARES:
             count = math.ceil(share * len(layers.seen))
-            for backend in ("xla", "mosaic_gpu") if share == 1 else ("mosaic_gpu",):
+            for backend in ("xla", KERNELS) if share == 1 else (KERNELS,):
                 page.add(table_line([*case, *row(layers, count, backend, args.repeats)]))
         del layers
 

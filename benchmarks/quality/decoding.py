@@ -1,4 +1,4 @@
-r"""Loss of answers whose tokens attend to selected key blocks, as decoding would.
+r"""Loss of answers with tokens that attend to selected key blocks, as in decoding.
 
     python -m benchmarks.quality.decoding --model FOLDER --texts tokens.npy --seq-len 8192 \
         --rules dense mean:16:0.95 union:16:0.9 bounds:1:0.13 --out decoding.jsonl
@@ -10,11 +10,11 @@ token would: keys and values of an answer's token come from hidden states of the
 A rule is kind:n:budget. Every n tokens a selection is renewed by one row, the first token's exact
 attention; until then tokens attend to the selected blocks, the first one, and all from the block
 before that token on. The budget of `head`, `union` and `mean` is the attention mass to keep: per
-query head, the union of these over the heads of a key/value head (whose blocks are loaded once), or
-by the mean mass of these heads. `bounds` (Quest, arXiv 2406.10774) keeps that fraction of the
+query head, the union of these over the heads of a key/value head (which loads a block once), or by
+the mean mass of these heads. `bounds` (Quest, arXiv 2406.10774) keeps that fraction of the
 blocks, by the largest product of a query with the minimum and maximum of each page of keys, and
 `pooled` by that with a page's mean key; kind:n:budget:keys gives the size of pages. `means` and
-`codes` select as `mean`, with the keys of a page replaced by their mean, or with components of
+`codes` select like `mean`, with the keys of a page replaced by their mean, or with components of
 that many bits between the smallest and the largest one of a block.
 """
 
@@ -171,14 +171,14 @@ def attend(
 
 
 class Answers:
-    """A model and a prompt, whose answer is read by rules."""
+    """A model and a prompt, with an answer that rules read."""
 
     def __init__(self, model: SteppedModel, prompt: Callable[..., Array]) -> None:
         self._model, self._prompt = model, prompt
         self._read = jax.jit(self._losses, static_argnums=(0, 1))
 
     def read(self, tokens: np.ndarray, length: int) -> None:
-        """Reads all but the last `length` tokens, whose number is compiled once."""
+        """Reads all but the last `length` tokens; compiled once for each number of them."""
         kept: list[tuple[Array, Array]] = []
 
         def attention(number: int, q: Array, k: Array, v: Array) -> Array:

@@ -11,7 +11,7 @@ BLOCK = 128
 def make_call(
     batch: int, heads: int, kv_heads: int, blocks: int, dim: int, seed: int = 0
 ) -> DecodeCall:
-    """A call whose key/value heads have lists of different lengths, and blocks with hidden keys.
+    """A call with lists of different lengths for key/value heads, and blocks with hidden keys.
 
     The list of the last head of the last sequence is empty if there are several.
     """
