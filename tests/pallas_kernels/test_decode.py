@@ -50,3 +50,13 @@ def test_wide_heads_take_xla_and_say_so(caplog):
     assert "new tokens attend by the portable XLA backend: head dim 192" in caplog.text
     assert "mosaic_gpu" not in str(text.jaxpr)
     check(decode(call), call, 4e-3)
+
+
+def test_fp32_products_are_exact():
+    """GPUs take TF32 for fp32 operands unless told otherwise."""
+    call = make_call(1, 2, 1, 2, 64)
+    for dtype, exact in (("float32", True), ("bfloat16", False)):
+        q, k, v = (x.astype(dtype) for x in call[:3])
+        traced = jax.make_jaxpr(lambda *x: decode(call._replace(q=x[0], k=x[1], v=x[2])))(q, k, v)
+        assert str(traced).count("dot_general") == 2
+        assert ("HIGHEST" in str(traced)) == exact
