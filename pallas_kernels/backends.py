@@ -4,7 +4,6 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import Array
 
 from pallas_kernels.checks import HEAD_DIMS, NARROW_HEAD_DIMS, Shaped
 from pallas_kernels.fp8_scores import Fp8Scores
-from pallas_kernels.interface import Backend, Estimate
+from pallas_kernels.interface import Backend, Decoding, Estimate
 from pallas_kernels.masses import BlockScores
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.triton.backend import Triton
@@ -145,14 +144,14 @@ def grouped_product(dtype: jnp.dtype, widths: tuple[int, int]) -> Callable[..., 
     return None
 
 
-def decode_kernel(name: str | None, q: Shaped) -> Callable[..., Any] | None:
-    """Returns the kernel for queries q [B, Hq, D] of new tokens, or None for XLA.
+def decoding_kernels(name: str | None, q: Shaped) -> Decoding | None:
+    """Returns the kernels for queries q [B, Hq, D] of new tokens, or None for XLA.
 
     Arguments and errors are those of `resolve`; XLA also runs heads that have no such kernel.
     """
-    kernel = resolve(name, q).decode
-    if kernel is None or q.shape[-1] in NARROW_HEAD_DIMS:
-        return kernel
+    kernels = resolve(name, q).decoding
+    if kernels is None or q.shape[-1] in NARROW_HEAD_DIMS:
+        return kernels
     reason = f"head dim {q.shape[-1]} (must be 64 or 128)"
     _log_once(f"new tokens attend by the portable XLA backend: {reason}", _level())
     return None

@@ -40,8 +40,8 @@ def decode(call: DecodeCall, backend: str | None = None) -> Pair:
     Raises:
         ValueError: if the backend is unknown or cannot run here.
     """
-    kernel = backends.decode_kernel(backend, call.q)
-    return _dense(call) if kernel is None else kernel(call)
+    kernels = backends.decoding_kernels(backend, call.q)
+    return _dense(call) if kernels is None else kernels.attend(call)
 
 
 def _dense(call: DecodeCall) -> Pair:

@@ -146,6 +146,15 @@ class Estimate(abc.ABC):
         """
 
 
+class Decoding(NamedTuple):
+    """Kernels for new tokens: attention, and the selection of what they attend to."""
+
+    attend: Callable[..., Pair]  # takes a `pallas_kernels.decode.DecodeCall`
+    code_weights: Callable[..., Array]  # see `pallas_kernels.key_codes.block_weights`
+    kept_blocks: Callable[..., Array]  # see `pallas_kernels.key_codes.kept_blocks`
+    most_blocks: int  # that it supports
+
+
 class Backend(abc.ABC):
     """The kernels behind `pallas_kernels.plan`, `forward`, `backward` and `delta_of`."""
 
@@ -153,7 +162,7 @@ class Backend(abc.ABC):
     estimate: Estimate | None = None
     block_scores: BlockScores | None = None
     fp8_scores: Fp8Scores | None = None
-    decode: Callable[..., Pair] | None = None  # takes a `pallas_kernels.decode.DecodeCall`
+    decoding: Decoding | None = None
 
     @abc.abstractmethod
     def unsupported(self, q: Shaped, block_size: int | None) -> str | None:

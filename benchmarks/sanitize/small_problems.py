@@ -20,6 +20,8 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.selection.scores import estimate, row_scores
 from pallas_kernels import DiagonalTiles, ListedTiles, backends
 from pallas_kernels.decode import DecodeCall, decode
+from pallas_kernels.fp8_scores import KeepRule
+from pallas_kernels.key_codes import KeyCodes, block_weights, kept_blocks
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
@@ -211,6 +213,13 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
             (_decode,),
             two,
         ),
+        Problem(
+            f"selecting-tokens-{dim}",
+            ("code_weights", "kept_blocks"),
+            lambda: _decode_inputs(rng(), size),
+            (_select,),
+            two,
+        ),
     ]
 
 
@@ -359,3 +368,14 @@ def _decode(x: Values, backend: str) -> Values:
     arrays = (x[name] for name in ("q", "k", "v", "blocks", "counts", "seen"))
     out, lse = decode(DecodeCall(*arrays, x["q"].shape[-1] ** -0.5), backend)
     return {"out": out, "lse": lse}
+
+
+def _select(x: Values, backend: str) -> Values:
+    k = jnp.asarray(x["k"])
+    keys = KeyCodes.of(k, k.min(2, keepdims=True), k.max(2, keepdims=True))
+    weights = block_weights(x["q"], keys, x["seen"], x["q"].shape[-1] ** -0.5, backend)
+    numbers = k.shape[2] // BLOCK - 1, 0, 0, 20000
+    rule = KeepRule(*(jnp.full((1, 1), n, jnp.int32) for n in numbers), 1, 1, 0)
+    blocks, counts = kept_blocks(weights, x["q"], rule, backend)
+    kept = jnp.where(jnp.arange(blocks.shape[-1]) < counts[..., None], blocks, -1)
+    return {"weights": jnp.where(weights > -jnp.inf, weights, -1e3), "kept": kept}

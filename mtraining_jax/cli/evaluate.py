@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from mtraining_jax.cli.model_command import (
     at_least,
@@ -20,6 +21,7 @@ from mtraining_jax.cli.model_command import (
     run_command,
     token_count,
 )
+from mtraining_jax.tools.evaluate.engine.options import AnswerKind
 from mtraining_jax.tools.evaluate.tasks import GROUPS, TASKS, option_docs
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.invocation import command_of
@@ -38,9 +40,10 @@ _USAGE = """\
   --samples N            samples per task and length (default 20)
   --depths N             number of needle depths (same as --task.depths)
   --seed N               random seed of the samples (default 0)
-  --sparse-answers       in teacher forcing, use sparse attention for the answer too, in one pass
-                         with the prompt as in training; by default answer tokens attend to all
-                         earlier tokens, like generated ones
+  --answers KIND         what tokens of an answer attend to after a sparse prompt: sparse (blocks
+                         that each selects; the default for patterns that do), dense (all earlier
+                         tokens), or one-pass (in teacher forcing, prompt and answer are read in
+                         one sparse pass, as in training)
   --generate             generate answers even where teacher forcing is enough to score them
   --output FOLDER        folder of the results (default evaluations/NAME); the same command resumes
                          an interrupted evaluation, and more tasks, lengths and samples are added
@@ -73,8 +76,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("dense", "sparse", "both"), default="dense")
     for name, smallest, default in (("samples", 1, 20), ("seed", 0, 0), ("depths", 1, None)):
         parser.add_argument(f"--{name}", type=at_least(smallest), default=default)
-    for name in ("generate", "sparse-answers"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--answers", choices=get_args(AnswerKind))
     found, rest = parser.parse_known_args(arguments)
     if found.report is not None:
         return found

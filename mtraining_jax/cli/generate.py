@@ -52,8 +52,9 @@ _USAGE = """\
   --seed N              random seed of sampling (default 0)
   --stop TEXT           stop before this text, which may contain special tokens; may be given
                         several times
-  --attention KIND      attention of the prompt: dense (default) or sparse; new tokens attend to
-                        all earlier tokens
+  --attention KIND      attention: dense (default) or sparse
+  --answers KIND        what new tokens attend to after a sparse prompt: sparse (blocks that each
+                        selects; the default for patterns that do) or dense (all earlier tokens)
   --dtype TYPE          compute dtype: bfloat16 or float32
   --tokenizer NAME      bytes or the path of a tokenizer.json, instead of the model's tokenizer
   --cpu-devices N       run on N virtual CPU devices
@@ -67,6 +68,7 @@ characters other than newlines and tabs are printed as escapes, such as \\x1b.
 """
 
 _NUMBERS = ("max_new_tokens", "temperature", "top_p", "seed")
+_HOW = ("attention", "answers", "dtype", "tokenizer")
 _INTERRUPTED = 130
 _ENDS = {"end": "the end token", "stop": "a stop text", "length": "--max-new-tokens"}
 
@@ -87,6 +89,7 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense")
+    parser.add_argument("--answers", choices=("sparse", "dense"))
     found, rest = parser.parse_known_args(arguments)
     overrides = forwarded_options(rest, ("sparsity", "parallel", "model"))
     check_required(found, "model")
@@ -118,11 +121,12 @@ def _run(arguments: list[str]) -> int:
     console, to_terminal = Output(stderr=True), sys.stdout.isatty()
     try:
         with console.status(Text(printable(f"loading {found.model} ..."))) as status:
-            how = {name: getattr(found, name) for name in ("attention", "dtype", "tokenizer")}
+            how = {name: getattr(found, name) for name in _HOW}
             engine = Engine.load(found.model, overrides=overrides, **how)
             ids = engine.encode(contents, options.max_new_tokens)
-            note = engine.loaded.note_on_dense_use()
-            if found.attention == "dense" and note is not None:
+            loaded, dense = engine.loaded, found.attention == "dense"
+            note = loaded.note_on_dense_use() if dense else loaded.note_on_answers()
+            if note is not None:
                 console.print(note)
 
             def write(text: str) -> None:

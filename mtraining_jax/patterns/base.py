@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import Field, SkipValidation
 
@@ -41,6 +41,20 @@ class ModelSizes:
     num_heads: int
     seq_len: int
     seed: int = 0
+
+
+class NewTokens(NamedTuple):
+    """How a generated token selects key blocks of 128, for all query heads of a key/value head.
+
+    Always kept are blocks of the first and of the last tokens; then the heaviest, by the mean
+    softmax mass of the heads, until `tau` of the mass is kept.
+    """
+
+    tau: float
+    first_tokens: int
+    last_tokens: int
+    least_mass: float  # lighter blocks are not kept
+    dense_below: int  # tokens of a sequence that is shorter attend to all of it
 
 
 # Fields of several patterns, with their help texts.
@@ -144,6 +158,10 @@ class Pattern:
     def for_prompts(self) -> Self:
         """Returns the variant for prompts, with the question at the end; unchanged by default."""
         return self
+
+    def for_new_tokens(self) -> NewTokens | None:
+        """Returns how generated tokens select; None, the default, if they attend to all tokens."""
+        return None
 
     def overridable(self) -> Mapping[str, int]:
         """The option that `SelectionContext.overrides` may set per sequence, if any, and its bits.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
-from mtraining_jax.patterns.base import BlockPattern, BlockSize, MinSparseTokens
+from mtraining_jax.patterns.base import BlockPattern, BlockSize, MinSparseTokens, NewTokens
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import (
     Ge,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Tokens at the end of a prompt that attend to all of it: room for a question. One or two blocks.
 PROMPT_END = 128
 _TAU_BITS = 15  # of the rule and its kernel
+_NEW_TOKEN_BLOCK = 128  # the only block size of new tokens
 _MASS_BYTES = 1 << 26  # of fp32 masses at a time
 
 
@@ -154,6 +155,13 @@ class RowPattern(BlockPattern):
         if self.dense_suffix_tokens is not None:
             return self
         return dataclasses.replace(self, dense_suffix_tokens=PROMPT_END)
+
+    def for_new_tokens(self):
+        size = self.block_size
+        if size != _NEW_TOKEN_BLOCK:
+            return None
+        first, last = self.sink_blocks * size, self.local_blocks * size
+        return NewTokens(self.tau, first, last, self.min_block_mass, self.min_sparse_tokens)
 
     def overridable(self):
         return {"tau": _TAU_BITS}

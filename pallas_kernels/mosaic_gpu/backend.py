@@ -1,6 +1,7 @@
 """The Hopper implementation of `pallas_kernels.interface.Backend`."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -9,8 +10,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.checks import Shaped, unsupported_operands
-from pallas_kernels.decode import DecodeCall
-from pallas_kernels.interface import Backend, BackwardCall, ForwardCall, Gradients, Pair, whole_keys
+from pallas_kernels.interface import (
+    Backend,
+    BackwardCall,
+    Decoding,
+    ForwardCall,
+    Gradients,
+    Pair,
+    whole_keys,
+)
 from pallas_kernels.mosaic_gpu import device
 from pallas_kernels.mosaic_gpu.common import (
     ROWS,
@@ -22,6 +30,7 @@ from pallas_kernels.mosaic_gpu.configs import CONFIGS, Configs
 from pallas_kernels.mosaic_gpu.fused_backward.kernel import fused_kernel
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.block_scores import HopperBlockScores
+from pallas_kernels.mosaic_gpu.kernels.code_weights import code_weights
 from pallas_kernels.mosaic_gpu.kernels.decode import decode_kernel
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
@@ -29,6 +38,7 @@ from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperFp8Scores
+from pallas_kernels.mosaic_gpu.kernels.kept_blocks import MOST_BLOCKS, kept_blocks
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
@@ -93,8 +103,14 @@ class MosaicGpu(Backend):
             return self._one_kernel(call, operands)
         return self._two_kernels(call, operands)
 
-    def decode(self, call: DecodeCall) -> Pair:
-        return decode_kernel(call, self.interpret)
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(
+            functools.partial(decode_kernel, interpret=self.interpret),
+            functools.partial(code_weights, interpret=self.interpret),
+            functools.partial(kept_blocks, interpret=self.interpret),
+            MOST_BLOCKS,
+        )
 
     def delta_of(self, out: Array, dout: Array) -> Array:
         rows = out.shape[1]

@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode import combine, decode
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
+from pallas_kernels.mosaic_gpu.kernels import decode as decode_module
 from tests.pallas_kernels.helpers.decode_cases import check, make_call
 from tests.pallas_kernels.mosaic_gpu.hopper import hopper
 
@@ -23,8 +24,17 @@ def test_xla(sizes):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_hopper_kernel(sizes):
     call = make_call(*sizes)
-    kernels = MosaicGpu(interpret=plgpu.InterpretGPUParams(detect_races=True))
-    check(kernels.decode(call), call, 4e-3)
+    kernels = MosaicGpu(interpret=plgpu.InterpretGPUParams(detect_races=True)).decoding
+    check(kernels.attend(call), call, 4e-3)
+
+
+def test_a_kernel_combines_the_parts_of_many_thread_blocks(monkeypatch):
+    monkeypatch.setattr(decode_module, "multiprocessors", lambda interpret: 35)  # 70 parts
+    kernels = MosaicGpu(interpret=plgpu.InterpretGPUParams(detect_races=True)).decoding
+    call = make_call(1, 3, 1, 18, 64)._replace(counts=jnp.full((1, 1), 18, jnp.int32))
+    check(kernels.attend(call), call, 4e-3)
+    nothing = call._replace(counts=jnp.zeros((1, 1), jnp.int32))
+    check(kernels.attend(nothing), nothing, 4e-3)
 
 
 def test_parts_combine_to_the_whole():

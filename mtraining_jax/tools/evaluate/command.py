@@ -90,7 +90,7 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
         "version": VERSION,
         "seed": plan.seed,
         "generate": plan.generate,
-        "sparse answers": request.sparse_answers,
+        "answers": request.answers or "as the pattern says",
         "sparsity": " ".join(sparsity) or "as the model says",
         "end of prompts": f"dense_suffix_tokens = {PROMPT_END} unless given",
         "dtype": request.dtype or "as the model says",
@@ -118,10 +118,12 @@ def _load(request: argparse.Namespace, label: str, console: Console) -> dict[str
         overrides=request.overrides,
         dtype=request.dtype,
         tokenizer=request.tokenizer,
-        sparse_answers=request.sparse_answers,
+        answers=request.answers,
     )
     console.print(f"{label}: {engine.loaded.source}", markup=False)
-    if attention == "dense" and (note := engine.loaded.note_on_dense_use()) is not None:
+    loaded = engine.loaded
+    note = loaded.note_on_dense_use() if attention == "dense" else loaded.note_on_answers()
+    if note is not None:
         console.print(note, markup=False)
     if len(request.attentions) == 2:
         return {"dense": engine.dense(), "sparse": engine}

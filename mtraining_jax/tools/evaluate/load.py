@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from flax import nnx
@@ -41,6 +41,7 @@ from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.reporting.history import LOWEST_DENSITY
 from mtraining_jax.tools.evaluate.engine.network import Network
+from mtraining_jax.tools.evaluate.engine.options import AnswerKind
 from mtraining_jax.training.checkpoint import newest_step, read_parameters, read_record
 from mtraining_jax.training.checkpoint.end_tokens import END_TOKENS
 from mtraining_jax.training.checkpoint.run_folder import CHECKPOINTS_NAME
@@ -78,6 +79,12 @@ class Loaded:
             "little quality; use --attention=sparse for best quality"
         )
 
+    def note_on_answers(self) -> str | None:
+        pattern, answers = self.network.settings, self.network.answers
+        if not pattern.sparse or answers != "dense" or pattern.for_new_tokens() is not None:
+            return None
+        return "note: with this pattern, new tokens attend to all earlier ones"
+
     def needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError(
@@ -93,7 +100,7 @@ def load(
     overrides: Overrides = NO_OVERRIDES,
     dtype: str | None = None,
     tokenizer: str | None = None,
-    sparse_answers: bool = False,
+    answers: AnswerKind | None = None,
 ) -> Loaded:
     """Loads a model; for arguments and errors see `Engine.load`."""
     folder = local_folder(folder, weights=True)
@@ -154,15 +161,16 @@ def load(
         mesh = make_mesh(1, parallel.nodes, parallel.devices_per_node)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
+    pattern = _settings(config, attention, source)
     network = Network(
         spec,
         mesh,
-        _settings(config, attention, source),
+        pattern,
         parallel.layout,
         parallel.ring,
         None if parallel.backend == "auto" else parallel.backend,
         parallel.fsdp,
-        sparse_answers,
+        _answers(answers, config.sparsity.kind, pattern),
         config.loss.chunk_size,
     )
     found = _find_tokenizer(folder, config, step is not None, tokenizer, ends)
@@ -245,6 +253,23 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> Pattern:
             f'"{config.sparsity.kind}"; set one, as in --sparsity.kind=vertical_slash'
         )
     return settings
+
+
+def _answers(answers: AnswerKind | None, kind: str, pattern: Pattern) -> AnswerKind:
+    if answers is None:
+        return "dense" if pattern.for_new_tokens() is None else "sparse"
+    if answers not in get_args(AnswerKind):
+        kinds = ", ".join(f'"{x}"' for x in get_args(AnswerKind))
+        raise UserError(f'answers = "{answers}" must be one of {kinds}')
+    if answers != "dense" and not pattern.sparse:
+        raise UserError(f'answers = "{answers}" needs sparse attention, with --attention=sparse')
+    if answers == "sparse" and pattern.for_new_tokens() is None:
+        raise UserError(
+            f'answers = "sparse" does not fit sparsity.kind = "{kind}" with sparsity.block_size = '
+            f"{pattern.block_size}: new tokens select with sampled_rows and xattention, in blocks "
+            'of 128; use "dense"'
+        )
+    return answers
 
 
 def _adapters(folder: Path, overrides: Overrides) -> tuple[dict[str, Any], dict[str, Any]]:

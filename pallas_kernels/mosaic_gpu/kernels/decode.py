@@ -1,6 +1,7 @@
 """Hopper kernel for decoding: attention of one token per sequence, split over its key blocks."""
 
 # pyright: reportPrivateImportUsage=false
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from pallas_kernels.mosaic_gpu.common import (
     TILE,
     WARPGROUPS,
     await_last,
+    columns_to_tile,
     fold,
     full,
     iota,
@@ -160,5 +162,51 @@ def decode_kernel(call: DecodeCall, interpret: Any = False) -> Pair:
     }
     num_blocks = batch * kv_heads * parts
     results = launch(attention_decode, inputs, outputs, smem, bars, num_blocks, interpret)
+    if parts * WARPGROUPS >= ROWS:
+        return _combined(results["out"], results["lse"], group, interpret)
     out, lse = combine(results["out"][..., :group, :], results["lse"][..., :group], axis=2)
     return out.reshape(q.shape), lse.reshape(batch, heads)
+
+
+def _combined(out: Array, lse: Array, group: int, interpret: Any) -> Pair:
+    """Combines the P >= 64 parts of each head: out [B, Hk, P, .., D] and lse [B, Hk, P, 64].
+
+    One warpgroup per head; the four programs that XLA makes of it take longer than attention to a
+    few blocks.
+    """
+    batch, kv_heads, parts, _, dim = out.shape
+    starts = [*range(0, parts - ROWS, ROWS), parts - ROWS]  # the last tile repeats some parts
+
+    def combine_decoded(out: Any, lse: Any, whole: Any, whole_lse: Any) -> None:
+        block = lax.axis_index("block")
+        pair, member = lax.div(block, group), lax.rem(block, group)
+        entry, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
+        zeros = full((ROWS, dim), 0.0, plgpu.Layout.WGMMA)
+        tiles = []
+        for number, start in enumerate(starts):
+            own = lse.at[entry, head, pl.ds(start, ROWS), member]
+            tile = rows_to_tile(plgpu.load(own, layout=ROW_LAYOUT, optimized=False), zeros)
+            tiles.append(jnp.where(iota(tile, 0) + start >= number * ROWS, tile, -jnp.inf))
+        peak = functools.reduce(jnp.maximum, tiles).max(axis=0)
+        base = columns_to_tile(jnp.where(peak > -jnp.inf, peak, 0.0), zeros)
+        acc = total = zeros
+        for tile, start in zip(tiles, starts, strict=True):
+            source = out.at[entry, head, pl.ds(start, ROWS), member]
+            values = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+            share = jnp.exp2((tile - base) * LOG2E)
+            acc, total = acc + share * values, total + share
+        total, acc = total.sum(axis=0), acc.sum(axis=0)
+        whole.at[entry, head, member][...] = acc / jnp.where(total > 0.0, total, 1.0)
+        whole_lse.at[entry, head, member][...] = peak + jnp.log(total)
+
+    shape = jax.ShapeDtypeStruct((batch, kv_heads, group, dim), jnp.float32)
+    run = plgpu.kernel(
+        combine_decoded,
+        out_type=[shape, shape],
+        grid=(batch * kv_heads * group,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    out, lse = run(out, lse)
+    return out.reshape(batch, -1, dim), lse[..., 0].reshape(batch, -1)

@@ -17,7 +17,7 @@ BARRIERS = hopper_ptx.ROOT / "benchmarks/sanitize/barriers.cu"
 # The smallest set of problems with every kernel; `hopper_ptx.py` runs all of them.
 PROBLEMS = (
     "columns-fused-64", "lists-64", "estimate-64", "sampled-rows-64", "strided-rows-64",
-    "new-tokens-64",
+    "new-tokens-64", "selecting-tokens-64",
 )  # fmt: skip
 FENCE = re.compile(r"fence\.proxy\.async[\w.:]*;")
 ACQUIRE = "fence.acquire.gpu;"

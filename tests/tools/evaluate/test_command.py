@@ -43,7 +43,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
     monkeypatch.setattr(Loaded, "note_on_dense_use", lambda self: "note: trained sparse")
-    status, printed = command("--lengths 128 --samples 6 --attention both --sparse-answers")
+    status, printed = command("--lengths 128 --samples 6 --attention both --answers one-pass")
     assert status == 0
     lines = list(read_lines(tmp_path / "out"))
     scores = {
@@ -62,10 +62,10 @@ def test_dense_finds_what_a_window_does_not(command, tmp_path, monkeypatch):
 
     # Everything is evaluated: nothing runs again, and another seed is refused.
     content = (tmp_path / "out" / "samples.jsonl").read_text()
-    again = command("--lengths 128 --samples 6 --attention both --sparse-answers")[1]
+    again = command("--lengths 128 --samples 6 --attention both --answers one-pass")[1]
     where = f"{tmp_path / 'out'}, last evaluated 20"
     assert f"12 of 12 samples are already evaluated for this model: {where}" in again
-    status, printed = command("--lengths 128 --seed 3 --sparse-answers")
+    status, printed = command("--lengths 128 --seed 3 --answers one-pass")
     assert status == 2 and "has results with seed = 0, but this evaluation has 3" in printed
     assert (tmp_path / "out" / "samples.jsonl").read_text() == content
     # There is a note only for dense use alone.

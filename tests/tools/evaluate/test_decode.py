@@ -182,7 +182,7 @@ def test_an_answer_after_a_sparse_prompt_is_scored_as_it_would_be_generated():
     losses = model.token_losses(TEXT)[PROMPT - 1 :]
     assert np.abs(given.log_probs + losses).max() > 0.001
     dense = engine(EIGHT).forced(TEXT[:PROMPT], TEXT[PROMPT:])
-    network = dataclasses.replace(model.loaded.network, sparse_answers=True)
+    network = dataclasses.replace(model.loaded.network, answers="one-pass")
     whole = Engine(dataclasses.replace(model.loaded, network=network), like=model)
     at_once = whole.forced(TEXT[:PROMPT], TEXT[PROMPT:])
     np.testing.assert_allclose(at_once.log_probs, -losses, atol=1e-6)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple, cast
+import math
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,20 @@ from mtraining_jax.models.transformer import Transformer, graph_definition
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
 from mtraining_jax.parallel.ordering import serialize_collectives
+from mtraining_jax.patterns.base import NewTokens
 from mtraining_jax.tools.evaluate.engine.network import Network
 from mtraining_jax.tools.evaluate.engine.passes import STACKED, Prompt
 from mtraining_jax.tools.evaluate.engine.sampling import next_token
 from pallas_kernels.checks import BLOCK_SIZE
 from pallas_kernels.decode import DecodeCall, combine, decode
+from pallas_kernels.fp8_scores import TAU_BITS, KeepRule
+from pallas_kernels.key_codes import KeyCodes, block_weights, kept_blocks
+from pallas_kernels.masses import MASS_BITS
 
 _MOST_SPARE = 512  # tokens of room that are not asked for
 # One layer, [B, Hk, S, D].
 _ONE_LAYER = P(None, None, SEQUENCE_AXES)
+_CODES = KeyCodes(*cast(Any, (_ONE_LAYER, P(), P())))
 
 
 class Cache(NamedTuple):
@@ -43,6 +48,7 @@ class Cache(NamedTuple):
 
     keys: tuple[Array, ...]  # per layer [B, Hk, W (S / W + T), D] in the compute dtype
     values: tuple[Array, ...]
+    codes: tuple[KeyCodes | None, ...]  # of the keys, in layers where new tokens select
     prompt_len: Array  # int32 scalar, without padding
     count: Array  # int32 scalar, number of new tokens
 
@@ -57,14 +63,16 @@ class Stepped(NamedTuple):
 
 def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
     """Builds the cache after the prefill, and deletes keys and values of the prompt."""
-    room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks)
+    tokens = prompt.keys.shape[2]
+    room = room_for(new_tokens, tokens // network.ranks)
     layers = []
     for stacked in (prompt.keys, prompt.values):
         layers.append(_with_room(network.mesh, room, stacked))
         stacked.delete()
     keys, values = layers
     count = jax.device_put(np.int32(prompt_len), network.replicated)
-    return Cache(keys, values, count, jnp.zeros((), jnp.int32, device=network.replicated))
+    codes = _coded(network, network.sequence_layout(tokens), keys, count)
+    return Cache(keys, values, codes, count, jnp.zeros((), jnp.int32, device=network.replicated))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -83,6 +91,30 @@ def _with_room(mesh: Mesh, room: int, stacked_LBSHkD: Array) -> tuple[Array, ...
     return run(stacked_LBSHkD)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _coded(
+    network: Network, layout: Layout, keys: tuple[Array, ...], prompt_len: Array
+) -> tuple[KeyCodes | None, ...]:
+    """Codes the keys of layers that select, between the smallest and largest ones of a prompt."""
+
+    def code(keys: Array, prompt_len: Array) -> KeyCodes:
+        blocks = layout.block_ids(lax.axis_index(SEQUENCE_AXES))
+        position = blocks[:, None] * layout.block_size + jnp.arange(layout.block_size)
+        real = (position < prompt_len).reshape(-1, 1)
+        own = keys[:, :, : real.size]
+        low = jnp.where(real, own, jnp.inf).min(2, keepdims=True)
+        high = jnp.where(real, own, -jnp.inf).max(2, keepdims=True)
+        return KeyCodes.of(keys, lax.pmin(low, SEQUENCE_AXES), lax.pmax(high, SEQUENCE_AXES))
+
+    run = jax.shard_map(
+        code, mesh=network.mesh, in_specs=(_ONE_LAYER, P()), out_specs=_CODES, check_vma=False
+    )
+    return tuple(
+        run(layer, prompt_len) if network.selects(window) else None
+        for layer, window in zip(keys, network.spec.windows, strict=True)
+    )
+
+
 def room_for(new_tokens: int, local_tokens: int) -> int:
     """Returns how many new tokens to allocate, so that programs can be reused.
 
@@ -97,14 +129,16 @@ def _whole_blocks(tokens: int) -> int:
 
 
 def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
-    """Builds a program that reads one token and samples the next, with dense attention.
+    """Builds a program that reads one token and samples the next.
 
-    Every rank computes the full layer, but attends only to its own shard of the prompt; ranks
-    exchange one output per head. The program takes the state, a `Cache` with room (donated), the
-    token int32 [B] after those in the cache, and temperature, top_p and seed of `next_token`.
+    It attends to all earlier tokens, or to the blocks that `Network.new_tokens` selects. Every rank
+    computes the full layer, but attends only to its own shard of the prompt; ranks exchange one
+    output per head. The program takes the state, a `Cache` with room (donated), the token int32 [B]
+    after those in the cache, and temperature, top_p and seed of `next_token`.
     """
     mesh, one_layer = network.mesh, (_ONE_LAYER,) * network.spec.num_layers
-    specs = Cache(*cast(Any, (one_layer, one_layer, P(), P())))
+    codes = tuple(_CODES if network.selects(window) else None for window in network.spec.windows)
+    specs = Cache(*cast(Any, (one_layer, one_layer, codes, P(), P())))
 
     def step(
         state: nnx.State, cache: Cache, token: Array, temperature: Array, top_p: Array, seed: Array
@@ -140,14 +174,19 @@ def _step_on_shard(
         window: rope_tables(position.reshape(1, 1), spec.in_window(window), length)
         for window in windows
     }
-    slot, seen = _slot_and_seen(layout, cache, windows)
+    slot, position_S, seen_S = _slots(layout, cache)
+    distance_S = position - position_S
+    seen = {x: _listed(seen_S if x is None else seen_S & (distance_S < x)) for x in windows}
+    choice = None
+    if network.new_tokens is not None:
+        choice = _Choice.of(network.new_tokens, position_S, distance_S, seen_S)
     embedding_spec = parameter_spec(spec.parameters["embed_tokens.weight"], mesh, fsdp)
     table_VE = gather_weight(model.embed_tokens.weight[...], embedding_spec)
     x_B1E = jnp.take(table_VE, token_B, axis=0).astype(dtype)[:, None]
     x_B1E = model.scale_embedding(x_B1E)
     graphdef, layers = nnx.split(model.layers)
     specs = layer_specs(layers, spec.parameters, mesh, fsdp)
-    filled: list[tuple[Array, Array]] = []
+    filled: list[tuple[Array, Array, KeyCodes | None]] = []
     # Unrolled: in a loop, the compiler copies each layer's weights and keys before it reads them.
     for number, window in enumerate(spec.windows):
         parameters = jax.tree.map(lambda x, number=number: x[number], layers)
@@ -159,9 +198,17 @@ def _step_on_shard(
             lax.dynamic_update_slice(held, x.swapaxes(1, 2), (0, 0, slot, 0))
             for held, x in zip((cache.keys[number], cache.values[number]), new, strict=True)
         )
-        filled.append((keys, values))
+        blocks, counts, limits = seen[window]
+        scale, codes = q.shape[-1] ** -0.5, cache.codes[number]
+        if codes is not None and choice is not None:
+            code = codes.code(new[0].swapaxes(1, 2))
+            updated = lax.dynamic_update_slice(codes.codes, code, (0, 0, slot, 0))
+            codes = codes._replace(codes=updated)
+            weights = block_weights(q[:, 0], codes, limits, scale, network.backend)
+            blocks, counts = choice.select(q[:, 0], weights, network.backend)
+        filled.append((keys, values, codes))
         sinks = layer.self_attn.sinks
-        call = DecodeCall(q[:, 0], keys, values, *seen[window], q.shape[-1] ** -0.5)
+        call = DecodeCall(q[:, 0], keys, values, blocks, counts, limits, scale)
         out_BHD = _attend_to_cache(call, None if sinks is None else sinks[...], network.backend)
         x_B1E, _ = layer.after_attention(x_B1E, out_BHD.astype(dtype)[:, None])
     hidden_BE = model.norm(x_B1E)[:, 0]
@@ -169,16 +216,14 @@ def _step_on_shard(
         model.lm_head_weight().astype(dtype), (hidden_BE,)
     )
     logits = dot32("be,ve->bv", hidden_BE, gather_weight(weight_VE, network.lm_head_spec))
-    keys, values = zip(*filled, strict=True)
-    return Cache(keys, values, cache.prompt_len, cache.count + 1), logits
+    keys, values, codes = zip(*filled, strict=True)
+    return Cache(keys, values, codes, cache.prompt_len, cache.count + 1), logits
 
 
-def _slot_and_seen(
-    layout: Layout, cache: Cache, windows: Iterable[int | None]
-) -> tuple[Array, dict[int | None, tuple[Array, Array, Array]]]:
-    """Returns where a rank writes the new token, int32, and by window of a layer what it sees.
+def _slots(layout: Layout, cache: Cache) -> tuple[Array, Array, Array]:
+    """Returns where a rank writes the new token, and of each slot the position and if it is seen.
 
-    The latter are `blocks`, `counts` and `seen` of `DecodeCall`.
+    These are int32, int32 [S'] and bool [S'], for the S' tokens that the rank has room for.
     """
     rank = lax.axis_index(SEQUENCE_AXES)
     size = layout.block_size
@@ -191,9 +236,41 @@ def _slot_and_seen(
     padding = 0, start - prompt.size
     seen = jnp.concatenate([jnp.pad(prompt < cache.prompt_len, padding), new])
     position = jnp.concatenate([jnp.pad(prompt, padding), cache.prompt_len + slots])
-    distance = cache.count + cache.prompt_len - position
-    seen_by_window = {x: _listed(seen if x is None else seen & (distance < x)) for x in windows}
-    return start + cache.count, seen_by_window
+    return start + cache.count, position, seen
+
+
+class _Choice(NamedTuple):
+    """What the layers of a step have in common when they select blocks, of all W ranks."""
+
+    order: Array  # int32 [W NB], the blocks, those that are always kept first
+    rule: KeepRule
+
+    @classmethod
+    def of(cls, new: NewTokens, position_S: Array, distance_S: Array, seen_S: Array) -> Self:
+        always = (position_S < new.first_tokens) | (distance_S < new.last_tokens)
+        always |= position_S + distance_S < new.dense_below - 1
+        forced = (always & seen_S).reshape(-1, BLOCK_SIZE).any(1)
+        forced = lax.all_gather(forced, SEQUENCE_AXES, tiled=True)
+
+        def one(x: Any) -> Array:
+            return jnp.asarray(x, jnp.int32).reshape(1, 1)
+
+        tau, least = round(new.tau * 2**TAU_BITS), max(1, math.ceil(new.least_mass * 2**MASS_BITS))
+        rule = KeepRule(one(forced.size - 1), one(0), one(forced.sum()), one(tau), 0, least, 0)
+        return cls(jnp.argsort(~forced, stable=True).astype(jnp.int32), rule)
+
+    def select(self, q: Array, weights: Array, backend: str | None) -> tuple[Array, Array]:
+        """Selects by weights [B, Hk, NB, R]: this rank's `blocks` and `counts` of `DecodeCall`."""
+        local = weights.shape[2]
+        weights = lax.all_gather(weights, SEQUENCE_AXES, axis=2, tiled=True)
+        kept, counts = kept_blocks(jnp.take(weights, self.order, axis=2), q, self.rule, backend)
+        blocks = self.order[kept]
+        if len(self.order) == local:
+            return blocks, counts
+        rank = lax.axis_index(SEQUENCE_AXES)
+        own = (jnp.arange(len(self.order)) < counts[..., None]) & (blocks // local == rank)
+        first = jnp.argsort(~own, axis=-1, stable=True)[..., :local]
+        return jnp.take_along_axis(blocks % local, first, -1), own.sum(-1, dtype=jnp.int32)
 
 
 def _listed(seen_S: Array) -> tuple[Array, Array, Array]:

@@ -18,7 +18,7 @@ from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
+from mtraining_jax.tools.evaluate.engine.options import AnswerKind, GenerateOptions
 from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
 from mtraining_jax.tools.evaluate.engine.sampling import NO_TOKEN, judge
 from mtraining_jax.tools.evaluate.engine.text import GrowingText
@@ -56,7 +56,7 @@ class Engine:
         overrides: Overrides = NO_OVERRIDES,
         dtype: str | None = None,
         tokenizer: str | None = None,
-        sparse_answers: bool = False,
+        answers: AnswerKind | None = None,
     ) -> Self:
         """Loads the newest checkpoint of a run, or a Hugging Face checkpoint.
 
@@ -71,12 +71,15 @@ class Engine:
             dtype: compute dtype, "bfloat16" or "float32". None uses that of the run; for a Hugging
                 Face checkpoint bfloat16, or float32 on a CPU.
             tokenizer: "bytes" or a tokenizer.json, instead of that of the run or the folder.
-            sparse_answers: whether given answers use sparse attention too; see `forced`.
+            answers: what tokens of an answer attend to after a sparse prompt: with "sparse" each
+                selects blocks for itself, as `Pattern.for_new_tokens` says; "dense" is all earlier
+                tokens; "one-pass" is like "dense", but given answers are read as in training, see
+                `forced`. None is "sparse" for patterns that say how, otherwise "dense".
 
         Raises UserError if the folder has no readable model, or an argument does not fit it.
         """
         check_overrides(overrides)
-        return cls(load(path, attention, overrides, dtype, tokenizer, sparse_answers))
+        return cls(load(path, attention, overrides, dtype, tokenizer, answers))
 
     def with_pattern(self, settings: Pattern) -> Self:
         network = dataclasses.replace(self.loaded.network, settings=settings)
@@ -100,15 +103,15 @@ class Engine:
         """Scores each token of an answer, ids [m], given those before it and the prompt, ids [n].
 
         Dense attention takes one forward pass over prompt and answer. A sparse pattern works as
-        in `generate`: the prompt is read sparsely, then each token of the answer attends to all
-        earlier ones, step by step, so the answer does not influence the selection for the prompt.
-        With `sparse_answers` there is one sparse pass over both. Errors as in `token_losses`.
+        in `generate`: the prompt is read sparsely, then the answer step by step, so that it does
+        not influence the selection for the prompt. With answers="one-pass" there is one sparse pass
+        over both. Errors as in `token_losses`.
         """
         prompt, answer = self._checked(prompt_ids, least=1), self._checked(answer_ids, least=1)
         ids = np.concatenate([prompt, answer])
         self._check_length(len(ids) - 1, 0)
         network = self.loaded.network
-        if network.settings.sparse and not network.sparse_answers:
+        if network.settings.sparse and network.answers != "one-pass":
             return self._forced_by_steps(prompt, answer)
         scores, density = self.programs.score(ids[:-1], ids[1:])
         loss, is_argmax = (np.asarray(x[len(prompt) - 1 :]) for x in scores)
@@ -173,7 +176,7 @@ class Engine:
         on_text: Callable[[str], None] | None = None,
         stop_ids: frozenset[int] | None = None,
     ) -> Generated:
-        """Continues a prompt, ids [n]; new tokens attend to all earlier tokens.
+        """Continues a prompt, ids [n].
 
         `on_text` is called with each new piece of text as soon as it is final. `stop_ids` are ids
         that end the text instead of those of the model, see `Engine.stop_ids`. Errors as in

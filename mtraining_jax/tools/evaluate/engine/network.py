@@ -19,7 +19,8 @@ from mtraining_jax.models.transformer import CaptureKV, Transformer, graph_defin
 from mtraining_jax.parallel.compiler import ring_compiler_options
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import SEQUENCE_AXES
-from mtraining_jax.patterns.base import Pattern
+from mtraining_jax.patterns.base import NewTokens, Pattern
+from mtraining_jax.tools.evaluate.engine.options import AnswerKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,17 @@ class Network:
     ring: str = "gather"
     backend: str | None = None
     fsdp: bool = False
-    sparse_answers: bool = False  # see `Engine.forced`
+    answers: AnswerKind = "dense"
     loss_chunk_size: int = 1024
+
+    @property
+    def new_tokens(self) -> NewTokens | None:
+        """How new tokens select what they attend to; None if they attend to all earlier ones."""
+        return self.settings.for_new_tokens() if self.answers == "sparse" else None
+
+    def selects(self, window: int | None) -> bool:
+        """Whether new tokens select in the layers with a window."""
+        return window is None and self.new_tokens is not None
 
     @property
     def ranks(self) -> int:

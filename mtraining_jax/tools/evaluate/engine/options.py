@@ -1,5 +1,7 @@
 """Options of text generation. Does not import JAX."""
 
+from typing import Literal
+
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.limits import (
     NonNegativeFloat,
@@ -8,6 +10,10 @@ from mtraining_jax.utils.limits import (
     Seed,
     TextList,
 )
+
+# What tokens of an answer attend to after a sparse prompt: selected blocks, all earlier tokens, or
+# (given answers) what they attend to in a sparse pass over prompt and answer, as in training.
+AnswerKind = Literal["sparse", "dense", "one-pass"]
 
 
 @options

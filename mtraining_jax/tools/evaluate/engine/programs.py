@@ -31,7 +31,7 @@ class Programs:
     def __init__(self, loaded: Loaded, like: Self | None = None) -> None:
         self._state, self._network = loaded.state, loaded.network
         self._compiled: dict[Hashable, Any] = {}
-        # Decoding is dense with every pattern, and takes longest to compile.
+        # Many patterns have the same steps, which take longest to compile.
         self._steps: dict[Hashable, Any] = {} if like is None else like._steps
         self._patterns: dict[tuple[int, bool], Pattern] = {}
         self.setup_seconds = 0.0  # mostly of compilation
@@ -71,7 +71,7 @@ class Programs:
             cache = make_cache(network, prompt, prompt_len, new_tokens)
             length, room = network.rope_length(length), cache.keys[0].shape[2]
             layout = network.sequence_layout(network.padded_length(prompt_len))
-            key = layout, length, room, options.kind
+            key = layout, length, room, options.kind, network.new_tokens
             if key not in self._steps:
                 step = make_step(network, layout, length, options.kind)
                 self._steps[key] = step.lower(self._state, cache, token, *how).compile()

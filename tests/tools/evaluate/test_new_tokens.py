@@ -1,0 +1,76 @@
+"""Answers whose tokens select what they attend to, on one device and on two."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from mtraining_jax.tools.evaluate.engine.engine import Engine
+from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
+from mtraining_jax.utils.errors import UserError
+from tests.models.common import CHECKPOINTS
+
+PROMPT, NEW = 390, 6
+TEXT = np.random.default_rng(0).integers(0, 256, PROMPT + NEW).astype(np.int32)
+ONE, TWO = (1, 1), (1, 2)
+SPARSE = {
+    "block_size": 128, "probe_queries_per_block": 4, "sink_blocks": 0, "local_blocks": 1,
+    "min_sparse_tokens": 0,
+}  # fmt: skip
+
+
+@functools.cache
+def engine(mesh: tuple[int, int], tau: float, answers: str | None = None, **more) -> Engine:
+    fields = {f"sparsity.{name}": x for name, x in (SPARSE | more | {"tau": tau}).items()}
+    fields |= {"parallel.nodes": mesh[0], "parallel.devices_per_node": mesh[1]}
+    folder = CHECKPOINTS / "llama3_tiny"
+    return Engine.load(
+        folder, attention="sparse", answers=answers, overrides=fields, tokenizer="bytes"
+    )
+
+
+def scores(*arguments, **more) -> np.ndarray:
+    return engine(*arguments, **more).forced(TEXT[:PROMPT], TEXT[PROMPT:]).log_probs
+
+
+def test_new_tokens_that_keep_all_mass_attend_densely():
+    np.testing.assert_allclose(scores(TWO, 1.0), scores(TWO, 1.0, "dense"), atol=2e-5)
+    few = {"min_sparse_tokens": PROMPT + NEW}  # fewer than the padded prompt has
+    short, dense = scores(TWO, 0.3, **few), scores(TWO, 0.3, "dense", **few)
+    np.testing.assert_allclose(short, dense, atol=2e-5)
+    assert np.abs(dense - scores(TWO, 1.0)).max() > 1e-3
+
+
+def test_new_tokens_select_the_same_on_several_devices():
+    one, two = scores(ONE, 0.3), scores(TWO, 0.3)
+    np.testing.assert_allclose(one, two, atol=2e-5)
+    # The first token of an answer comes from the prompt.
+    assert one[0] == pytest.approx(scores(ONE, 0.3, "dense")[0], abs=1e-5)
+    assert np.abs(one - scores(ONE, 0.3, "dense"))[1:].min() > 1e-3
+
+
+def test_an_answer_is_scored_as_it_is_generated():
+    found = engine(ONE, 0.3).generate(TEXT[:PROMPT], GenerateOptions(max_new_tokens=NEW))
+    assert engine(ONE, 0.3).forced(TEXT[:PROMPT], found.tokens).is_argmax.all()
+    dense = engine(ONE, 0.3, "dense").forced(TEXT[:PROMPT], found.tokens)
+    assert not dense.is_argmax.all()
+
+
+def test_answers_that_do_not_fit_are_refused():
+    for attention, answers, fields, message in (
+        ("sparse", "all", {}, '"all" must be one of "sparse", "dense", "one-pass"'),
+        ("dense", "sparse", {}, 'answers = "sparse" needs sparse attention'),
+        ("sparse", "sparse", {"sparsity.kind": "vertical_slash"}, 'kind = "vertical_slash"'),
+        ("sparse", "sparse", {"sparsity.block_size": 64}, "block_size = 64: .* use \"dense\""),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            Engine.load(
+                CHECKPOINTS / "llama3_tiny", attention=attention, answers=answers, overrides=fields
+            )
+
+
+def test_patterns_without_a_rule_answer_densely_and_say_so():
+    loaded = engine(ONE, 0.3, block_size=64).loaded
+    assert loaded.network.new_tokens is None
+    assert "new tokens attend to all earlier ones" in loaded.note_on_answers()
+    assert engine(ONE, 0.3).loaded.note_on_answers() is None
