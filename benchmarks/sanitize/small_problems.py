@@ -208,7 +208,7 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
         ),
         Problem(
             f"new-tokens-{dim}",
-            ("attention_decode",),
+            ("attention_decode", "combine_decoded"),
             lambda: _decode_inputs(rng(), size),
             (_decode,),
             two,

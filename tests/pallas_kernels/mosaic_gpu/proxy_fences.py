@@ -222,6 +222,8 @@ class _Kernel:
                 yield from self._places(descriptor)
 
     def _is_apart(self, store: int, touched: list[_Range]) -> bool:
+        if not touched:
+            return True
         place = self._value(_addresses(self.code[store])[0])
         if place.variable is None or any(other.variable is None for other in touched):
             return False
