@@ -1,0 +1,147 @@
+r"""Loss and speed of answers as the engine serves them, for models trained with several patterns.
+
+    python -m benchmarks.quality.served --model dense=runs/dense/hf sparse=runs/sparse/hf \
+        --texts heldout.npy --seq-len 32768 --results served.jsonl --out served.md
+
+The last --answer tokens of each text are a given answer to what comes before. Arms: dense
+attention; a sparse prompt with answers that attend densely; a sparse prompt with answers that
+select. Differences are paired by text, in nats, with standard errors over texts. Far copies are
+tokens of an answer whose last four tokens occurred before, more than 256 tokens back. Speed: one
+prompt, --new-tokens greedy tokens. The same command resumes.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from benchmarks.options import at_least, make_parser
+from benchmarks.quality.far_copies import far_copies
+from benchmarks.report import Page, number, setting, table_head, table_line
+from benchmarks.result_file import append_lines, read_lines
+from benchmarks.timing import log
+from mtraining_jax.tools.evaluate.engine.engine import Engine
+from mtraining_jax.tools.evaluate.engine.options import AnswerKind, GenerateOptions
+from mtraining_jax.utils.errors import UserError
+
+ARMS = "dense", "dense answers", "sparse"
+_BASE = ARMS[1]  # differences are to it
+_COLUMNS = (
+    "trained", "served", "loss", "difference", "far copies", "tokens/s", "prompt s",
+)  # fmt: skip
+
+
+def engines(folder: str, overrides: dict[str, str]) -> Iterator[tuple[str, Engine]]:
+    """The engine of each arm; they share parameters and programs."""
+    sparse = Engine.load(folder, attention="sparse", overrides=overrides)
+    network = sparse.loaded.network
+    for arm, answers in zip(ARMS, (None, "dense", "sparse"), strict=True):
+        if answers is None:
+            yield arm, sparse.dense()
+            continue
+        own = dataclasses.replace(network, answers=cast(AnswerKind, answers))
+        yield arm, Engine(dataclasses.replace(sparse.loaded, network=own), like=sparse)
+
+
+def losses_of(engine: Engine, tokens: np.ndarray, answer: int) -> dict[str, Any]:
+    """Loss of the answer, and the sum over its far copies, with their number."""
+    found = engine.forced(tokens[:-answer], tokens[-answer:])
+    losses, copies = -np.asarray(found.log_probs, np.float64), far_copies(tokens)[-answer:]
+    return {
+        "loss": float(losses.mean()), "copies": int(copies.sum()),
+        "copies_loss": float(losses[copies].sum()), "density": found.density,
+    }  # fmt: skip
+
+
+def speed_of(engine: Engine, prompt: np.ndarray, new: int) -> dict[str, Any]:
+    """Seconds of the prompt and tokens per second after it, of the second of two calls."""
+    options = GenerateOptions(max_new_tokens=new)
+    for _ in range(2):
+        found = engine.generate(prompt, options, stop_ids=frozenset())
+    return {
+        "prompt_seconds": found.prefill_seconds,
+        "tokens_per_second": (new - 1) / found.decode_seconds,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The rows of the table of all models and arms."""
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        texts = {(row["arm"], row["text"]): row for row in own if "loss" in row}
+        for arm in ARMS:
+            mine = {text: row for (x, text), row in texts.items() if x == arm}
+            if not mine:
+                continue
+            base = {text: row for (x, text), row in texts.items() if x == _BASE and text in mine}
+            pairs = [mine[text]["loss"] - row["loss"] for text, row in base.items()]
+            error = np.std(pairs, ddof=1) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+            copies = sum(row["copies"] for row in mine.values())
+            speed = next((x for x in own if x["arm"] == arm and "tokens_per_second" in x), {})
+            lines.append([
+                model, arm, number(float(np.mean([row["loss"] for row in mine.values()])), 4),
+                "" if arm == _BASE or not pairs else f"{np.mean(pairs):+.4f} ± {error:.4f}",
+                number(sum(x["copies_loss"] for x in mine.values()) / max(copies, 1), 4),
+                number(speed.get("tokens_per_second"), 1), number(speed.get("prompt_seconds")),
+            ])  # fmt: skip
+    return [table_line(line) for line in lines]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures what the results lack, and prints the table."""
+    args = _parse(argv)
+    texts = np.load(args.texts)[:, : args.seq_len].astype(np.int32)
+    numbers = args.numbers or range(len(texts))
+    overrides = dict(text.split("=", 1) for text in args.override)
+    same = {"seq_len": args.seq_len, "answer": args.answer, "overrides": sorted(args.override)}
+    rows = [row for row in read_lines(args.results) if row["settings"] == same]
+    done = {(row["model"], row["arm"], row.get("text")) for row in rows}
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row | {"settings": same, "device": jax.devices()[0].device_kind})
+        append_lines(args.results, rows[-1:])
+        log(str(row))
+
+    for name, folder in args.model:
+        for arm, engine in engines(folder, overrides):
+            about = {"model": name, "arm": arm}
+            for text in numbers:
+                if (name, arm, text) not in done:
+                    add(about | {"text": text} | losses_of(engine, texts[text], args.answer))
+            if args.new_tokens and (name, arm, None) not in done:
+                prompt = texts[numbers[0]][: -args.answer]
+                add(about | speed_of(engine, prompt, args.new_tokens))
+    page = Page(args.out)
+    how = f"{args.seq_len} tokens, of which {args.answer} are the answer; {len(numbers)} texts"
+    page.add("# Answers as served", "", f"{setting()}. {how}.", "")
+    page.add(*table_head(_COLUMNS), *table(rows))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__ or "", "out")
+    parser.add_argument("--model", type=_named, nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--texts", type=Path, required=True, help="integers [N, S], .npy")
+    parser.add_argument("--seq-len", type=at_least(256), required=True, help="tokens of a text")
+    parser.add_argument("--numbers", type=int, nargs="*", help="texts; all by default")
+    parser.add_argument("--answer", type=at_least(2), default=512, help="tokens of the answer")
+    parser.add_argument("--new-tokens", type=at_least(0), default=128, help="0: no speed")
+    parser.add_argument("--override", nargs="*", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="JSON lines")
+    return parser.parse_args(argv)
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not folder:
+        raise UserError(f"--model={text} must be NAME=FOLDER")
+    return name, folder
+
+
+if __name__ == "__main__":
+    main()

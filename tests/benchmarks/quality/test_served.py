@@ -1,0 +1,52 @@
+"""Answers through the engine: dense, with a sparse prompt, and sparse."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.quality import served
+from benchmarks.quality.far_copies import far_copies
+from mtraining_jax.tools.evaluate.engine.engine import Engine
+from tests.models.common import CHECKPOINTS
+
+FOLDER = CHECKPOINTS / "llama3_tiny"
+SPARSE = {
+    "sparsity.tau": "0.3", "sparsity.min_sparse_tokens": "0", "sparsity.sink_blocks": "0",
+    "sparsity.local_blocks": "1", "parallel.devices_per_node": "1",
+}  # fmt: skip
+
+
+def test_the_table_has_the_losses_of_the_engine_and_a_second_call_adds_nothing(tmp_path, capsys):
+    texts = np.random.default_rng(0).integers(0, 256, (2, 400)).astype(np.uint16)
+    texts[:, 390:] = texts[:, 10:20]  # far copies
+    np.save(tmp_path / "texts.npy", texts)
+    overrides = [f"{name}={value}" for name, value in SPARSE.items()]
+    command = [
+        f"--model=tiny={FOLDER}", f"--texts={tmp_path}/texts.npy", "--seq-len=400", "--answer=12",
+        "--new-tokens=4", f"--results={tmp_path}/rows.jsonl", f"--out={tmp_path}/page.md",
+        "--override", *overrides,
+    ]  # fmt: skip
+    served.main(command)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 3
+    found = {(row["arm"], row["text"]): row for row in rows if "text" in row}
+    tokens = texts[1].astype(np.int32)
+    engine = Engine.load(FOLDER, attention="sparse", overrides=SPARSE)
+    log_probs = engine.forced(tokens[:-12], tokens[-12:]).log_probs
+    assert found["sparse", 1]["loss"] == pytest.approx(-log_probs.mean(), abs=1e-5)
+    copies = far_copies(tokens)[-12:]
+    assert found["sparse", 1]["copies"] == copies.sum() == 7
+    assert found["sparse", 1]["copies_loss"] == pytest.approx(-log_probs[copies].sum(), abs=1e-4)
+    losses = [[found[arm, text]["loss"] for text in range(2)] for arm in served.ARMS]
+    assert all(abs(a - b) > 1e-4 for a, b in zip(losses[1], losses[2], strict=True))
+    assert found["dense", 0]["density"] == 1 > found["dense answers", 0]["density"]
+    page = (tmp_path / "page.md").read_text()
+    difference = np.subtract(losses[2], losses[1])
+    error = np.std(difference, ddof=1) / 2**0.5
+    assert f"{difference.mean():+.4f} ± {error:.4f}" in page
+    speeds = {row["arm"]: row["tokens_per_second"] for row in rows if "text" not in row}
+    assert set(speeds) == set(served.ARMS) and min(speeds.values()) > 0
+    served.main(command)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 9
+    capsys.readouterr()
