@@ -14,7 +14,13 @@ from mtraining_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScal
 from mtraining_jax.models.transformer import init_model
 from mtraining_jax.tools.export.write import save_hf
 from tests.models.common import forward, some_tokens, tiny_spec
-from tests.models.huggingface.test_sparse_attention import entry_of, imported, selected_at_random
+from tests.models.huggingface.test_sparse_attention import (
+    entry_of,
+    imported,
+    layer_with,
+    new_token,
+    selected_at_random,
+)
 from tests.training.common import run, tiny_config
 
 torch = pytest.importorskip("torch")
@@ -137,3 +143,20 @@ def test_selections_are_those_of_a_cpu(attention, kind):
         assert (x is None) == (y is None)
         # Room for blocks with equal mass up to rounding.
         assert x is None or (x.cpu() != y).float().mean() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_new_tokens_attend_as_on_a_cpu(attention, dtype):
+    q, *cached = (torch.tensor(x) for x in new_token(torch, 5000, dim=64))
+    q, k, v = (x.to(getattr(torch, dtype)) for x in (q, *cached))
+    mask = torch.ones(2, 1, 1, 5000, dtype=torch.bool)
+    mask[1, ..., :131] = False
+    arguments = q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask
+    module, dense = layer_with(tau=0.5), layer_with(dense_new_tokens=True)
+    expected, _ = attention.sparse_attention(module, *arguments)
+    on_gpu = [x.to(CUDA) for x in arguments]
+    found, _ = attention.sparse_attention(module, *on_gpu)
+    limit = 2e-2 if dtype == "bfloat16" else 2e-5
+    torch.testing.assert_close(found.cpu(), expected, atol=limit, rtol=limit)
+    assert found.equal(attention.sparse_attention(module, *on_gpu)[0])
+    assert (attention.sparse_attention(dense, *on_gpu)[0] - found).abs().max() > 5 * limit

@@ -7,9 +7,12 @@ the attention implementation "mtraining_sparse":
     model = AutoModelForCausalLM.from_pretrained("FOLDER", attn_implementation="mtraining_sparse")
 
 A forward pass over a whole prompt attends to the pairs selected by the pattern in
-`config.sparse_attention` (the entry of config.json); every later token attends to all earlier ones.
+`config.sparse_attention` (the entry of config.json). With the pattern sampled_rows, every later
+token attends to the blocks that hold most of its own attention, or to all earlier tokens after
+`model.config.sparse_attention["dense_new_tokens"] = True`; with other patterns always to all.
 Selected blocks are those of mtraining-jax, but for blocks with equal mass up to rounding. On a GPU,
-FlexAttention and Triton kernels compute; on a CPU, PyTorch operations on some rows at a time.
+FlexAttention and Triton kernels compute prompts; new tokens, and prompts on a CPU, are computed by
+PyTorch operations.
 
 Letters in shapes: B batch, S tokens, Hq and Hk query and key/value heads, D head width, NB blocks.
 """
@@ -66,9 +69,10 @@ def sparse_attention(
 
     Args:
         module: attention layer; its `config.sparse_attention` has the pattern.
-        query: [B, Hq, n, D], rotated.
+        query: [B, Hq, n, D], rotated; n is 1 for a new token.
         key, value: [B, Hk, S, D]; S is n for a prompt.
-        attention_mask: mask of SDPA; None for a prompt without padding.
+        attention_mask: mask of SDPA; None for a prompt without padding, and for a new token that
+            sees all keys.
         scaling: scale of the logits; 1/sqrt(D) by default.
         dropout: must be 0.
 
@@ -78,15 +82,20 @@ def sparse_attention(
     Raises:
         ValueError: the pattern or the case is not supported.
     """
-    length = query.shape[2]
+    length, options = query.shape[2], None
     # Layers with a sliding window have no pattern.
-    if length == 1 or others.get("sliding_window") is not None:
+    if others.get("sliding_window") is None:
+        options = _options(getattr(module.config, "sparse_attention", None))
+    if options is None or (length == 1 and options.dense_new_tokens):
         how = {"scaling": scaling, "dropout": dropout, **others}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
-    options = _options(getattr(module.config, "sparse_attention", None))
-    _check(query, attention_mask, dropout, others, options)
-    key, value = (x[:, :, :length] for x in (key, value))  # a static cache has room after it
+    _check(query, key, attention_mask, dropout, others, options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if length == 1:
+        with torch.no_grad():
+            out = _attend_new_token(query, key, value, attention_mask, scale, options)
+        return out, None
+    key, value = (x[:, :, :length] for x in (key, value))  # a static cache has room after it
     with torch.no_grad():
         blocks, columns = _select(query, key, scale, options)
         attend = _attend_on_gpu if query.is_cuda else _attend
@@ -100,31 +109,53 @@ def _options(entry: Any) -> _Options:
     if not isinstance(entry, dict) or entry.get("kind") not in _OPTIONS:
         found = "is missing" if entry is None else f"is {entry!r}"
         raise ValueError(f"{where} {found}; kind must be one of {', '.join(_OPTIONS)}")
-    if wrong := sorted({*_OPTIONS[entry["kind"]].split()} ^ entry.keys()):
+    rows = entry["kind"] == "sampled_rows"
+    entry = {"dense_new_tokens": not rows, **entry}
+    known = {*_OPTIONS[entry["kind"]].split(), "dense_new_tokens"}
+    if wrong := sorted(known ^ entry.keys()):
         raise ValueError(
             f"{where} has options of another version, such as {wrong[0]}; use the "
             "sparse_attention.py that was exported with the model"
         )
-    for name, supported in {"columns": (0,), "preset": ("safe", "paper")}.items():
-        if entry.get(name, supported[0]) not in supported:
+    supported = {"columns": (0,), "preset": ("safe", "paper")}
+    supported["dense_new_tokens"] = (False, True) if rows else (True,)
+    for name, values in supported.items():
+        if entry.get(name, values[0]) not in values:
             raise ValueError(f"{where} has {name} = {entry[name]!r}, which is not supported")
     return SimpleNamespace(**entry)
 
 
-def _check(query: Tensor, mask: Any, dropout: float, others: dict, options: _Options) -> None:
-    problem, positions = "", others.get("position_ids")
-    # With a cache, transformers makes no mask for packed documents.
-    if mask is not None or (positions is not None and bool((positions.diff() != 1).any())):
-        problem = (
-            "a forward pass of several tokens must be a whole prompt without padding, packed "
-            "documents or cached tokens; pass prompts of one length, each in a single pass"
-        )
-    elif torch.is_grad_enabled() and query.requires_grad:
+def _check(
+    query: Tensor, key: Tensor, mask: Any, dropout: float, others: dict, options: _Options
+) -> None:
+    problem, positions, length = "", others.get("position_ids"), key.shape[2]
+    if torch.is_grad_enabled() and query.requires_grad:
         problem = "gradients are not computed; use torch.no_grad() or model.generate"
     elif dropout:
         problem = f"dropout = {dropout} is not supported; call model.eval()"
     elif query.is_cuda and options.block_size != _TILE:
         problem = f"block_size = {options.block_size} is not supported on a GPU, only {_TILE}"
+    if query.shape[2] == 1 and mask is not None:
+        if mask.dtype != torch.bool or mask.shape[1:] != (1, 1, length):
+            problem = (
+                f"the mask of a new token is {mask.dtype} {list(mask.shape)} and must be bool "
+                f"[B, 1, 1, {length}]; pass an attention_mask [B, {length}] or none"
+            )
+    elif query.shape[2] == 1:
+        # Without a mask all keys are visible. Reading a position would end a compiled program.
+        unread = positions is None or torch.compiler.is_compiling()
+        if not unread and bool((positions != length - 1).any()):
+            problem = (
+                f"a new token has {length - 1} cached keys and another position; use a cache that "
+                "keeps the keys of all tokens, such as DynamicCache, or set "
+                'model.config.sparse_attention["dense_new_tokens"] = True'
+            )
+    # With a cache, transformers makes no mask for packed documents.
+    elif mask is not None or (positions is not None and bool((positions.diff() != 1).any())):
+        problem = (
+            "a forward pass of several tokens must be a whole prompt without padding, packed "
+            "documents or cached tokens; pass prompts of one length, each in a single pass"
+        )
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             problem = f"the model's {name} is not supported"
@@ -288,14 +319,14 @@ def _block_masses_on_gpu(
 
 
 def _heaviest(mass: Tensor, rows: Tensor, length: int, options: _Options) -> Tensor:
-    """Keeps blocks by mass, fp32 [B, Hq, n, m] of the first m blocks in rows of numbers [n]."""
+    """Keeps blocks by mass [B, H, n, m] of the first m, in rows of numbers [n] or [B, 1, n]."""
     size, numbers = options.block_size, torch.arange(mass.shape[3], device=mass.device)
-    distance = rows[:, None] - numbers
+    distance = rows[..., None] - numbers
     dense = rows < -(-options.dense_prefix_tokens // size)
     if options.dense_suffix_tokens:
         dense |= (rows + 1) * size > length - options.dense_suffix_tokens
     causal, sinks = distance >= 0, numbers < options.sink_blocks
-    forced = causal & (dense[:, None] | sinks | (distance < options.local_blocks))
+    forced = causal & (dense[..., None] | sinks | (distance < options.local_blocks))
     mass = mass.double() / mass.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1e-30)
     mass = (mass * _MASS_ONE).round().int().masked_fill_(~causal, 0)
     tau, least = round(options.tau * _TAU_ONE), max(round(options.min_block_mass * _MASS_ONE), 1)
@@ -395,6 +426,26 @@ def _attend(
         how = {"attn_mask": seen, "scale": scale, "enable_gqa": True}
         out.append(F.scaled_dot_product_attention(q[:, :, rows], k, v, **how))
     return torch.cat(out, 2)
+
+
+def _attend_new_token(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, options: _Options
+) -> Tensor:
+    """Attends to the blocks with most of a group's mean mass: [B, 1, Hq, D]."""
+    batch, heads, length, _ = k.shape
+    rows, num_blocks = q.reshape(batch, heads, -1, q.shape[3]), -(-length // options.block_size)
+    seen = k.new_ones(batch, length, dtype=torch.bool) if mask is None else mask[:, 0, 0]
+    seen = seen[:, None].expand(batch, heads, length)
+    logits = (_product(rows, k) * scale).masked_fill_(~seen[:, :, None], -torch.inf)
+    # Blocks of the sequence, which begins after padding on the left.
+    number = (seen.cumsum(-1) - 1).clamp_(min=0) // options.block_size
+    mass = logits.new_zeros(batch, heads, num_blocks, dtype=torch.float64)
+    mass.scatter_add_(2, number, torch.softmax(logits, -1).mean(2, dtype=torch.float64))
+    rule = {**vars(options), "dense_suffix_tokens": 0, "random_block_prob": 0}
+    kept = _heaviest(mass[:, :, None], number[:, :1, -1:], length, SimpleNamespace(**rule))
+    seen = kept[:, :, 0].gather(2, number) & seen
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen[:, :, None], scale=scale)
+    return out.flatten(1, 2)[:, None]
 
 
 @torch._dynamo.config.patch(recompile_limit=64)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.tools.export import write
 from mtraining_jax.tools.export.write import save_hf
 from tests.models.common import drawn, tiny_spec
+from tests.models.huggingface.new_tokens import attended, selected_blocks
 
 FILE = Path(write.__file__).with_name("sparse_attention.py")
 KINDS = {"sampled_rows": SampledRows, "xattention": XAttention, "vertical_slash": VerticalSlash}
@@ -175,7 +177,7 @@ def load(attention, torch, tmp_path, folder):
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_losses_and_generated_tokens_are_the_same(load, torch, kind, options):
     suffix = {} if kind == "vertical_slash" else {"dense_suffix_tokens": 140}
-    model, engine = load(kind, options | suffix)
+    model, engine = load(kind, options | suffix, dense_new_tokens=True)
     ids = np.random.default_rng(1).integers(0, SPEC.vocab_size, LENGTH + 1)
     with torch.no_grad():
         logits = model(torch.tensor(ids[None, :-1])).logits[0]
@@ -185,7 +187,7 @@ def test_losses_and_generated_tokens_are_the_same(load, torch, kind, options):
     np.testing.assert_allclose(losses.numpy(), engine.token_losses(ids), atol=2e-4, rtol=1e-4)
     assert (logits - dense).abs().max() > 0.1  # the pattern matters
 
-    # Prefill is sparse and each new token sees all earlier ones.
+    # Prefill is sparse and each new token sees all earlier ones, as the engine's do.
     model.set_attn_implementation(NAME)
     found = engine.generate(ids[:-1], GenerateOptions(max_new_tokens=6))
     prompt = torch.tensor(ids[None, :-1])
@@ -198,6 +200,101 @@ def test_losses_and_generated_tokens_are_the_same(load, torch, kind, options):
     np.testing.assert_allclose(torch.stack(theirs).numpy(), forced.log_probs, atol=2e-4)
     static = model.generate(prompt, cache_implementation="static", disable_compile=True, **how)
     assert static[0, LENGTH:].tolist() == new.tolist()
+
+
+def new_token(torch, length, heads=(6, 2), dim=16):
+    """A query [B, Hq, D], and keys and values [B, S, Hk, D]; few keys have most of the mass."""
+    rng = np.random.default_rng(length)
+    q = rng.normal(size=(2, heads[0], dim)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, length, heads[1], dim)).astype(np.float32)
+    return 2 * q, k, v
+
+
+def layer_with(**options):
+    """A layer with the pattern, as the attention function sees it."""
+    entry = entry_of("sampled_rows", {}) | options
+    return SimpleNamespace(
+        config=SimpleNamespace(sparse_attention=entry), num_key_value_groups=3, is_causal=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (1, {"tau": 0.5}),
+        (640, {"tau": 0.75, "sink_blocks": 2, "local_blocks": 1}),
+        (1000, {"tau": 0.75}),
+        (2049, {"tau": 0.9, "min_block_mass": 0.06}),
+    ],
+)
+def test_a_new_token_attends_to_the_blocks_with_its_own_mass(attention, torch, length, options):
+    q, k, v = new_token(torch, length)
+    padding, room = 131, 200  # the second sequence is shorter, and the cache has room
+    mask = torch.zeros(2, 1, 1, length + room, dtype=torch.bool)
+    first = min(padding, length - 1)
+    mask[0, ..., :length], mask[1, ..., first:length] = True, True
+    q_, *cached = (torch.tensor(x) for x in (q[:, :, None], k, v))
+    cached = [torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, room), value=9) for x in cached]
+    out, _ = attention.sparse_attention(layer_with(**options), q_, *cached, mask, 0.3)
+    unmasked, _ = attention.sparse_attention(
+        layer_with(**options), q_[:1], *(x[:1, :, :length] for x in cached), None, 0.3
+    )
+    torch.testing.assert_close(out[:1], unmasked)
+    kept = []
+    for row, begin in enumerate((0, first)):
+        own = q[row], k[row, begin:], v[row, begin:]
+        kept.append(selected_blocks(*own[:2], 0.3, **options))
+        expected = attended(*own, kept[-1], 0.3)
+        np.testing.assert_allclose(out[row, 0].numpy(), expected, atol=2e-5)
+    counts = np.concatenate([x.sum(-1) for x in kept])
+    assert length < 700 or (3 < counts.min() and counts.max() < kept[0].shape[1])
+
+
+def test_new_tokens_keep_the_whole_mass_with_tau_1(attention, torch):
+    q, *cached = (torch.tensor(x) for x in new_token(torch, 1000))
+    arguments = q[:, :, None], *(x.transpose(1, 2) for x in cached), None
+    dense, _ = attention.sparse_attention(layer_with(dense_new_tokens=True), *arguments)
+    all_mass, _ = attention.sparse_attention(layer_with(tau=1.0), *arguments)
+    torch.testing.assert_close(all_mass, dense, atol=1e-6, rtol=1e-5)
+    prefix, _ = attention.sparse_attention(layer_with(tau=0.5, dense_prefix_tokens=900), *arguments)
+    torch.testing.assert_close(prefix, dense, atol=1e-6, rtol=1e-5)
+    sparse, _ = attention.sparse_attention(layer_with(tau=0.5), *arguments)
+    assert (sparse - dense).abs().max() > 0.01
+
+
+def test_generated_tokens_are_those_of_each_sequence_alone(load, torch):
+    """Of two prompts, read densely as one batch with padding, and with two kinds of caches."""
+    model, _ = load("sampled_rows", ROWS)
+    ids = torch.tensor(np.random.default_rng(3).integers(0, SPEC.vocab_size, (2, LENGTH)))
+    mask = torch.ones_like(ids)
+    mask[1, :131] = 0
+
+    def last_logits(ids, mask, new):
+        """Of three tokens after a dense prompt."""
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        found, cache, first = [], None, 0
+        for end in range(ids.shape[1] - 3, ids.shape[1] + 1):
+            model.set_attn_implementation(new if first else "sdpa")
+            how = {"attention_mask": mask[:, :end], "position_ids": positions[:, first:end]}
+            out = model(ids[:, first:end], cache=cache, use_cache=True, **how)
+            cache, first = out.past_key_values, end
+            found.append(out.logits[:, -1])
+        return torch.stack(found[1:], 1)
+
+    with torch.no_grad():
+        together = last_logits(ids, mask, NAME)
+        alone = [
+            last_logits(ids[i : i + 1, n:], mask[i : i + 1, n:], NAME)
+            for i, n in ((0, 0), (1, 131))
+        ]
+        torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=1e-4)
+        assert (together - last_logits(ids, mask, "sdpa")).abs().max() > 0.1
+
+        model.set_attn_implementation(NAME)
+        how = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        expected = model.generate(ids, **how)
+        static = {"cache_implementation": "static", "disable_compile": True}
+        assert model.generate(ids, **static, **how).equal(expected)
 
 
 def test_unsupported_cases_are_errors(load, torch):
@@ -215,8 +312,18 @@ def test_unsupported_cases_are_errors(load, torch):
         ):
             with pytest.raises(ValueError, match="must be a whole prompt without padding, packed"):
                 model(ids, **case)
+        cache = model(ids, use_cache=True).past_key_values
+        for layer in cache.layers:  # as caches that drop keys
+            layer.keys, layer.values = (x[:, :, 1:] for x in (layer.keys, layer.values))
+        how = {"cache": cache, "position_ids": torch.full((1, 1), 300)}
+        with pytest.raises(ValueError, match="a new token has 299 cached keys and another pos"):
+            model(ids[:, :1], **how)
+        additive = torch.zeros(2, 1, 1, 300)
+        with pytest.raises(ValueError, match=r"torch.float32 \[2, 1, 1, 300\] and must be bool"):
+            model(ids[:, :1], attention_mask=additive, **how)
         entry = model.config.sparse_attention
         for name, value, message in (
+            ("dense_new_tokens", None, "has dense_new_tokens = None, which is not supported"),
             ("kind", "moba", "is .*'moba'.*kind must be one of sampled_rows, xattention"),
             ("columns", 128, "has columns = 128, which is not supported"),
             ("newer", 1, "has options of another version, such as newer; use the sparse_attention"),
