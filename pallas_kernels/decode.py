@@ -24,7 +24,7 @@ class DecodeCall(NamedTuple):
     v: Array  # as k
     blocks: Array  # int32 [B or 1, Hk or 1, N], blocks of 128 keys, each listed at most once
     counts: Array  # int32 [B or 1, Hk or 1], how many entries of `blocks` count
-    seen: Array  # int32 [S / 128, 2], the first key of each block that tokens see, and the end
+    seen: Array  # int32 [B or 1, S / 128, 2], the first key of a block that tokens see, and the end
     scale: float  # of the logits
 
 
@@ -51,11 +51,13 @@ def _dense(call: DecodeCall) -> Pair:
     kv_heads, tokens = k.shape[1:3]
     counted = jnp.arange(blocks.shape[-1]) < counts[..., None]
     rows = jnp.indices(blocks.shape, sparse=True)[:2]
-    listed = jnp.zeros((*blocks.shape[:2], len(seen)), bool)
-    listed = listed.at[*rows, jnp.where(counted, blocks, len(seen))].set(True, mode="drop")
+    num_blocks = seen.shape[1]
+    listed = jnp.zeros((*blocks.shape[:2], num_blocks), bool)
+    listed = listed.at[*rows, jnp.where(counted, blocks, num_blocks)].set(True, mode="drop")
     within = jnp.arange(BLOCK_SIZE)
-    inside = (within >= seen[:, :1]) & (within < seen[:, 1:])
-    mask = (listed[..., None] & inside).reshape(*listed.shape[:2], 1, tokens)
+    inside = (within >= seen[..., :1]) & (within < seen[..., 1:])
+    mask = listed[..., None] & inside[:, None]
+    mask = mask.reshape(*mask.shape[:2], 1, tokens)
     logits = dot("bhgd,bhsd->bhgs", q.reshape(batch, kv_heads, -1, dim), k) * scale
     logits = jnp.where(mask, logits, -jnp.inf)
     peak = logits.max(-1)

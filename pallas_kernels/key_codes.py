@@ -52,7 +52,7 @@ def block_weights(
     Args:
         q: rotated, unscaled queries [B, Hq, D].
         keys: codes of NB blocks of 128 keys.
-        seen: int32 [NB, 2], the first key of each block that tokens see, and the end.
+        seen: int32 [B or 1, NB, 2], the first key of each block that tokens see, and the end.
         scale: of the logits, positive.
         backend: as in `decode`.
 
@@ -76,8 +76,8 @@ def block_weights(
     logits = product(low, (keys.codes & 15).astype(q.dtype))
     logits += product(high, (keys.codes & -16).astype(q.dtype))
     within = jnp.arange(BLOCK_SIZE)
-    mask = (within >= seen[:, :1]) & (within < seen[:, 1:])
-    mask = mask.reshape(-1, 1) & (jnp.arange(rows.shape[2]) < group)
+    mask = (within >= seen[..., :1]) & (within < seen[..., 1:])
+    mask = mask.reshape(len(mask), 1, -1, 1) & (jnp.arange(rows.shape[2]) < group)
     logits = jnp.where(mask, logits, -jnp.inf)
     return _log2_sum(logits.reshape(batch, kv_heads, -1, BLOCK_SIZE, rows.shape[2]), 3)
 

@@ -46,7 +46,7 @@ class Layers:
         draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
         self.caches = [(draw(a), draw(b)) for a, b in zip(keys[:-1:2], keys[1::2], strict=True)]
         self.q = jax.random.normal(keys[-1], (batch, heads, DIM), jnp.bfloat16)
-        self.seen = jnp.tile(jnp.array([0, BLOCK], jnp.int32), (tokens // BLOCK, 1))
+        self.seen = jnp.tile(jnp.array([0, BLOCK], jnp.int32), (1, tokens // BLOCK, 1))
         every = np.tile(np.arange(tokens // BLOCK), (batch, kv_heads, 1))
         self.order = np.random.default_rng(0).permuted(every, axis=-1)
 
@@ -88,7 +88,7 @@ def row(layers: Layers, count: int, backend: str, repeats: int) -> list[str]:
         )  # fmt: skip
         error = f"{np.linalg.norm(found - right) / np.linalg.norm(right - start):.1e}"
     same = len({np.asarray(run()).tobytes() for _ in range(2)}) == 1
-    blocks = len(layers.seen)
+    blocks = layers.seen.shape[1]
     rate = layers.size * count / blocks / us / 1e3
     share = f"{100 * count / blocks:.0f} %"
     return [share, backend, f"{us:.1f}", f"{rate:.0f}", error, "yes" if same else "no"]
@@ -105,7 +105,7 @@ def main() -> None:
         layers = Layers(tokens, batch, heads, kv_heads)
         case = f"{tokens}", f"{batch}", f"{heads}/{kv_heads}"
         for share in SHARES:
-            count = math.ceil(share * len(layers.seen))
+            count = math.ceil(share * layers.seen.shape[1])
             for backend in ("xla", KERNELS) if share == 1 else (KERNELS,):
                 page.add(table_line([*case, *row(layers, count, backend, args.repeats)]))
         del layers

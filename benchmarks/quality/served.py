@@ -6,8 +6,9 @@ r"""Loss and speed of answers as the engine serves them, for models trained with
 The last --answer tokens of each text are a given answer to what comes before. Arms: dense
 attention; a sparse prompt with answers that attend densely; a sparse prompt with answers that
 select. Differences are paired by text, in nats, with standard errors over texts. Far copies are
-tokens of an answer whose last four tokens occurred before, more than 256 tokens back. Speed: one
-prompt, --new-tokens greedy tokens. The same command resumes.
+tokens of an answer whose last four tokens occurred before, more than 256 tokens back. Speed: the
+first texts as prompts, --batches of them at a time, --new-tokens greedy tokens each; tokens of all
+prompts per second. The same command resumes.
 """
 
 import argparse
@@ -58,14 +59,14 @@ def losses_of(engine: Engine, tokens: np.ndarray, answer: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def speed_of(engine: Engine, prompt: np.ndarray, new: int) -> dict[str, Any]:
-    """Seconds of the prompt and tokens per second after it, of the second of two calls."""
-    options = GenerateOptions(max_new_tokens=new)
+def speed_of(engine: Engine, prompts: np.ndarray, new: int) -> dict[str, Any]:
+    """Seconds of a prompt and tokens per second after all prompts, of the second of two calls."""
+    options, ends = GenerateOptions(max_new_tokens=new), [frozenset()] * len(prompts)
     for _ in range(2):
-        found = engine.generate(prompt, options, stop_ids=frozenset())
+        found = engine.generate_many(list(prompts), options, ends, len(prompts))
     return {
-        "prompt_seconds": found.prefill_seconds,
-        "tokens_per_second": (new - 1) / found.decode_seconds,
+        "prompt_seconds": found[0].prefill_seconds,
+        "tokens_per_second": (new - 1) / found[0].decode_seconds,
     }
 
 
@@ -83,12 +84,14 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             pairs = [mine[text]["loss"] - row["loss"] for text, row in base.items()]
             error = np.std(pairs, ddof=1) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
             copies = sum(row["copies"] for row in mine.values())
-            speed = next((x for x in own if x["arm"] == arm and "tokens_per_second" in x), {})
+            speeds = {x["prompts"]: x for x in own if x["arm"] == arm and "prompts" in x}
+            rates = [f"{speeds[n]['tokens_per_second']:.1f}" for n in sorted(speeds)]
+            seconds = speeds[min(speeds)]["prompt_seconds"] if speeds else None
             lines.append([
                 model, arm, number(float(np.mean([row["loss"] for row in mine.values()])), 4),
                 "" if arm == _BASE or not pairs else f"{np.mean(pairs):+.4f} ± {error:.4f}",
                 number(sum(x["copies_loss"] for x in mine.values()) / max(copies, 1), 4),
-                number(speed.get("tokens_per_second"), 1), number(speed.get("prompt_seconds")),
+                ", ".join(rates), number(seconds),
             ])  # fmt: skip
     return [table_line(line) for line in lines]
 
@@ -101,7 +104,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     overrides = dict(text.split("=", 1) for text in args.override)
     same = {"seq_len": args.seq_len, "answer": args.answer, "overrides": sorted(args.override)}
     rows = [row for row in read_lines(args.results) if row["settings"] == same]
-    done = {(row["model"], row["arm"], row.get("text")) for row in rows}
+    done = {
+        (row["model"], row["arm"], row["text"] if "text" in row else f"{row['prompts']} prompts")
+        for row in rows
+    }
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row | {"settings": same, "device": jax.devices()[0].device_kind})
@@ -114,9 +120,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for text in numbers:
                 if (name, arm, text) not in done:
                     add(about | {"text": text} | losses_of(engine, texts[text], args.answer))
-            if args.new_tokens and (name, arm, None) not in done:
-                prompt = texts[numbers[0]][: -args.answer]
-                add(about | speed_of(engine, prompt, args.new_tokens))
+            for count in args.batches:
+                if (name, arm, f"{count} prompts") not in done:
+                    prompts = texts[:count, : -args.answer]
+                    speed = speed_of(engine, prompts, args.new_tokens)
+                    add(about | {"prompts": count} | speed)
     page = Page(args.out)
     how = f"{args.seq_len} tokens, of which {args.answer} are the answer; {len(numbers)} texts"
     page.add("# Answers as served", "", f"{setting()}. {how}.", "")
@@ -130,7 +138,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=at_least(256), required=True, help="tokens of a text")
     parser.add_argument("--numbers", type=int, nargs="*", help="texts; all by default")
     parser.add_argument("--answer", type=at_least(2), default=512, help="tokens of the answer")
-    parser.add_argument("--new-tokens", type=at_least(0), default=128, help="0: no speed")
+    parser.add_argument("--new-tokens", type=at_least(2), default=128, help="for the speed")
+    parser.add_argument(
+        "--batches", type=at_least(1), nargs="*", default=[1, 8], help="prompts at a time"
+    )
     parser.add_argument("--override", nargs="*", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="JSON lines")
     return parser.parse_args(argv)

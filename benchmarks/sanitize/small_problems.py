@@ -360,7 +360,7 @@ def _decode_inputs(rng: np.random.Generator, size: Size) -> Values:
         "v": v.swapaxes(1, 2),
         "blocks": np.tile(np.arange(blocks - 1, -1, -1, dtype=np.int32), (1, size.kv_heads, 1)),
         "counts": np.array([[blocks, *[blocks - 1] * (size.kv_heads - 1)]], np.int32),
-        "seen": seen,
+        "seen": seen[None],
     }
 
 

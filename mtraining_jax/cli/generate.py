@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from mtraining_jax.cli.model_command import (
+    at_least,
     check_required,
     forwarded_options,
     model_parser,
@@ -38,9 +39,10 @@ _USAGE = """\
   --model FOLDER        run folder, Hugging Face checkpoint or adapters, or hf://OWNER/NAME
   --prompt TEXT         text to continue; no chat template is applied without --chat
   --prompt-file FILE    read the prompt from a UTF-8 text file or pipe; - reads standard input
-  --prompts FILE        continue many prompts, one after another: the lines of a text file, or the
-                        field "prompt" of JSON lines (.jsonl); prints one JSON object per prompt,
-                        with the fields of its line, text, tokens and stopped
+  --prompts FILE        continue many prompts: the lines of a text file, or the field "prompt" of
+                        JSON lines (.jsonl); prints one JSON object per prompt, with the fields of
+                        its line, text, tokens and stopped
+  --batch-size N        at most so many of them at a time, of similar lengths (default 8)
   --chat                answer prompts by the chat template of the tokenizer's folder, up to the
                         end of the turn (extra chat); a prompt is a message of the user, or in a
                         .json file or a field "prompt" also a list of messages, or an object with
@@ -86,6 +88,7 @@ def _run(arguments: list[str]) -> int:
         default = getattr(GenerateOptions, name)
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=type(default), default=default)
+    parser.add_argument("--batch-size", type=at_least(1), default=8)
     parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense")
@@ -136,19 +139,29 @@ def _run(arguments: list[str]) -> int:
                 except OSError:
                     sys.exit(print_text(""))  # an error unless the pipe is closed
 
+            done: dict[int, Generated] = {}
             results: list[Generated] = []
-            for number, (_, prompt) in enumerate(prompts):
-                status.update(f"compiling and reading prompt {number + 1} of {len(prompts)} ...")
-                status.start()
-                on_text = None if several else write
-                stop_ids = engine.stop_ids(contents[number])
-                results.append(result := engine.generate(ids[number], options, on_text, stop_ids))
-                if several:
-                    line = prompt | {"text": result.text, "tokens": len(result.tokens)}
-                    line["stopped"] = result.stopped
+
+            def write_lines(number: int, result: Generated) -> None:
+                """Writes a line for each prompt in their order, once all before it are done."""
+                done[number] = result
+                while len(results) in done:
+                    result = done[len(results)]
+                    line = prompts[len(results)][1] | {"text": result.text}
+                    line |= {"tokens": len(result.tokens), "stopped": result.stopped}
+                    results.append(result)
                     text = json.dumps(line, ensure_ascii=False)
                     # Fields may have unpaired surrogates; JSON has the same escapes as Python.
                     write(text.encode("utf-8", "backslashreplace").decode() + "\n")
+                status.update(f"{len(done)} of {counted(len(prompts), 'prompt')} done ...")
+                status.start()
+
+            stop_ids = [engine.stop_ids(content) for content in contents]
+            status.update(f"compiling and reading {counted(len(prompts), 'prompt')} ...")
+            if several:
+                engine.generate_many(ids, options, stop_ids, found.batch_size, write_lines)
+            else:
+                results.append(engine.generate(ids[0], options, write, stop_ids[0]))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED

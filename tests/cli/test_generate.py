@@ -96,7 +96,11 @@ def test_answers_do_not_control_a_terminal(command, monkeypatch, tmp_path):
             on_text(text)
         return Generated((1,), text, "end", 0.0, 0.0, None)
 
+    def all_answered(self, prompts, options, stop_ids, batch_size, on_result):
+        on_result(0, answered(self, prompts[0], options, None, stop_ids))
+
     monkeypatch.setattr(mtraining_jax.Engine, "generate", answered)
+    monkeypatch.setattr(mtraining_jax.Engine, "generate_many", all_answered)
     model = ("--model", FOLDER, "--tokenizer=bytes", *ON_ONE)
     status, text, _ = command(*model, "--prompt=a")  # a file or pipe gets what the model wrote
     assert (status, text) == (0, "a\tb\n\x1b[2J\x9b\n")
@@ -172,15 +176,16 @@ def test_chat(command, tmp_path, monkeypatch):
     prompts = ("Hi", [asked], {"messages": [asked], "tools": []})
     file.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in prompts))
     calls = []
-    plain = mtraining_jax.Engine.generate
+    plain = mtraining_jax.Engine.generate_many
 
-    def recorded(self, ids, options, on_text, stop_ids):
-        first = plain(self, ids, options, on_text, stop_ids)
-        calls.append((ids.tolist(), stop_ids))
-        assert plain(self, ids, options, None, frozenset(first.tokens[:1])).stopped == "end"
-        return first
+    def recorded(self, prompts, options, stop_ids, batch_size, on_result):
+        found = plain(self, prompts, options, stop_ids, batch_size, on_result)
+        calls.extend((ids.tolist(), stops) for ids, stops in zip(prompts, stop_ids, strict=True))
+        ends = [frozenset(x.tokens[:1]) for x in found]
+        assert {x.stopped for x in plain(self, prompts, options, ends)} == {"end"}
+        return found
 
-    monkeypatch.setattr(mtraining_jax.Engine, "generate", recorded)
+    monkeypatch.setattr(mtraining_jax.Engine, "generate_many", recorded)
     status, lines, _ = command(*model, "--tokenizer", tokenizer, "--prompts", str(file))
     assert status == 0 and len({json.loads(line)["text"] for line in lines.splitlines()}) == 1
     loaded = make_tokenizer(tokenizer, "<|endoftext|>")

@@ -24,7 +24,7 @@ def test_weights_match_the_reference_and_kept_blocks_those_of_xla(sizes):
     check(weights, q, keys, seen)
     np.testing.assert_array_equal(weights, run(q, keys, seen, SCALE))
     for tau in (0.5, 0.9, 1.0):
-        rule = keep_rule(len(seen), tau, 1)
+        rule = keep_rule(seen.shape[1], tau, 1)
         keep = functools.partial(kept_blocks, weights, q, rule)
         blocks, counts = keep("mosaic_gpu")
         right, right_counts = keep("xla")

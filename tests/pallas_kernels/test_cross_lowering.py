@@ -293,7 +293,7 @@ def test_requesting_an_unavailable_backend_explains_why():
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_of_new_tokens_lowers(dim):
     cache = shaped(B, 2, 8 * G, dim)
-    arrays = shaped(B, HQ, dim), cache, cache, int32(1, 1, 8), int32(1, 1), int32(8, 2)
+    arrays = shaped(B, HQ, dim), cache, cache, int32(1, 1, 8), int32(1, 1), int32(1, 8, 2)
     # Parts of the sequence are combined by a second one.
     assert _kernels(lambda *arrays: decode(DecodeCall(*arrays, 0.1)), *arrays) == 2
 
@@ -307,5 +307,5 @@ def test_the_selection_of_new_tokens_lowers(dim):
 
     range_of_keys = shaped(B, 2, 1, dim, dtype=jnp.float32)
     codes = shaped(B, 2, 8 * G, dim // 2, dtype=jnp.int8)
-    arrays = shaped(B, HQ, dim), int32(8, 2), codes, range_of_keys, range_of_keys
+    arrays = shaped(B, HQ, dim), int32(1, 8, 2), codes, range_of_keys, range_of_keys
     assert _kernels(select, *arrays) == 2

@@ -38,9 +38,10 @@ def code_weights(
     product, so that few results are computed for nothing, and bytes become operands in registers.
     """
     batch, kv_heads, num_rows, dim = rows.shape
-    half, num_blocks, interpreted = dim // 2, len(seen), bool(interpret)
+    half, num_blocks, interpreted = dim // 2, seen.shape[1], bool(interpret)
     parts = max(_PER_MULTIPROCESSOR * multiprocessors(interpret) // (batch * kv_heads), 1)
     parts = min(parts, num_blocks)
+    seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:]))
     shape = ROWS, num_rows
 
     def body(rows_low: Any, rows_high: Any, codes: Any, seen: Any, out: Any, smem: Any, bars: Any):
@@ -82,7 +83,7 @@ def code_weights(
 
         def score(step: Array, _: None) -> None:
             slot = lax.rem(step, _SLOTS)
-            start, stop = seen[first + step, 0], seen[first + step, 1]
+            start, stop = (seen[entry, first + step, end] for end in range(2))
             plgpu.barrier_wait(bars["codes"].at[slot])
             tiles = []
             for begin in (0, ROWS):

@@ -55,6 +55,7 @@ def decode_kernel(call: DecodeCall, interpret: Any = False) -> Pair:
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
     lists = jnp.broadcast_to(blocks, (batch, kv_heads, blocks.shape[-1]))
     counts = jnp.broadcast_to(counts, (batch, kv_heads))
+    seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:]))
     log2_scale = scale * LOG2E
 
     def attention_decode(refs: dict[str, Any]) -> None:
@@ -93,7 +94,7 @@ def decode_kernel(call: DecodeCall, interpret: Any = False) -> Pair:
             staging = smem["p"].at[warpgroup] if interpreted else None
 
             def limits(of_tile: Array) -> tuple[Array, Array]:
-                return refs["seen"][of_tile, 0], refs["seen"][of_tile, 1]
+                return refs["seen"][entry, of_tile, 0], refs["seen"][entry, of_tile, 1]
 
             def attend(turn: Array, carry: Any) -> Any:
                 acc, peak, total, following, (start, stop) = carry

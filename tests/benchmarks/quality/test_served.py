@@ -24,7 +24,8 @@ def test_the_table_has_the_losses_of_the_engine_and_a_second_call_adds_nothing(t
     overrides = [f"{name}={value}" for name, value in SPARSE.items()]
     command = [
         f"--model=tiny={FOLDER}", f"--texts={tmp_path}/texts.npy", "--seq-len=400", "--answer=12",
-        "--new-tokens=4", f"--results={tmp_path}/rows.jsonl", f"--out={tmp_path}/page.md",
+        "--new-tokens=4", "--batches=2", f"--results={tmp_path}/rows.jsonl",
+        f"--out={tmp_path}/page.md",
         "--override", *overrides,
     ]  # fmt: skip
     served.main(command)

@@ -36,8 +36,8 @@ def reference(q: jnp.ndarray, keys: KeyCodes, seen: jnp.ndarray) -> np.ndarray:
     rows = np.asarray(q, np.float64).reshape(batch, kv_heads, -1, dim)
     logits = np.einsum("bhgd,bhsd->bhsg", rows, k) * SCALE
     within = np.arange(BLOCK)
-    mask = (within >= limits[:, :1]) & (within < limits[:, 1:])
-    logits = np.where(mask.reshape(-1, 1), logits, -np.inf)
+    mask = (within >= limits[..., :1]) & (within < limits[..., 1:])
+    logits = np.where(mask.reshape(len(mask), 1, -1, 1), logits, -np.inf)
     logits = logits.reshape(batch, kv_heads, tokens // BLOCK, BLOCK, -1)
     return np.logaddexp.reduce(logits, axis=3) / np.log(2)
 

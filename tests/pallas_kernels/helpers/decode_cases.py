@@ -30,7 +30,7 @@ def make_call(
         counts[-1, -1] = 0
     seen = np.tile([0, BLOCK], (blocks, 1))
     seen[0], seen[-1], seen[blocks // 2] = (3, BLOCK), (0, 77), (0, 0)
-    arrays = (jnp.asarray(x, jnp.int32) for x in (lists, counts, seen))
+    arrays = (jnp.asarray(x, jnp.int32) for x in (lists, counts, seen[None]))
     return DecodeCall(q, k, v, *arrays, 0.2)
 
 
@@ -42,7 +42,8 @@ def reference(call: DecodeCall) -> tuple[np.ndarray, np.ndarray]:
     for b, h in np.ndindex(lse.shape):
         kv = h // (q.shape[1] // k.shape[1])
         keys = [
-            np.arange(*(block * BLOCK + seen[block])) for block in lists[b, kv, : counts[b, kv]]
+            np.arange(*(block * BLOCK + seen[min(b, len(seen) - 1), block]))
+            for block in lists[b, kv, : counts[b, kv]]
         ]
         keys = np.concatenate([*keys, np.arange(0)]).astype(int)
         if keys.size:

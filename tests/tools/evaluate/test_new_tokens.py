@@ -74,3 +74,32 @@ def test_patterns_without_a_rule_answer_densely_and_say_so():
     assert loaded.network.new_tokens is None
     assert "new tokens attend to all earlier ones" in loaded.note_on_answers()
     assert engine(ONE, 0.3).loaded.note_on_answers() is None
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO])
+def test_prompts_of_a_batch_are_answered_as_alone(mesh):
+    model, seen = engine(mesh, 0.3), []
+    prompts = [TEXT[:PROMPT], TEXT[5:392], TEXT[:388], TEXT[:100]]  # the last one is short
+    assert model.programs.together(prompts, NEW) == [[0, 1, 2], [3]]
+    options = GenerateOptions(max_new_tokens=NEW, temperature=0.3, seed=3)
+    alone = [model.generate(prompt, options, stop_ids=frozenset()) for prompt in prompts]
+    stops = [frozenset(), frozenset(alone[1].tokens[2:3]), frozenset(), frozenset()]
+    found = model.generate_many(prompts, options, stops, on_result=lambda *x: seen.append(x))
+    assert [x.tokens for x in found] == [
+        alone[0].tokens, alone[1].tokens[: alone[1].tokens.index(alone[1].tokens[2])],
+        alone[2].tokens, alone[3].tokens,
+    ]  # fmt: skip
+    assert [x.stopped for x in found] == ["length", "end", "length", "length"]
+    assert seen == list(enumerate(found))
+    np.testing.assert_allclose([x.density for x in found], [x.density for x in alone], rtol=1e-6)
+    assert len({x.tokens for x in found}) == 4
+
+
+def test_a_batch_is_no_larger_than_asked(monkeypatch):
+    model, sizes = engine(ONE, 0.3), []
+    whole = model._generate
+    monkeypatch.setattr(
+        model, "_generate", lambda ids, *x: sizes.append(len(ids)) or whole(ids, *x)
+    )
+    model.generate_many([TEXT[:100]] * 3, GenerateOptions(max_new_tokens=1), batch_size=2)
+    assert sizes == [2, 1]

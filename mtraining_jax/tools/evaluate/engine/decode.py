@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self, cast
 
 import jax
@@ -49,8 +50,8 @@ class Cache(NamedTuple):
     keys: tuple[Array, ...]  # per layer [B, Hk, W (S / W + T), D] in the compute dtype
     values: tuple[Array, ...]
     codes: tuple[KeyCodes | None, ...]  # of the keys, in layers where new tokens select
-    prompt_len: Array  # int32 scalar, without padding
-    count: Array  # int32 scalar, number of new tokens
+    prompt_len: Array  # int32 [B], without padding
+    count: Array  # int32 scalar, number of new tokens of each sequence
 
 
 class Stepped(NamedTuple):
@@ -61,7 +62,9 @@ class Stepped(NamedTuple):
     logits: Array
 
 
-def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: int) -> Cache:
+def make_cache(
+    network: Network, prompt: Prompt, prompt_len: Sequence[int], new_tokens: int
+) -> Cache:
     """Builds the cache after the prefill, and deletes keys and values of the prompt."""
     tokens = prompt.keys.shape[2]
     room = room_for(new_tokens, tokens // network.ranks)
@@ -70,7 +73,7 @@ def make_cache(network: Network, prompt: Prompt, prompt_len: int, new_tokens: in
         layers.append(_with_room(network.mesh, room, stacked))
         stacked.delete()
     keys, values = layers
-    count = jax.device_put(np.int32(prompt_len), network.replicated)
+    count = jax.device_put(np.asarray(prompt_len, np.int32), network.replicated)
     codes = _coded(network, network.sequence_layout(tokens), keys, count)
     return Cache(keys, values, codes, count, jnp.zeros((), jnp.int32, device=network.replicated))
 
@@ -100,8 +103,8 @@ def _coded(
     def code(keys: Array, prompt_len: Array) -> KeyCodes:
         blocks = layout.block_ids(lax.axis_index(SEQUENCE_AXES))
         position = blocks[:, None] * layout.block_size + jnp.arange(layout.block_size)
-        real = (position < prompt_len).reshape(-1, 1)
-        own = keys[:, :, : real.size]
+        real = position.reshape(-1, 1) < prompt_len[:, None, None, None]
+        own = keys[:, :, : position.size]
         low = jnp.where(real, own, jnp.inf).min(2, keepdims=True)
         high = jnp.where(real, own, -jnp.inf).max(2, keepdims=True)
         return KeyCodes.of(keys, lax.pmin(low, SEQUENCE_AXES), lax.pmax(high, SEQUENCE_AXES))
@@ -168,18 +171,17 @@ def _step_on_shard(
     dtype = jnp.dtype(spec.dtype)
     one_token = dataclasses.replace(spec, remat="none", mlp_kept_chunks=0)
     model: Transformer = nnx.merge(graph_definition(one_token), state)
-    position = cache.prompt_len + cache.count
+    position_B1 = (cache.prompt_len + cache.count)[:, None]
     windows = dict.fromkeys(spec.windows)
     rotations = {
-        window: rope_tables(position.reshape(1, 1), spec.in_window(window), length)
-        for window in windows
+        window: rope_tables(position_B1, spec.in_window(window), length) for window in windows
     }
-    slot, position_S, seen_S = _slots(layout, cache)
-    distance_S = position - position_S
-    seen = {x: _listed(seen_S if x is None else seen_S & (distance_S < x)) for x in windows}
+    slot, position_BS, seen_BS = _slots(layout, cache)
+    distance_BS = position_B1 - position_BS
+    seen = {x: _listed(seen_BS if x is None else seen_BS & (distance_BS < x)) for x in windows}
     choice = None
     if network.new_tokens is not None:
-        choice = _Choice.of(network.new_tokens, position_S, distance_S, seen_S)
+        choice = _Choice.of(network.new_tokens, position_BS, distance_BS, seen_BS)
     embedding_spec = parameter_spec(spec.parameters["embed_tokens.weight"], mesh, fsdp)
     table_VE = gather_weight(model.embed_tokens.weight[...], embedding_spec)
     x_B1E = jnp.take(table_VE, token_B, axis=0).astype(dtype)[:, None]
@@ -223,7 +225,7 @@ def _step_on_shard(
 def _slots(layout: Layout, cache: Cache) -> tuple[Array, Array, Array]:
     """Returns where a rank writes the new token, and of each slot the position and if it is seen.
 
-    These are int32, int32 [S'] and bool [S'], for the S' tokens that the rank has room for.
+    These are int32, int32 [B, S'] and bool [B, S'], for the S' tokens that the rank has room for.
     """
     rank = lax.axis_index(SEQUENCE_AXES)
     size = layout.block_size
@@ -231,55 +233,55 @@ def _slots(layout: Layout, cache: Cache) -> tuple[Array, Array, Array]:
     prompt = layout.block_ids(rank)[:, None] * size + jnp.arange(size, dtype=jnp.int32)
     prompt = prompt.reshape(-1)
     start = _whole_blocks(prompt.size)
+    prompt = jnp.pad(prompt, (0, start - prompt.size), constant_values=jnp.iinfo(jnp.int32).max)
     slots = jnp.arange(cache.keys[0].shape[2] - start, dtype=jnp.int32)
+    end_B1 = cache.prompt_len[:, None]
     new = (slots <= cache.count) & (rank == 0)
-    padding = 0, start - prompt.size
-    seen = jnp.concatenate([jnp.pad(prompt < cache.prompt_len, padding), new])
-    position = jnp.concatenate([jnp.pad(prompt, padding), cache.prompt_len + slots])
-    return start + cache.count, position, seen
+    seen = jnp.concatenate([prompt < end_B1, jnp.broadcast_to(new, (len(end_B1), len(slots)))], 1)
+    position = jnp.broadcast_to(prompt, (len(end_B1), start))
+    return start + cache.count, jnp.concatenate([position, end_B1 + slots], 1), seen
 
 
 class _Choice(NamedTuple):
     """What the layers of a step have in common when they select blocks, of all W ranks."""
 
-    order: Array  # int32 [W NB], the blocks, those that are always kept first
+    order: Array  # int32 [B, W NB], the blocks, those that are always kept first
     rule: KeepRule
 
     @classmethod
-    def of(cls, new: NewTokens, position_S: Array, distance_S: Array, seen_S: Array) -> Self:
-        always = (position_S < new.first_tokens) | (distance_S < new.last_tokens)
-        always |= position_S + distance_S < new.dense_below - 1
-        forced = (always & seen_S).reshape(-1, BLOCK_SIZE).any(1)
-        forced = lax.all_gather(forced, SEQUENCE_AXES, tiled=True)
-
-        def one(x: Any) -> Array:
-            return jnp.asarray(x, jnp.int32).reshape(1, 1)
-
+    def of(cls, new: NewTokens, position_BS: Array, distance_BS: Array, seen_BS: Array) -> Self:
+        always = (position_BS < new.first_tokens) | (distance_BS < new.last_tokens)
+        always |= position_BS + distance_BS < new.dense_below - 1
+        forced = (always & seen_BS).reshape(len(seen_BS), -1, BLOCK_SIZE).any(2)
+        forced = lax.all_gather(forced, SEQUENCE_AXES, axis=1, tiled=True)
+        last, first = (jnp.full((1, 1), x, jnp.int32) for x in (forced.shape[1] - 1, 0))
         tau, least = round(new.tau * 2**TAU_BITS), max(1, math.ceil(new.least_mass * 2**MASS_BITS))
-        rule = KeepRule(one(forced.size - 1), one(0), one(forced.sum()), one(tau), 0, least, 0)
-        return cls(jnp.argsort(~forced, stable=True).astype(jnp.int32), rule)
+        end = forced.sum(1, keepdims=True, dtype=jnp.int32)
+        rule = KeepRule(last, first, end, jnp.full((1, 1), tau, jnp.int32), 0, least, 0)
+        return cls(jnp.argsort(~forced, axis=1, stable=True).astype(jnp.int32), rule)
 
     def select(self, q: Array, weights: Array, backend: str | None) -> tuple[Array, Array]:
         """Selects by weights [B, Hk, NB, R]: this rank's `blocks` and `counts` of `DecodeCall`."""
-        local = weights.shape[2]
+        local, order = weights.shape[2], self.order[:, None]
         weights = lax.all_gather(weights, SEQUENCE_AXES, axis=2, tiled=True)
-        kept, counts = kept_blocks(jnp.take(weights, self.order, axis=2), q, self.rule, backend)
-        blocks = self.order[kept]
-        if len(self.order) == local:
+        weights = jnp.take_along_axis(weights, order[..., None], 2)
+        kept, counts = kept_blocks(weights, q, self.rule, backend)
+        blocks = jnp.take_along_axis(order, kept, 2)
+        if order.shape[2] == local:
             return blocks, counts
         rank = lax.axis_index(SEQUENCE_AXES)
-        own = (jnp.arange(len(self.order)) < counts[..., None]) & (blocks // local == rank)
+        own = (jnp.arange(order.shape[2]) < counts[..., None]) & (blocks // local == rank)
         first = jnp.argsort(~own, axis=-1, stable=True)[..., :local]
         return jnp.take_along_axis(blocks % local, first, -1), own.sum(-1, dtype=jnp.int32)
 
 
-def _listed(seen_S: Array) -> tuple[Array, Array, Array]:
-    """Lists the blocks that have seen keys, for all sequences and heads."""
-    seen = seen_S.reshape(-1, BLOCK_SIZE)
-    first, some = jnp.argmax(seen, axis=1), seen.any(1)
-    [blocks] = jnp.nonzero(some, size=len(some), fill_value=0)
-    limits = jnp.stack([first, first + seen.sum(1)], axis=1)
-    lists = blocks[None, None], some.sum()[None, None], limits
+def _listed(seen_BS: Array) -> tuple[Array, Array, Array]:
+    """Lists the blocks that have seen keys, for all heads."""
+    seen = seen_BS.reshape(len(seen_BS), -1, BLOCK_SIZE)
+    first, some = jnp.argmax(seen, axis=2), seen.any(2)
+    blocks = jnp.argsort(~some, axis=1, stable=True)
+    limits = jnp.stack([first, first + seen.sum(2)], axis=2)
+    lists = blocks[:, None], some.sum(1)[:, None], limits
     return cast(Any, tuple(x.astype(jnp.int32) for x in lists))
 
 

@@ -19,6 +19,7 @@ from mtraining_jax.data.files import errors_as
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.tools.evaluate.engine.options import AnswerKind, GenerateOptions
+from mtraining_jax.tools.evaluate.engine.passes import joined
 from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
 from mtraining_jax.tools.evaluate.engine.sampling import NO_TOKEN, judge
 from mtraining_jax.tools.evaluate.engine.text import GrowingText
@@ -182,41 +183,81 @@ class Engine:
         that end the text instead of those of the model, see `Engine.stop_ids`. Errors as in
         `token_losses`; also UserError for a stop text without a tokenizer.
         """
+        return self._generate([prompt_ids], options, [stop_ids], on_text)[0]
+
+    def generate_many(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        options: GenerateOptions | None = None,
+        stop_ids: Sequence[frozenset[int] | None] | None = None,
+        batch_size: int = 8,
+        on_result: Callable[[int, Generated], None] | None = None,
+    ) -> list[Generated]:
+        """Continues prompts, ids [n] each, up to `batch_size` at a time; otherwise as `generate`.
+
+        Prompts of one padded length are decoded together, and give the tokens that each would give
+        alone, up to rounding. They share their seconds equally. `on_result` is called with the
+        number of each prompt, from 0, and its result.
+        """
+        ids = [self._checked(prompt, least=1) for prompt in prompts]
+        options = GenerateOptions() if options is None else options
+        results: dict[int, Generated] = {}
+        for group in self.programs.together(ids, options.max_new_tokens):
+            for begin in range(0, len(group), batch_size):
+                numbers = group[begin : begin + batch_size]
+                stops = [None if stop_ids is None else stop_ids[number] for number in numbers]
+                found = self._generate([ids[number] for number in numbers], options, stops)
+                for number, result in zip(numbers, found, strict=True):
+                    results[number] = result
+                    if on_result is not None:
+                        on_result(number, result)
+        return [results[number] for number in range(len(ids))]
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        options: GenerateOptions | None,
+        stop_ids: Sequence[frozenset[int] | None],
+        on_text: Callable[[str], None] | None = None,
+    ) -> list[Generated]:
+        """Continues prompts that are decoded together; see `Programs.together`."""
         options = GenerateOptions() if options is None else options
         if options.stop and self.tokenizer is None:
             raise UserError(f"stop = {list(options.stop)} needs a tokenizer; this model has none")
-        ids, count = self._checked(prompt_ids, least=1), options.max_new_tokens
-        self._check_length(len(ids), count)
-        stop_ids = self.loaded.stop_ids if stop_ids is None else stop_ids
-        programs = self.programs
-        read = programs.prefill(ids, len(ids))
+        ids, programs = [self._checked(x, least=1) for x in prompts], self.programs
+        for each in ids:
+            self._check_length(len(each), options.max_new_tokens)
+        reads = [programs.prefill(each, len(each)) for each in ids]
         begin = time.perf_counter()
-        prompt = read()
+        read = [run() for run in reads]
+        densities = [x.density for x in read]
+        prompt = joined(read)
         token = jax.block_until_ready(first_token(prompt.logits, options))
         prefill_seconds = time.perf_counter() - begin
         begin = time.perf_counter() - programs.setup_seconds
-        density = float(prompt.density)
         later = programs.next_tokens(prompt, token, ids, options)
-        text = GrowingText(self.tokenizer, options.stop, on_text)
-        tokens: list[int] = []
-        stopped = ""
-        while not stopped:
+        answers = [
+            _Answer(self, options, self.loaded.stop_ids if stops is None else stops, on_text)
+            for stops in stop_ids
+        ]
+        for number in itertools.count():
             current = token
             # The devices compute the next step while this thread handles a token.
             token = next(later, token)
-            new = int(np.asarray(current)[0])
-            if new == NO_TOKEN:
-                raise self._not_finite(len(ids) + len(tokens))
-            if new in stop_ids:
-                stopped = "end"
-            else:
-                tokens.append(new)
-                text.add(new)
-                stopped = "stop" if text.stopped else "length" if len(tokens) == count else ""
+            new = np.asarray(current)
+            for each, answer, value in zip(ids, answers, new.tolist(), strict=True):
+                if not answer.stopped:
+                    if value == NO_TOKEN:
+                        raise self._not_finite(len(each) + number)
+                    answer.add(value)
+            if all(answer.stopped for answer in answers):
+                break
         decode_seconds = time.perf_counter() - programs.setup_seconds - begin
-        return Generated(
-            tuple(tokens), text.end(), stopped, prefill_seconds, decode_seconds, density
-        )
+        shares = prefill_seconds / len(ids), decode_seconds / len(ids)
+        return [
+            answer.result(*shares, float(density))
+            for answer, density in zip(answers, densities, strict=True)
+        ]
 
     def _finite(self, scores: np.ndarray, tokens: int) -> np.ndarray:
         if not np.isfinite(scores).all():
@@ -252,6 +293,37 @@ class Engine:
                 "positions of the model (model.max_position_embeddings); shorten the prompt or ask "
                 "for fewer tokens"
             )
+
+
+class _Answer:
+    """New tokens of one prompt, and why they ended."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: GenerateOptions,
+        stop_ids: frozenset[int],
+        on_text: Callable[[str], None] | None,
+    ) -> None:
+        self._text = GrowingText(engine.tokenizer, options.stop, on_text)
+        self._most, self._stop_ids = options.max_new_tokens, stop_ids
+        self._tokens: list[int] = []
+        self.stopped = ""
+
+    def add(self, token: int) -> None:
+        if token in self._stop_ids:
+            self.stopped = "end"
+            return
+        self._tokens.append(token)
+        self._text.add(token)
+        full = len(self._tokens) == self._most
+        self.stopped = "stop" if self._text.stopped else "length" if full else ""
+
+    def result(self, prefill_seconds: float, decode_seconds: float, density: float) -> Generated:
+        text = self._text.end()
+        return Generated(
+            tuple(self._tokens), text, self.stopped, prefill_seconds, decode_seconds, density
+        )
 
 
 @overload

@@ -1,5 +1,6 @@
 """Forward passes of the training layers: scores of labels, and the prefill of a prompt."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -29,6 +30,24 @@ class Prompt(NamedTuple):
     keys: Array  # [L, B, S, Hk, D], S in layout order and sharded over the ranks
     values: Array
     density: Array  # fp32, mean over layers
+
+
+def joined(prompts: Sequence[Prompt]) -> Prompt:
+    """Joins the results of prompts of one padded length, which are deleted, as one of B rows."""
+    if len(prompts) == 1:
+        return prompts[0]
+    whole = _joined(tuple(prompts))
+    for prompt in prompts:
+        prompt.keys.delete()
+        prompt.values.delete()
+    return whole
+
+
+@jax.jit
+def _joined(prompts: tuple[Prompt, ...]) -> Prompt:
+    logits, keys, values, density = zip(*prompts, strict=True)
+    keys, values = (jnp.concatenate(x, axis=1) for x in (keys, values))
+    return Prompt(jnp.concatenate(logits), keys, values, jnp.stack(density))
 
 
 def make_score(network: Network, layout: Layout, length: int) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -57,20 +57,22 @@ class Programs:
         self,
         prompt: Prompt,
         token: Array,
-        prompt_len: int,
+        prompt_len: int | Sequence[int],
         new_tokens: int,
         options: GenerateOptions,
         length: int,
     ) -> tuple[Cache, Callable[[Cache, Array], Stepped]]:
         """Builds the cache of a prompt, which is deleted, and compiles the decoding step.
 
-        The step is a function of cache and token, and donates the cache. `length` as in `prefill`.
+        There may be several prompts of one padded length (`joined`). The step is a function of
+        cache and token, and donates the cache. `length` as in `prefill`.
         """
         network, how = self._network, _sampling(options)
         with self._setup():
-            cache = make_cache(network, prompt, prompt_len, new_tokens)
-            length, room = network.rope_length(length), cache.keys[0].shape[2]
-            layout = network.sequence_layout(network.padded_length(prompt_len))
+            layout = network.sequence_layout(prompt.keys.shape[2])
+            lengths = np.reshape(prompt_len, -1).tolist()
+            cache = make_cache(network, prompt, lengths, new_tokens)
+            length, room = network.rope_length(length), cache.keys[0].shape[:3]
             key = layout, length, room, options.kind, network.new_tokens
             if key not in self._steps:
                 step = make_step(network, layout, length, options.kind)
@@ -79,33 +81,50 @@ class Programs:
         return cache, lambda cache, token: run(cache, token, *how)
 
     def next_tokens(
-        self, prompt: Prompt, token: Array, ids: np.ndarray, options: GenerateOptions
+        self, prompt: Prompt, token: Array, ids: Sequence[np.ndarray], options: GenerateOptions
     ) -> Iterator[Array]:
-        """Yields the tokens, int32 [B], after a prompt of ids, int32 [n], and its first new token.
+        """Yields the tokens, int32 [B], after prompts of ids, int32 [n], and their first new ones.
 
         Each follows from one pass over all tokens before it. Where the RoPE scaling changes with
-        their number, they are read again; the prompt is deleted.
+        their number, a prompt is read again, and there is only one; the prompt is deleted.
         """
         rope_length, tokens = self._network.rope_length, [token]
         while len(tokens) < options.max_new_tokens:
-            length = len(ids) + len(tokens)
+            length = len(ids[0]) + len(tokens)
             if rope_length(length) != rope_length(length - 1):
-                prompt = self.prefill(ids, length)()
+                prompt = self.prefill(ids[0], length)()
             yield from self._extend(tokens, prompt, ids, options)
 
     def _extend(
-        self, tokens: list[Array], prompt: Prompt, ids: np.ndarray, options: GenerateOptions
+        self,
+        tokens: list[Array],
+        prompt: Prompt,
+        ids: Sequence[np.ndarray],
+        options: GenerateOptions,
     ) -> Iterator[Array]:
         """Appends new tokens, up to a length that RoPE scales differently."""
         rope_length, count = self._network.rope_length, options.max_new_tokens
-        first = len(ids) + len(tokens)
-        cache, step = self.decoder(prompt, tokens[0], len(ids), count, options, first)
+        first = len(ids[0]) + len(tokens)
+        lengths = [len(x) for x in ids]
+        cache, step = self.decoder(prompt, tokens[0], lengths, count, options, first)
         for earlier in tokens[:-1]:
             cache = step(cache, earlier).cache
-        while len(tokens) < count and rope_length(len(ids) + len(tokens)) == rope_length(first):
+        while len(tokens) < count and rope_length(len(ids[0]) + len(tokens)) == rope_length(first):
             cache, token, _ = step(cache, tokens[-1])
             tokens.append(token)
             yield token
+
+    def together(self, prompts: Sequence[np.ndarray], new_tokens: int) -> list[list[int]]:
+        """Groups the numbers of prompts, ids [n], that can be decoded at once.
+
+        They have one padded length, so that each is read as if it were alone, and one RoPE scaling.
+        """
+        groups: dict[Hashable, list[int]] = {}
+        for number, ids in enumerate(prompts):
+            scalings = {self._network.rope_length(len(ids) + n) for n in range(1, new_tokens + 1)}
+            one = scalings.pop() if len(scalings) == 1 else (number,)
+            groups.setdefault((self._network.padded_length(len(ids)), one), []).append(number)
+        return list(groups.values())
 
     def inputs(self, ids: np.ndarray, is_prompt: bool) -> tuple[Layout, tuple[Any, ...]]:
         """Returns the layout of ids, int32 [n], and the last arguments of `Network.forward`."""

@@ -24,7 +24,8 @@ def next_token(
         if kind == "top_p":
             logits_BV = jnp.where(kept_tokens(logits_BV, top_p), logits_BV, -jnp.inf)
         key = jax.random.fold_in(jax.random.key(seed), number)
-        token_B = jax.random.categorical(key, logits_BV)
+        # Each sequence with the numbers that it would have alone.
+        token_B = jax.vmap(lambda logits: jax.random.categorical(key, logits))(logits_BV)
     return jnp.where(jnp.isfinite(peak_B1[:, 0]), token_B, NO_TOKEN).astype(jnp.int32)
 
 
