@@ -349,7 +349,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     **how: Any,
 ) -> Generated | list[Generated]:
-    """Continues a text, or several texts, one after another.
+    """Continues a text, or several texts; without `on_text` these may be decoded together.
 
     Args:
         model: an `Engine`, which keeps its programs for the next call, or the folder of a model.
@@ -375,5 +375,8 @@ def generate(
         raise UserError(f"options is a {type(options).__name__}; pass GenerateOptions(...)")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     ids = model.encode(prompts, options.max_new_tokens)
-    results = [model.generate(each, options, on_text) for each in ids]
+    if isinstance(prompt, str) or on_text is not None:
+        results = [model.generate(each, options, on_text) for each in ids]
+    else:
+        results = model.generate_many(ids, options)
     return results[0] if isinstance(prompt, str) else results
