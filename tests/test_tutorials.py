@@ -20,6 +20,7 @@ from tests.models.common import drawn, tiny_spec
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/tutorials.md").read_text()
 _FILE = re.compile(r"\*(\w+\.(?:py|toml))\*")  # in italics before its text
+UNGUARDED = ["--guard.enabled=false"]  # takes a quarter of the time
 WORDS = "the assistant or this that is as an answer in a long text of many words".split()
 
 
@@ -95,7 +96,8 @@ def test_extend_a_checkpoint(follow, tmp_path):
         "num_batches = 1", "warmup_steps = 6": "warmup_steps = 1", "8K,32K": "512",
         "64K,128K --attention both": "1K --attention sparse", "needle,passkey": "passkey",
     }  # fmt: skip
-    options = {"evaluate.py": ["--samples=1"]}
+    tokenize = "mtraining_jax.cli.tokenize_corpus"
+    options = {"evaluate.py": ["--samples=1"], "train.py": UNGUARDED, tokenize: ["--processes=1"]}
     shown = follow("Extend your checkpoint to 128K tokens", changes, options)
     assert "tokens/books" in shown[0] and "packs.png" in shown[3]
     assert "not included" in shown[4] and "step 2/2" in shown[5]
@@ -107,8 +109,9 @@ def test_extend_a_checkpoint(follow, tmp_path):
 
 def test_own_pattern_in_own_model(follow):
     changes = {"= 4096, 256, 4, 100": "= 512, 32, 2, 8"}
-    small = "run.steps=1 optimizer.warmup_steps=0 model.num_layers=1 data.seq_len=256"
-    options = {"train.py": [f"--{field}" for field in small.split()]}
+    small = "run.steps=1 optimizer.warmup_steps=0 model.num_layers=1 data.seq_len=256 "
+    small += "parallel.nodes=1 parallel.devices_per_node=2 audit.interval=0"
+    options = {"train.py": [*UNGUARDED, *(f"--{field}" for field in small.split())]}
     alone, run = follow("Your own pattern in your own model", changes, options)
     first, last = (float(x) for x in re.findall(r"loss ([\d.]+)", alone))
     assert last < first
@@ -124,6 +127,7 @@ def test_fine_tune_on_chats(follow, tmp_path):
     )
     base = 'init_from = "runs/smollm2"'
     changes = {"steps = 12": "steps = 2\nlog_interval = 1", base: f"{base}\n{sizes}"}
-    shown = follow("Fine-tune on your chats", changes, {"generate.py": ["--max-new-tokens=3"]})
+    options = {"generate.py": ["--max-new-tokens=3"], "train.py": UNGUARDED}
+    shown = follow("Fine-tune on your chats", changes, options)
     assert "+ " in shown[1] and "lighthouse" in shown[1]
     assert "step 2/2" in shown[2]

@@ -44,6 +44,8 @@ from tests.attention.inputs import (
 )
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
+# Compiles in half of the time of `PATTERN`.
+ROWS = SampledRows(tau=0.6, probe_queries_per_block=4, block_size=BLOCK)
 
 
 def loss(attend):
@@ -87,8 +89,8 @@ def test_eager_bfloat16_returns_bfloat16():
 
 
 def test_vmap_over_the_batch_matches_the_batch_in_both_orders():
-    (gradients, (out, lse)), *_ = expected()
-    attend = functools.partial(with_lse, pattern=PATTERN)
+    attend = functools.partial(with_lse, pattern=ROWS)
+    gradients, (out, lse) = jax.jit(loss(attend))(*inputs())
     # Inputs [S, H, D] per call; gradients of each entry.
     each, (out_each, lse_each) = jax.jit(jax.vmap(loss(attend)))(*inputs())
     np.testing.assert_allclose(out_each, out, **CLOSE)
@@ -114,7 +116,7 @@ def test_layers_under_scan_and_remat_with_a_policy_match_a_plain_loop():
 
     def layer(x, w):
         q, k, v = (x @ w[i] for i in range(3))
-        return x + sparse_attention(q, k[:, :, ::2], v[:, :, ::2], pattern=PATTERN), None
+        return x + sparse_attention(q, k[:, :, ::2], v[:, :, ::2], pattern=ROWS), None
 
     policy = jax.checkpoint_policies.save_only_these_names("sparse_index", "attn_out", "attn_lse")
 
@@ -151,7 +153,7 @@ def test_layers_under_scan_and_remat_with_a_policy_match_a_plain_loop():
 def test_programs_that_forbid_promotion_are_traced(name, padded):
     pattern = {
         "vertical_slash": PATTERN,
-        "sampled_rows": SampledRows(block_size=BLOCK, probe_queries_per_block=4),
+        "sampled_rows": ROWS,
         "moba": MoBA(block_size=BLOCK, chunk_size=32, top_k=3),
         "flex_prefill": FlexPrefill(block_size=BLOCK),
     }[name]
@@ -161,14 +163,11 @@ def test_programs_that_forbid_promotion_are_traced(name, padded):
     def value(q, k, v):
         return sparse_attention(q, k, v, pattern=pattern, documents=documents).sum()
 
-    def gradients():
-        return jax.eval_shape(jax.grad(value, argnums=(0, 1, 2)), *inputs())
-
-    usual = gradients()
+    arrays = inputs()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        assert gradients() == usual  # traced again
+        jax.eval_shape(jax.grad(value, argnums=(0, 1, 2)), *arrays)
         with pytest.raises(ValueError, match="no available implicit dtype promotion path"):
-            value(*inputs()) + jnp.int32(1)
+            arrays[0] + jnp.int32(1)
 
 
 def test_a_block_sparse_index_is_accepted_as_pattern():

@@ -197,8 +197,12 @@ def oracle(q, k, v, mask, dout, dlse):
     return results, pullback((dout, dlse))
 
 
+# The recorded results of tests/golden are of packs too.
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "pattern", [PATTERN, VERTICAL_SLASH, MOBA], ids=["lists", "vertical_slash", "moba"]
+    "pattern", [PATTERN, SLOW(VERTICAL_SLASH), SLOW(MOBA)], ids=["lists", "vertical_slash", "moba"]
 )
 def test_results_match_the_oracle_over_pairs_within_documents(pattern):
     q, k, v, dout, dlse = inputs()
@@ -262,7 +266,7 @@ def test_sequences_under_vmap_have_separate_documents():
     ("pattern", "mesh", "kind"),
     [
         (PATTERN, (1, 2, 4), "striped"),
-        (VERTICAL_SLASH, (2, 1, 4), "zigzag"),
+        SLOW(VERTICAL_SLASH, (2, 1, 4), "zigzag"),
         (indices.bits_and_columns, (2, 1, 4), "striped"),  # a given index
     ],
     ids=["lists", "vertical_slash", "given"],

@@ -13,6 +13,7 @@ from mtraining_jax import (
     Dense,
     FixedBudget,
     Layout,
+    SampledRows,
     Sharding,
     sequence_layout,
     sparse_attention,
@@ -21,6 +22,8 @@ from mtraining_jax import (
 )
 from tests.attention.inputs import BLOCK, HEADS, PATTERN, TOKENS, inputs, with_lse, with_residuals
 
+# Compiles in half of the time of `PATTERN`.
+ROWS = SampledRows(tau=0.6, probe_queries_per_block=4, block_size=BLOCK)
 BUDGET = FixedBudget(
     verticals=np.array([0, 5, 20, 9, 6, 2], np.int32),
     slashes=np.array([30, 3, 0, 12, 6, 2], np.int32),
@@ -56,7 +59,7 @@ def cotangents():
 
 @functools.cache
 def alone_with_gradients():
-    attend = functools.partial(with_lse, pattern=PATTERN)
+    attend = functools.partial(with_lse, pattern=ROWS)
     return jax.device_get(jax.jit(functools.partial(gradients, attend))(*inputs(), *cotangents()))
 
 
@@ -74,7 +77,7 @@ def test_batch_and_sequence_over_user_axes():
     axes = ("outer", "inner")
     layout = sequence_layout(TOKENS, mesh, sequence=axes, block_size=BLOCK)
     attend = functools.partial(
-        with_lse, pattern=PATTERN, sharding=Sharding(mesh, axes, "rows", order=layout)
+        with_lse, pattern=ROWS, sharding=Sharding(mesh, axes, "rows", order=layout)
     )
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("rows", axes)))
     q, k, v, dout = (place(stripe(x, layout)) for x in (*inputs(), cotangents()[0]))

@@ -23,11 +23,7 @@ def test_attention_has_the_recorded_bits(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        x if x in ("tiny", "resumed") else pytest.param(x, marks=pytest.mark.slow)
-        for x in cases.TRAINING
-    ],
+    "name", [x if x == "tiny" else pytest.param(x, marks=pytest.mark.slow) for x in cases.TRAINING]
 )
 def test_training_has_the_recorded_bits(name, tmp_path):
     check("training", name, record.training_entry(name, tmp_path))

@@ -60,19 +60,17 @@ def test_without_fsdp_everything_is_replicated():
 
 
 def test_the_same_model_is_drawn_on_every_mesh():
-    spec = tiny_spec()
+    """Here, and in tests/training/test_state.py on two others."""
+    spec, mesh = tiny_spec(), make_mesh(2, 2, 2)
     graphdef, expected = drawn(spec)
-    for shape in ((1, 2, 4), (2, 2, 2)):
-        mesh = make_mesh(*shape)
-        other_graphdef, state = init_model(spec, seed=0, mesh=mesh, fsdp=True)
-        assert other_graphdef == graphdef
-        assert_states_close(state, expected, tolerance=0)
-        wanted = param_shardings(spec, mesh, fsdp=True)
-        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-        ranks = shape[1] * shape[2]
-        up = nnx.to_pure_dict(state)["layers"]["mlp"]["up_proj"]["weight"]
-        assert up.addressable_shards[0].data.shape == (3, 48 // ranks, 32)
+    other_graphdef, state = init_model(spec, seed=0, mesh=mesh, fsdp=True)
+    assert other_graphdef == graphdef
+    assert_states_close(state, expected, tolerance=0)
+    wanted = param_shardings(spec, mesh, fsdp=True)
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    up = nnx.to_pure_dict(state)["layers"]["mlp"]["up_proj"]["weight"]
+    assert up.addressable_shards[0].data.shape == (3, 48 // 4, 32)
 
 
 def test_a_key_draws_the_same_as_its_seed():
@@ -96,7 +94,7 @@ def on_one_device():
     return jax.jit(loss_and_gradients)(drawn(FULL)[1], some_tokens(FULL, (4, 16)))
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("fsdp", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_loss_and_gradients_do_not_depend_on_the_mesh(fsdp):
     spec, tokens, (_, state) = FULL, some_tokens(FULL, (4, 16)), drawn(FULL)
     (expected_loss, (expected_logits, _)), expected = on_one_device()

@@ -61,6 +61,8 @@ def traces():
     return result
 
 
+# On one device: test_layers_under_scan_and_remat_with_a_policy_match_a_plain_loop.
+@pytest.mark.slow
 def test_remat_by_name_recomputes_neither_index_nor_ring(traces):
     def counts(remat):
         # Transfers of the ring, ordering and sums of the index, and the kernels' softmax.

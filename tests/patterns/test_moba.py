@@ -132,6 +132,7 @@ def test_eleven_ranks_select_in_documents_the_same_as_one_device():
         np.testing.assert_array_equal(of_rank, one.computed_pairs(SEQ_LEN))
 
 
+@pytest.mark.slow  # test_patterns.py has its index on ranks, tests/golden its attention in packs
 def test_a_ring_matches_one_device():
     seq_len = 128
     documents = Documents.from_lengths([[9, 77, 1], [24, 50]], seq_len, BLOCK)

@@ -36,12 +36,12 @@ class TestSafe(PatternContract):
     settings = VerticalSlash(top_p=0.4, **SMALL)
 
 
-class TestPaper(PatternContract):
+class TestPaper(ChoiceContract):
     settings = VerticalSlash(top_p=0.4, preset="paper", **SMALL)
     rows_may_be_empty = True
 
 
-class TestFixed(PatternContract):
+class TestFixed(ChoiceContract):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _file(cls, tmp_path_factory):
@@ -77,7 +77,7 @@ class TestXAttention(PatternContract):
     settings = XAttention(tau=0.6, stride=4, local_blocks=1, block_size=BLOCK)
 
 
-class TestMoBA(PatternContract):
+class TestMoBA(ChoiceContract):
     settings = MoBA(chunk_size=2 * BLOCK, top_k=3, block_size=BLOCK)
 
 

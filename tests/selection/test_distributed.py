@@ -52,6 +52,7 @@ def on_one_device(seed):
     return (q, k), jax.device_get(run(q, k, jnp.arange(NUM_BLOCKS)))
 
 
+@pytest.mark.slow  # PatternContract has both patterns, of other sizes
 def test_bit_identical_to_one_device():
     """On eight ranks of five blocks: an odd number, so chunks of two are padded.
 

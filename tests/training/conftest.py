@@ -123,6 +123,7 @@ def whole():
         parallel={"nodes": 1, "devices_per_node": 4},
         checkpoint={"interval": 2},
         audit={"interval": 3, "num_queries": 16, "masks": ("1.0",), "alarm_recall": 1.0},
+        guard={"enabled": True},
     )
     ended = folder / "records.json"
     with FileLock(folder / "lock"):

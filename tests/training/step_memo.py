@@ -47,6 +47,7 @@ def _of_step(config: Config) -> tuple:
         config.parallel,
         optimizer,
         config.loss,
+        config.guard.enabled,
         sparsity,
     )
 

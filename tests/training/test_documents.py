@@ -82,12 +82,8 @@ def packed(tmp_path_factory):
 
 def test_a_step_on_packs_is_a_step_on_each_document_alone(packed, tmp_path):
     metrics, parameters = packed.first(LENGTHS)
-    alone = Run(
-        tmp_path,
-        8,
-        parallel={"replicas": 2, "nodes": 1, "devices_per_node": 1},
-        optimizer={"accumulation_steps": 2},
-    )
+    # Replicas and micro-batches are in finetuning/test_masks.py.
+    alone = Run(tmp_path, 8, parallel={"nodes": 1, "devices_per_node": 1})
     each = [[n] for own in LENGTHS for n in own]
     wanted, expected = alone.first([*each, []])
     assert metrics["labels"] == wanted["labels"] == sum(n - 1 for (n,) in each)

@@ -20,6 +20,7 @@ from tests.training.common import VOCAB, changed, losses, run
 
 ROOT = Path(__file__).resolve().parents[2]
 B, S = 2, 128
+pytestmark = pytest.mark.usefixtures("drawn_alone")
 
 
 @pytest.fixture

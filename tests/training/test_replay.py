@@ -51,6 +51,8 @@ def replayed(shared, tmp_path_factory):
     return config, records, printed.getvalue()
 
 
+# tests/reporting/test_records.py has its lines, tests/benchmarks/test_replay.py its densities.
+@pytest.mark.slow
 def test_a_run_says_what_it_replays(replayed):
     config, records, printed = replayed
     assert written(config) == records

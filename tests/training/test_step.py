@@ -110,6 +110,7 @@ def test_dense_equals_sparse_with_everything_selected(folder, dense):
         folder,
         data={"batch_size": 4},
         sparsity=everything,
+        parallel={"nodes": 2, "devices_per_node": 1},
         audit={"interval": 1, "num_queries": 16},
     )
     sparse, _ = Parts(config).train(3)

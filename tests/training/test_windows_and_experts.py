@@ -1,4 +1,4 @@
-"""Training windows and experts in the layers of one model: the same on one device and on eight."""
+"""Training windows and experts in the layers of one model: the same on one device and on four."""
 
 import os
 
@@ -47,11 +47,11 @@ def config_of(folder, **sections):
 
 
 @pytest.fixture(scope="module")
-def eight(folder):
+def four(folder):
     parts = Parts(
         config_of(
             folder,
-            parallel={"replicas": 2, "nodes": 1, "devices_per_node": 4, "fsdp": True},
+            parallel={"replicas": 2, "nodes": 1, "devices_per_node": 2, "fsdp": True},
             optimizer={"accumulation_steps": 2},
         )
     )
@@ -59,12 +59,12 @@ def eight(folder):
     parts.batches.close()
 
 
-def test_eight_devices_equal_an_audited_one(folder, eight):
+def test_four_devices_equal_an_audited_one(folder, four):
     where = {"output_dir": str(folder / "runs"), "steps": 2}
     where["compile_cache_dir"] = os.environ["JAX_COMPILATION_CACHE_DIR"]
     records = run(config_of(folder, run=where, audit={"interval": 1}))
     use_shared_programs()
-    _, found, state = eight
+    _, found, state = four
     for name in ("self_attn.sinks", "mlp.gate_proj.bias", "mlp.gate.bias"):
         assert np.abs(state.parameters[f"layers.{name}"]).max() > 1e-2  # they start at 0
     for record, metrics in zip(records, found, strict=True):
@@ -99,9 +99,9 @@ def test_other_families_on_eight_devices_equal_one(folder, family):
     np.testing.assert_allclose(*found, rtol=2e-5)
 
 
-def test_the_auxiliary_loss_has_a_gradient_but_is_not_part_of_the_loss(eight):
+def test_the_auxiliary_loss_has_a_gradient_but_is_not_part_of_the_loss(four):
     """In a batch without labels nothing else has a gradient."""
-    parts, earlier, _ = eight
+    parts, earlier, _ = four
     assert earlier[0]["auxiliary_loss"] > 2  # experts per token, if they were used evenly
     batch = next(parts.batches)
     unlabeled = batch | {"labels": jnp.full_like(batch["labels"], IGNORE_LABEL)}

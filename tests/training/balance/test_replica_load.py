@@ -49,7 +49,7 @@ def packed(config, documents):
         "sparsity.tune_max": 0.8, "model.hidden_size": 32, "model.intermediate_size": 48,
         "model.vocab_size": VOCAB, "checkpoint.interval": 3, "audit.interval": 0,
         "optimizer.schedule": "constant", "optimizer.warmup_steps": 0,
-        "metrics.tensorboard": "false",
+        "metrics.tensorboard": "false", "guard.enabled": "false",
     }  # fmt: skip
     return Config.load("tiny", overrides)
 

@@ -352,6 +352,7 @@ sys.exit(check_cluster.main())
 """
 
 
+@pytest.mark.slow  # each is named above, from facts
 def test_faults_of_a_process_are_diagnosed(tmp_path):
     config = tiny_config(
         tmp_path,

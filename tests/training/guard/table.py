@@ -53,7 +53,7 @@ def main(interval: int, gpu: bool) -> None:
         run={"name": "start", "steps": _FIRST},
         parallel=mesh,
         checkpoint={"interval": 1, "keep": 1},
-        guard={"interval": interval},
+        guard={"enabled": True, "interval": interval},
         **sizes,
     )
     quiet(config, [])

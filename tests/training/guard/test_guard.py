@@ -27,7 +27,7 @@ def guarded(config):
         run={"steps": 16},
         sparsity={"kind": "dense"},
         parallel={"replicas": 2, "nodes": 1, "fsdp": True, "ring": "flat"},
-        guard={"interval": 15},
+        guard={"enabled": True, "interval": 15},
         checkpoint={"interval": 5},
     )
 
@@ -42,6 +42,8 @@ def faults_of(config):
 
 
 def test_wrong_gradients_are_repaired(guarded, monkeypatch):
+    # Checkpoints take time; the one of step 10 waits for the limits that step 11 needs.
+    guarded = changed(guarded, checkpoint={"interval": 10})
     config = named(guarded, "clean")
     with planted([]):
         clean = run(config)

@@ -37,7 +37,8 @@ def test_a_whole_run_has_its_records_and_a_checkpoint(whole, config):
     assert newest_step(checkpoint_folder(whole.config)) == 4
     assert written(whole.config) == whole.records
     # Audits change nothing else.
-    plain = run(changed(config, parallel={"nodes": 1, "devices_per_node": 4}))
+    same = {"parallel": {"nodes": 1, "devices_per_node": 4}, "guard": {"enabled": True}}
+    plain = run(changed(config, **same))
     np.testing.assert_allclose(losses(whole.records), losses(plain), rtol=1e-6)
     assert not FIGURES.keys() & plain[0].keys()
     check_records(whole.config, whole.records)
@@ -67,7 +68,9 @@ def test_resumed_run_has_bit_identical_losses(whole, capsys):
     assert "resuming from the checkpoint of step 2\n" in said and "differ" not in said
 
 
-@pytest.mark.parametrize("offload", [pytest.param(True, marks=pytest.mark.slow), "all"])
+# test_step.py has the bits of steps, and test_state.py reads a state onto the host.
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [True, "all"])
 def test_a_run_on_the_host_has_the_same_losses_and_resumes_without(plain_config, offload, capsys):
     whole = losses(run(plain_config))
     saves = {"interval": 1, "keep": 9}

@@ -6,6 +6,8 @@ import threading
 import time
 import types
 
+import pytest
+
 from mtraining_jax.training.loop.watchdog import HangWatchdog
 from mtraining_jax.training.processes import peers
 from mtraining_jax.utils.signals import EXIT_FAILED
@@ -140,6 +142,7 @@ sys.exit(cli.main())
 """
 
 
+@pytest.mark.slow  # in parts above and below
 def test_processes_that_hang_name_the_slowest_and_say_how_to_resume(plain_config, tmp_path):
     config = changed(
         plain_config,
