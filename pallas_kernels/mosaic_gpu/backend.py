@@ -30,7 +30,7 @@ from pallas_kernels.mosaic_gpu.configs import CONFIGS, Configs
 from pallas_kernels.mosaic_gpu.fused_backward.kernel import fused_kernel
 from pallas_kernels.mosaic_gpu.fused_backward.steps import FusedConfig
 from pallas_kernels.mosaic_gpu.kernels.block_scores import HopperBlockScores
-from pallas_kernels.mosaic_gpu.kernels.code_weights import code_weights
+from pallas_kernels.mosaic_gpu.kernels.code_weights import code_weights_kernel
 from pallas_kernels.mosaic_gpu.kernels.decode import decode_kernel
 from pallas_kernels.mosaic_gpu.kernels.delta import delta_kernel
 from pallas_kernels.mosaic_gpu.kernels.dkdv import dkdv_kernel
@@ -38,7 +38,7 @@ from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperFp8Scores
-from pallas_kernels.mosaic_gpu.kernels.kept_blocks import MOST_BLOCKS, kept_blocks
+from pallas_kernels.mosaic_gpu.kernels.kept_blocks import MOST_BLOCKS, kept_blocks_kernel
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
@@ -107,8 +107,8 @@ class MosaicGpu(Backend):
     def decoding(self) -> Decoding:
         return Decoding(
             functools.partial(decode_kernel, interpret=self.interpret),
-            functools.partial(code_weights, interpret=self.interpret),
-            functools.partial(kept_blocks, interpret=self.interpret),
+            functools.partial(code_weights_kernel, interpret=self.interpret),
+            functools.partial(kept_blocks_kernel, interpret=self.interpret),
             MOST_BLOCKS,
         )
 

@@ -29,7 +29,7 @@ _PARAMS = plgpu.CompilerParams(
 )
 
 
-def code_weights(
+def code_weights_kernel(
     rows: Array, codes: Array, seen: Array, group: int, interpret: Any = False
 ) -> Array:
     """Implements `block_weights` for rows [B, Hk, R, D], of which `group` are heads, R of 8.
@@ -44,7 +44,9 @@ def code_weights(
     seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:]))
     shape = ROWS, num_rows
 
-    def body(rows_low: Any, rows_high: Any, codes: Any, seen: Any, out: Any, smem: Any, bars: Any):
+    def code_weights(
+        rows_low: Any, rows_high: Any, codes: Any, seen: Any, out: Any, smem: Any, bars: Any
+    ):
         block = lax.axis_index("block")
         pair, part = lax.div(block, parts), lax.rem(block, parts)
         entry, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
@@ -103,7 +105,6 @@ def code_weights(
 
         lax.fori_loop(0, count, score, None)
 
-    body.__name__ = "code_weights"
     smem = {
         "low": tiled((num_rows, half), rows.dtype),
         "high": tiled((num_rows, half), rows.dtype),
@@ -113,7 +114,7 @@ def code_weights(
         smem["staging"] = tiled((ROWS, half), rows.dtype)
     bars = {"rows": plgpu.Barrier(num_arrivals=2), "codes": plgpu.Barrier(num_barriers=_SLOTS)}
     run = plgpu.kernel(
-        body,
+        code_weights,
         out_type=jax.ShapeDtypeStruct((batch, kv_heads, num_blocks, num_rows), jnp.float32),
         scratch_types=[smem, bars],
         grid=(batch * kv_heads * parts,),

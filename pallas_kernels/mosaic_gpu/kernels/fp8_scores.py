@@ -28,7 +28,7 @@ from pallas_kernels.mosaic_gpu.common import (
     tiled,
 )
 from pallas_kernels.mosaic_gpu.device import multiprocessors
-from pallas_kernels.mosaic_gpu.kernels.kept_blocks import MOST_BLOCKS, kept_blocks
+from pallas_kernels.mosaic_gpu.kernels.kept_blocks import MOST_BLOCKS, kept_blocks_kernel
 from pallas_kernels.mosaic_gpu.kernels.row_tiles import RowTiles, row_inputs
 
 _WARPGROUPS = 4
@@ -52,7 +52,7 @@ class HopperFp8Scores(Fp8Scores):
         return num_rows % EDGE == 0 and num_blocks <= MOST_BLOCKS
 
     def kept(self, weights: Array, totals: Array, rule: KeepRule) -> Array:
-        return kept_blocks(weights, totals, rule, self.interpret)
+        return kept_blocks_kernel(weights, totals, rule, self.interpret)
 
     def weights(self, call: Fp8Call) -> tuple[Array, Array]:
         batch, num_rows, heads, dim = call.q.shape

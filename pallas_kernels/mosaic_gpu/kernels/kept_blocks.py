@@ -39,7 +39,7 @@ _PARAMS = plgpu.CompilerParams(
 )
 
 
-def kept_blocks(
+def kept_blocks_kernel(
     weights: Array, totals: Array | None, rule: KeepRule, interpret: Any = False
 ) -> Array:
     """Returns uint32 bits [B, Hq, n, ceil(NB / 32)]; arguments as in `Fp8Scores`.
@@ -55,17 +55,16 @@ def kept_blocks(
     inputs = {"weights": weights} | bounds | ({} if totals is None else {"totals": totals})
     names = [*inputs, "halves", "mass"]
 
-    def body(*references: Any) -> None:
+    def kept_blocks(*references: Any) -> None:
         refs = dict(zip(names, references, strict=True))
         block = lax.axis_index("block")
         pair, row = lax.div(block, num_local), lax.rem(block, num_local)
         place = lax.div(pair, heads), lax.rem(pair, heads), row
         _KeptRow(refs, rule, place, bool(interpret)).run()
 
-    body.__name__ = "kept_blocks"
     shape = jax.ShapeDtypeStruct((batch, heads, num_local, size // _HALF), jnp.int32)
     run = plgpu.kernel(
-        body,
+        kept_blocks,
         out_type=[shape],
         scratch_types=[plgpu.SMEM((size,), jnp.int32)],
         grid=(batch * heads * num_local,),
