@@ -224,6 +224,17 @@ class AttentionContract:
         expected = oracle(q, k, v, dout, mask)
         self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
 
+    def test_listed_diagonal_tiles_are_masked(self) -> None:
+        """Also those after other tiles of a list."""
+        rng, size = np.random.default_rng(17), self._size()
+        q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])
+        shape = size.batch, size.heads, size.query_blocks, size.key_blocks
+        index = cases.lists_of_mask(np.ones(shape, bool), size.block_size, causal=True)
+        mask = brute_force.block_sparse_mask(index)
+        attention = functools.partial(pallas_kernels.attention, index=index, backend=self.backend)
+        expected = oracle(q, k, v, dout, mask)
+        self._compare_gradients(_value_and_vjp(attention, q, k, v, dout), expected, q.dtype)
+
     def test_windows_match_oracle(self) -> None:
         rng, size = np.random.default_rng(15), self._size()
         q, k, v, dout = cases.qkv_dout(rng, size, self.dtypes[0])

@@ -62,6 +62,7 @@ class TestWideHeadsInterpreted(_Interpreted):
     kept = (
         "test_listed_blocks_of_gathered_keys_count_each_pair_once",
         "test_listed_blocks_and_columns_count_each_pair_once",
+        "test_listed_diagonal_tiles_are_masked",
     )
     detect_races = False
 
@@ -71,7 +72,7 @@ class TestWidestHeadsInterpreted(_Interpreted):
 
     dim = 256
     backend = registered("interpreted, widest heads", interpret=WATCHED)
-    kept = ("test_vertical_slash_matches_oracle",)
+    kept = ("test_vertical_slash_matches_oracle", "test_listed_diagonal_tiles_are_masked")
 
 
 class TestOneBackwardKernelInterpreted(_Interpreted):
