@@ -50,7 +50,7 @@ GROUPS = {
     "safe": {
         "safe": VerticalSlash(top_p=0.6, min_verticals=4, min_slashes=1, max_slashes=2, **SLASH)
     },
-    "paper": {"paper": VerticalSlash(top_p=0.5, preset="paper", max_slashes=2, **SLASH)},
+    "paper": {"paper": VerticalSlash(top_p=0.3, preset="paper", max_slashes=2, **SLASH)},
     "fixed": {"fixed": FixedBudget(**BUDGETS, sink_tokens=2, sliding_window=3)},
     "minference": {"minference": MInference(**BUDGETS, **FORCED)},
     "rows": {
