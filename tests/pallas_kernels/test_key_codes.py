@@ -83,6 +83,13 @@ def test_the_heaviest_blocks_are_kept(sizes, backend, request):
         found = kept_blocks(jnp.asarray(weights), q, keep_rule(blocks, tau, first, local))
         forced = {*range(first), *range(blocks - local, blocks)}
         assert lists(found) == kept_sets(weights[..., :group], tau, forced), (tau, first, local)
+    if blocks > 2:  # only those from the second block to the one before the last
+        rule = keep_rule(blocks, 1.0, 0)._replace(
+            first=jnp.full((1, 1), 1, jnp.int32), own=jnp.full((1, 1), blocks - 2, jnp.int32)
+        )
+        inner = kept_sets(weights[:, :, 1:-1, :group], 1.0, set())
+        found = lists(kept_blocks(jnp.asarray(weights), q, rule))
+        assert found == [[block + 1 for block in row] for row in inner]
 
 
 def test_a_group_keeps_by_the_mean_of_its_heads():
