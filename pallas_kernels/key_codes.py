@@ -25,8 +25,8 @@ class KeyCodes(NamedTuple):
     """
 
     codes: Array  # int8 [B, Hk, S, D / 2], component d + D/2 in the high 4 bits, d in the low ones
-    middle: Array  # fp32 [B, Hk, 1, D], what code 0 stands for
-    unit: Array  # as middle, the step between codes
+    middle: Array  # fp32 [B, Hk, 1, D], the number with code 0
+    unit: Array  # fp32 [B, Hk, 1, D], the step between codes
 
     @classmethod
     def of(cls, k: Array, low: Array, high: Array) -> Self:
@@ -38,7 +38,7 @@ class KeyCodes(NamedTuple):
         return found._replace(codes=found.code(k))
 
     def code(self, k: Array) -> Array:
-        """Codes more keys of the same cache, int8 as `codes`."""
+        """Codes keys [B, Hk, T, D] of the same cache: int8 [B, Hk, T, D / 2], see `codes`."""
         code = jnp.round((k.astype(jnp.float32) - self.middle) / self.unit)
         low, high = jnp.split(jnp.clip(code, _LOWEST, _HIGHEST).astype(jnp.int8), 2, axis=-1)
         return (low - _LOWEST) | (high << 4)
@@ -87,9 +87,9 @@ def kept_blocks(
 ) -> tuple[Array, Array]:
     """Lists the heaviest blocks, by the mean softmax mass of a group's heads, of `block_weights`.
 
-    Blocks are kept as `Fp8Scores.kept` keeps those of one query block with R rows. Only shape and
-    dtype of `q` [B, Hq, D] are read, and `rule.rows` is not. Returns int32 [B, Hk, NB] and counts
-    [B, Hk], as in `DecodeCall`.
+    The rule is that of `Fp8Scores.kept` for one query block with R rows. Only shape and dtype of
+    `q` [B, Hq, D] are read, and `rule.rows` is not. Returns `blocks` int32 [B, Hk, NB] and `counts`
+    [B, Hk] of `DecodeCall`.
     """
     num_blocks, rule = weights.shape[2], rule._replace(rows=weights.shape[3])
     kernels = backends.decoding_kernels(backend, q)

@@ -6,7 +6,7 @@ r"""Loss and speed of answers as the engine serves them, for models trained with
 The last --answer tokens of each text are a given answer to what comes before. Arms: dense
 attention; a sparse prompt with answers that attend densely; a sparse prompt with answers that
 select. Differences are paired by text, in nats, with standard errors over texts. Far copies are
-tokens of an answer whose last four tokens occurred before, more than 256 tokens back. Speed: the
+tokens that end four tokens which occurred before, more than 256 tokens back. Speed: the
 first texts as prompts, --batches of them at a time, --new-tokens greedy tokens each; tokens of all
 prompts per second. The same command resumes.
 """
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     speed = speed_of(engine, prompts, args.new_tokens)
                     add(about | {"prompts": count} | speed)
     page = Page(args.out)
-    how = f"{args.seq_len} tokens, of which {args.answer} are the answer; {len(numbers)} texts"
+    how = f"{args.seq_len} tokens, the last {args.answer} are the answer; {len(numbers)} texts"
     page.add("# Answers as served", "", f"{setting()}. {how}.", "")
     page.add(*table_head(_COLUMNS), *table(rows))
 

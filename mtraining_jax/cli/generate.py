@@ -127,9 +127,7 @@ def _run(arguments: list[str]) -> int:
             how = {name: getattr(found, name) for name in _HOW}
             engine = Engine.load(found.model, overrides=overrides, **how)
             ids = engine.encode(contents, options.max_new_tokens)
-            loaded, dense = engine.loaded, found.attention == "dense"
-            note = loaded.note_on_dense_use() if dense else loaded.note_on_answers()
-            if note is not None:
+            if (note := engine.loaded.note()) is not None:
                 console.print(note)
 
             def write(text: str) -> None:

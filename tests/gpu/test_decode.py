@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode import DecodeCall, decode
-from tests.pallas_kernels.helpers.decode_cases import check, make_call
-
-SIZES = [  # batch, query and key/value heads, blocks, D
-    (1, 12, 2, 1024, 128), (8, 12, 2, 40, 128), (1, 32, 8, 130, 128), (2, 9, 3, 65, 64),
-    (3, 64, 1, 7, 64), (160, 4, 2, 3, 128),
-]  # fmt: skip
+from tests.pallas_kernels.helpers.decode_cases import GPU_SIZES, check, make_call
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", GPU_SIZES, ids=str)
 def test_matches_the_reference_and_repeats(sizes):
     call = make_call(*sizes)
     arrays, scale = call[:6], call.scale

@@ -9,14 +9,10 @@ import pytest
 
 from pallas_kernels.key_codes import block_weights, kept_blocks
 from tests.pallas_kernels.helpers.code_cases import SCALE, check, keep_rule, make_codes
-
-SIZES = [  # batch, query and key/value heads, blocks, D
-    (1, 12, 2, 1024, 128), (8, 12, 2, 40, 128), (1, 32, 8, 130, 128), (2, 9, 3, 65, 64),
-    (3, 64, 1, 7, 64), (160, 4, 2, 3, 128),
-]  # fmt: skip
+from tests.pallas_kernels.helpers.decode_cases import GPU_SIZES
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", GPU_SIZES, ids=str)
 def test_weights_match_the_reference_and_kept_blocks_those_of_xla(sizes):
     q, keys, seen = make_codes(*sizes)
     run = jax.jit(functools.partial(block_weights, backend="mosaic_gpu"), static_argnums=3)

@@ -121,9 +121,7 @@ def _load(request: argparse.Namespace, label: str, console: Console) -> dict[str
         answers=request.answers,
     )
     console.print(f"{label}: {engine.loaded.source}", markup=False)
-    loaded = engine.loaded
-    note = loaded.note_on_dense_use() if attention == "dense" else loaded.note_on_answers()
-    if note is not None:
+    if (note := engine.loaded.note()) is not None:
         console.print(note, markup=False)
     if len(request.attentions) == 2:
         return {"dense": engine.dense(), "sparse": engine}

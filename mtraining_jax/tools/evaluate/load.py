@@ -71,6 +71,10 @@ class Loaded:
     source: str  # the folder, and the step of a run
     trained_sparse: bool = False  # without dense cooldown or periodic dense steps
 
+    def note(self) -> str | None:
+        """What a user should know of the attention of prompts and answers, if anything."""
+        return self.note_on_answers() if self.network.settings.sparse else self.note_on_dense_use()
+
     def note_on_dense_use(self) -> str | None:
         if not self.trained_sparse:
             return None
@@ -80,8 +84,7 @@ class Loaded:
         )
 
     def note_on_answers(self) -> str | None:
-        pattern, answers = self.network.settings, self.network.answers
-        if not pattern.sparse or answers != "dense" or pattern.for_new_tokens() is not None:
+        if self.network.answers != "dense" or self.network.settings.for_new_tokens() is not None:
             return None
         return "note: with this pattern, new tokens attend to all earlier ones"
 

@@ -32,7 +32,9 @@ _PARAMS = plgpu.CompilerParams(
 def code_weights_kernel(
     rows: Array, codes: Array, seen: Array, group: int, interpret: Any = False
 ) -> Array:
-    """Implements `block_weights` for rows [B, Hk, R, D], of which `group` are heads, R of 8.
+    """Implements `block_weights` for scaled queries [B, Hk, R, D], R a multiple of 8.
+
+    The first `group` rows are the heads of a key/value head, the others zeros.
 
     One warpgroup per thread block, which reads every block of codes once. Keys are rows of the
     product, so that few results are computed for nothing, and bytes become operands in registers.
@@ -46,7 +48,7 @@ def code_weights_kernel(
 
     def code_weights(
         rows_low: Any, rows_high: Any, codes: Any, seen: Any, out: Any, smem: Any, bars: Any
-    ):
+    ) -> None:
         block = lax.axis_index("block")
         pair, part = lax.div(block, parts), lax.rem(block, parts)
         entry, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)

@@ -1,4 +1,4 @@
-"""Key codes of small caches, and what they stand for in float64."""
+"""Key codes of small caches, and the keys that they mean, in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ def ends(k: jnp.ndarray) -> tuple[jnp.ndarray, jnp.ndarray]:
 
 
 def decoded(keys: KeyCodes) -> np.ndarray:
-    """The keys that codes stand for, [B, Hk, S, D]."""
+    """The keys that codes mean, [B, Hk, S, D]."""
     codes = np.asarray(keys.codes).astype(int)
     both = np.concatenate([codes % 16 - 8, codes // 16], axis=-1)
     return both * np.asarray(keys.unit, np.float64) + np.asarray(keys.middle, np.float64)

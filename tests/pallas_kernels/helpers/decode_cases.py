@@ -6,6 +6,10 @@ import numpy as np
 from pallas_kernels.decode import DecodeCall
 
 BLOCK = 128
+GPU_SIZES = [  # batch, query and key/value heads, blocks, D
+    (1, 12, 2, 1024, 128), (8, 12, 2, 40, 128), (1, 32, 8, 130, 128), (2, 9, 3, 65, 64),
+    (3, 64, 1, 7, 64), (160, 4, 2, 3, 128),
+]  # fmt: skip
 
 
 def make_call(
@@ -28,9 +32,10 @@ def make_call(
     counts = rng.integers(1, blocks + 1, (batch, kv_heads))
     if batch * kv_heads > 1:
         counts[-1, -1] = 0
-    seen = np.tile([0, BLOCK], (blocks, 1))
-    seen[0], seen[-1], seen[blocks // 2] = (3, BLOCK), (0, 77), (0, 0)
-    arrays = (jnp.asarray(x, jnp.int32) for x in (lists, counts, seen[None]))
+    seen = np.tile([0, BLOCK], (batch, blocks, 1))
+    seen[:, 0], seen[:, blocks // 2] = (3, BLOCK), (0, 0)
+    seen[:, -1, 1] = 77 - np.arange(batch) % 50  # each sequence has an end of its own
+    arrays = (jnp.asarray(x, jnp.int32) for x in (lists, counts, seen))
     return DecodeCall(q, k, v, *arrays, 0.2)
 
 
@@ -42,8 +47,7 @@ def reference(call: DecodeCall) -> tuple[np.ndarray, np.ndarray]:
     for b, h in np.ndindex(lse.shape):
         kv = h // (q.shape[1] // k.shape[1])
         keys = [
-            np.arange(*(block * BLOCK + seen[min(b, len(seen) - 1), block]))
-            for block in lists[b, kv, : counts[b, kv]]
+            np.arange(*(block * BLOCK + seen[b, block])) for block in lists[b, kv, : counts[b, kv]]
         ]
         keys = np.concatenate([*keys, np.arange(0)]).astype(int)
         if keys.size:

@@ -148,7 +148,7 @@ def test_every_store_of_the_hopper_kernels_is_fenced():
     assert set(ptx) == set(PROBLEMS)
     found = [x for text in ptx.values() for x in proxy_fences.read(text)]
     assert {x.kernel for x in found} == kernels
-    # Its reductions over warps store above what copies write, which the check cannot tell.
+    # Its reductions over warps store above what copies write, which the check cannot see.
     assert {x.kernel for x in found if x.wrong} == {"code_weights"}
     assert all(x.fences for x in found if x.copies)
     # The bias of gathered columns and numbers of items, which no copy or product reads.

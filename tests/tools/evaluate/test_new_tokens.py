@@ -1,4 +1,4 @@
-"""Answers whose tokens select what they attend to, on one device and on two."""
+"""Answers with tokens that select what they attend to, on one device and on two."""
 
 import functools
 
@@ -72,8 +72,8 @@ def test_answers_that_do_not_fit_are_refused():
 def test_patterns_without_a_rule_answer_densely_and_say_so():
     loaded = engine(ONE, 0.3, block_size=64).loaded
     assert loaded.network.new_tokens is None
-    assert "new tokens attend to all earlier ones" in loaded.note_on_answers()
-    assert engine(ONE, 0.3).loaded.note_on_answers() is None
+    assert "new tokens attend to all earlier ones" in loaded.note()
+    assert engine(ONE, 0.3).loaded.note() is None
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO])

@@ -254,10 +254,17 @@ class _Choice(NamedTuple):
         always |= position_BS + distance_BS < new.dense_below - 1
         forced = (always & seen_BS).reshape(len(seen_BS), -1, BLOCK_SIZE).any(2)
         forced = lax.all_gather(forced, SEQUENCE_AXES, axis=1, tiled=True)
-        last, first = (jnp.full((1, 1), x, jnp.int32) for x in (forced.shape[1] - 1, 0))
-        tau, least = round(new.tau * 2**TAU_BITS), max(1, math.ceil(new.least_mass * 2**MASS_BITS))
-        end = forced.sum(1, keepdims=True, dtype=jnp.int32)
-        rule = KeepRule(last, first, end, jnp.full((1, 1), tau, jnp.int32), 0, least, 0)
+        numbers = forced.shape[1] - 1, 0, round(new.tau * 2**TAU_BITS)
+        last, first, tau = (jnp.full((1, 1), x, jnp.int32) for x in numbers)
+        rule = KeepRule(
+            own=last,
+            first=first,
+            forced_end=forced.sum(1, keepdims=True, dtype=jnp.int32),
+            tau=tau,
+            local_blocks=0,  # the last blocks are among the forced ones
+            least=max(1, math.ceil(new.least_mass * 2**MASS_BITS)),
+            rows=0,  # those of the weights
+        )
         return cls(jnp.argsort(~forced, axis=1, stable=True).astype(jnp.int32), rule)
 
     def select(self, q: Array, weights: Array, backend: str | None) -> tuple[Array, Array]:

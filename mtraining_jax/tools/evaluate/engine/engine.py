@@ -72,10 +72,10 @@ class Engine:
             dtype: compute dtype, "bfloat16" or "float32". None uses that of the run; for a Hugging
                 Face checkpoint bfloat16, or float32 on a CPU.
             tokenizer: "bytes" or a tokenizer.json, instead of that of the run or the folder.
-            answers: what tokens of an answer attend to after a sparse prompt: with "sparse" each
-                selects blocks for itself, as `Pattern.for_new_tokens` says; "dense" is all earlier
-                tokens; "one-pass" is like "dense", but given answers are read as in training, see
-                `forced`. None is "sparse" for patterns that say how, otherwise "dense".
+            answers: what tokens of an answer attend to after a sparse prompt. "sparse": blocks that
+                each selects (`Pattern.for_new_tokens`). "dense": all earlier tokens. "one-pass":
+                the same, but given answers are read as in training, see `forced`. None is "sparse"
+                for patterns that say how, otherwise "dense".
 
         Raises UserError if the folder has no readable model, or an argument does not fit it.
         """
@@ -193,7 +193,7 @@ class Engine:
         batch_size: int = 8,
         on_result: Callable[[int, Generated], None] | None = None,
     ) -> list[Generated]:
-        """Continues prompts, ids [n] each, up to `batch_size` at a time; otherwise as `generate`.
+        """Continues prompts, ids [n] each, up to `batch_size` at a time; see `generate`.
 
         Prompts of one padded length are decoded together, and give the tokens that each would give
         alone, up to rounding. They share their seconds equally. `on_result` is called with the
