@@ -150,9 +150,8 @@ class Decoding(NamedTuple):
     """Kernels for new tokens: attention, and the selection of what they attend to."""
 
     attend: Callable[..., Pair]  # takes a `pallas_kernels.decode.DecodeCall`
-    code_weights: Callable[..., Array]  # see `pallas_kernels.key_codes.block_weights`
-    kept_blocks: Callable[..., Array]  # see `pallas_kernels.key_codes.kept_blocks`
-    most_blocks: int  # that it supports
+    code_weights: Callable[..., Pair]  # see `pallas_kernels.key_codes.block_weights`
+    selected_blocks: Callable[..., Pair]  # see `pallas_kernels.key_codes.selected_blocks`
 
 
 class Backend(abc.ABC):

@@ -1,6 +1,5 @@
 """Blocks of a cache that a new token selects, by scores of keys in 4 bits."""
 
-import functools
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
@@ -8,13 +7,14 @@ from jax import Array
 
 from pallas_kernels import backends
 from pallas_kernels.checks import BLOCK_SIZE
-from pallas_kernels.fp8_scores import TAU_BITS, WEIGHT_BLOCKS, KeepRule
 from pallas_kernels.index import bits
-from pallas_kernels.masses import LOG2E, MASS_BITS
+from pallas_kernels.masses import LOG2E
 from pallas_kernels.xla.products import dot
 
 _LOWEST, _HIGHEST = -8, 7
 _ROWS = 8  # query heads of a group are padded to a multiple
+_LARGEST = 127 * 256
+_COMPONENTS = 64  # codes of a multiple of this many components fill words
 
 
 class KeyCodes(NamedTuple):
@@ -24,7 +24,7 @@ class KeyCodes(NamedTuple):
     same for all keys does not matter to a softmax, so that scores omit it.
     """
 
-    codes: Array  # int8 [B, Hk, S, D / 2], component d + D/2 in the high 4 bits, d in the low ones
+    codes: Array  # int32 [B, Hk, S, D' / 8], eight components in each word, see `pack`
     middle: Array  # fp32 [B, Hk, 1, D], the number with code 0
     unit: Array  # fp32 [B, Hk, 1, D], the step between codes
 
@@ -34,19 +34,55 @@ class KeyCodes(NamedTuple):
         low, high = low.astype(jnp.float32), high.astype(jnp.float32)
         unit = (high - low) / (_HIGHEST - _LOWEST)
         unit = jnp.where(unit > 0, unit, 1.0)
-        found = cls(jnp.zeros((), jnp.int8), low - _LOWEST * unit, unit)
+        found = cls(jnp.zeros((), jnp.int32), low - _LOWEST * unit, unit)
         return found._replace(codes=found.code(k))
 
     def code(self, k: Array) -> Array:
-        """Codes keys [B, Hk, T, D] of the same cache: int8 [B, Hk, T, D / 2], see `codes`."""
+        """Codes keys [B, Hk, T, D] of the same cache: int32 [B, Hk, T, D' / 8], see `codes`."""
         code = jnp.round((k.astype(jnp.float32) - self.middle) / self.unit)
-        low, high = jnp.split(jnp.clip(code, _LOWEST, _HIGHEST).astype(jnp.int8), 2, axis=-1)
-        return (low - _LOWEST) | (high << 4)
+        return pack(jnp.clip(code, _LOWEST, _HIGHEST).astype(jnp.int32))
+
+
+def pack(codes: Array) -> Array:
+    """Packs integers [..., D] from -8 to 7 into words [..., D' / 8], of 4 bits plus 8.
+
+    D' is D rounded up to a multiple of 64.
+
+    Tensor cores take an operand of 64 rows of bytes from the registers of 128 threads: thread t of
+    a row has components 16 m + 4 t + b of each m. With m = 4 j + 2 e + h these are bits 8 b + 4 h
+    of word 8 j + 2 t + e, which the thread can read together with the next word.
+    """
+    padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % _COMPONENTS)]
+    parts = (jnp.pad(codes, padding) - _LOWEST).reshape(
+        *codes.shape[:-1], -1, 2, 2, 4, 4
+    )  # j, e, h, t, b
+    parts = jnp.moveaxis(parts, (-2, -4, -1, -3), (-4, -3, -2, -1))  # j, t, e, b, h
+    parts = parts.reshape(*codes.shape[:-1], -1, 8)
+    return (parts << (4 * jnp.arange(8))).sum(-1, dtype=jnp.int32)
+
+
+def unpack(words: Array) -> Array:
+    """Returns the 4 bits of each component, [..., D'] from 0 to 15, of words as of `pack`."""
+    parts = (words[..., None] >> (4 * jnp.arange(8))) & 15
+    parts = parts.reshape(*words.shape[:-1], -1, 4, 2, 4, 2)  # j, t, e, b, h
+    parts = jnp.moveaxis(parts, (-4, -3, -2, -1), (-2, -4, -1, -3))
+    return parts.reshape(*words.shape[:-1], -1)
+
+
+def in_two_bytes(rows: Array) -> tuple[Array, Array]:
+    """Rounds rows fp32 [..., R, D] to integers of 16 bits: int8 [..., 2 R, D], fp32 [..., R].
+
+    These are the high bytes of the rows, then their low ones, and the units of the integers.
+    """
+    unit = jnp.maximum(jnp.abs(rows).max(-1) / _LARGEST, jnp.finfo(jnp.float32).tiny)
+    whole = jnp.round(rows / unit[..., None]).astype(jnp.int32)
+    high = (whole + 128) >> 8
+    return jnp.concatenate([high, whole - 256 * high], -2).astype(jnp.int8), unit
 
 
 def block_weights(
     q: Array, keys: KeyCodes, seen: Array, scale: float, backend: str | None = None
-) -> Array:
+) -> tuple[Array, Array]:
     """Scores key blocks for one new token per sequence.
 
     Args:
@@ -57,71 +93,55 @@ def block_weights(
         backend: as in `decode`.
 
     Returns:
-        fp32 [B, Hk, NB, R], the base-2 logarithm of the sum of exp(logit) over the seen keys of a
-        block, up to a constant per head; -inf if there are none. R is the number of query heads of
-        a key/value head rounded up to a multiple of 8, with -inf in the rest.
+        Base-2 logarithms, fp32: `weights` [B, Hk, NB', R] of the sum of exp(logit) over the seen
+        keys of a block, up to a constant per head, -inf if there are none, and `totals`
+        [B, Hk, P, R] of P parts of the blocks. R is the number of query heads of a key/value head
+        rounded up to a multiple of 8; other heads, and blocks from NB on, are undefined.
     """
     batch, heads, dim = q.shape
     kv_heads = keys.codes.shape[1]
-    group = heads // kv_heads
-    rows = q.reshape(batch, kv_heads, group, dim).astype(jnp.float32)
-    rows = rows * (keys.unit * (scale * LOG2E))
-    rows *= jnp.where(jnp.arange(dim) < dim // 2, 1.0, 1 / 16)  # the high bits count 16-fold
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -group % _ROWS), (0, 0))).astype(q.dtype)
+    rows = q.reshape(batch, kv_heads, -1, dim).astype(jnp.float32) * (keys.unit * (scale * LOG2E))
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % _ROWS), (0, 0)))
     kernels = backends.decoding_kernels(backend, q)
     if kernels is not None:
-        return kernels.code_weights(rows, keys.codes, seen, group)
-    low, high = jnp.split(rows, 2, axis=-1)
-    product = functools.partial(dot, "bhgd,bhsd->bhsg")
-    logits = product(low, (keys.codes & 15).astype(q.dtype))
-    logits += product(high, (keys.codes & -16).astype(q.dtype))
+        return kernels.code_weights(*in_two_bytes(rows), keys.codes, seen)
+    logits = dot("bhgd,bhsd->bhsg", rows, unpack(keys.codes)[..., :dim].astype(jnp.float32))
     within = jnp.arange(BLOCK_SIZE)
     mask = (within >= seen[..., :1]) & (within < seen[..., 1:])
-    mask = mask.reshape(len(mask), 1, -1, 1) & (jnp.arange(rows.shape[2]) < group)
-    logits = jnp.where(mask, logits, -jnp.inf)
-    return _log2_sum(logits.reshape(batch, kv_heads, -1, BLOCK_SIZE, rows.shape[2]), 3)
+    logits = jnp.where(mask.reshape(len(mask), 1, -1, 1), logits, -jnp.inf)
+    logits = logits.reshape(batch, kv_heads, -1, BLOCK_SIZE, rows.shape[2])
+    weights = _log2_sum(logits, 3)
+    return weights, _log2_sum(weights, 2)[:, :, None]
 
 
-def kept_blocks(
-    weights: Array, q: Array, rule: KeepRule, backend: str | None = None
+def selected_blocks(
+    weights: Array, totals: Array, q: Array, forced: Array, least: Array, backend: str | None = None
 ) -> tuple[Array, Array]:
-    """Lists the heaviest blocks, by the mean softmax mass of a group's heads, of `block_weights`.
+    """Lists the blocks that a new token selects, by the weights of `block_weights`.
 
-    The rule is that of `Fp8Scores.kept` for one query block with R rows. Only shape and dtype of
-    `q` [B, Hq, D] are read, and `rule.rows` is not. Returns `blocks` int32 [B, Hk, NB] and `counts`
-    [B, Hk] of `DecodeCall`.
+    These are the blocks with at least `least` of the softmax mass of all blocks, on average over
+    the query heads of a key/value head. If that is (1 - tau) / n, for n blocks, at least tau of the
+    mass is selected.
+
+    Args:
+        weights, totals: of `block_weights`; totals may have parts from other ranks as well.
+        q: the queries [B, Hq, D]; only their shape and dtype are read.
+        forced: bool [B or 1, NB], blocks that are selected in any case.
+        least: fp32 [B or 1].
+        backend: as in `decode`.
+
+    Returns:
+        `blocks` int32 [B, Hk, NB] and `counts` [B, Hk] of `DecodeCall`.
     """
-    num_blocks, rule = weights.shape[2], rule._replace(rows=weights.shape[3])
+    group, num_blocks = q.shape[1] // weights.shape[1], forced.shape[1]
     kernels = backends.decoding_kernels(backend, q)
-    if kernels is None or num_blocks > kernels.most_blocks:
-        words = bits.pack(_kept(weights, rule))
-    else:
-        padding = -num_blocks % WEIGHT_BLOCKS
-        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, padding), (0, 0)))
-        words = kernels.kept_blocks(weights, None, rule)[:, :, 0, : bits.words_for(num_blocks)]
-    return bits.listed(words, num_blocks)
-
-
-def _kept(weights: Array, rule: KeepRule) -> Array:
-    """Which blocks are kept, bool [B, Hk, NB]."""
-    number = jnp.arange(weights.shape[2])
-    valid = (number >= rule.first) & (number <= rule.own)
-    forced = (number < rule.forced_end) | (number > rule.own - rule.local_blocks)
-    totals = _log2_sum(jnp.where(valid[:, None, :, None], weights, -jnp.inf), 2)
-    share = jnp.exp2(weights - jnp.where(totals > -jnp.inf, totals, 0.0)[:, :, None])
-    share = (share * (float(1 << MASS_BITS) / weights.shape[3]) + 0.5).astype(jnp.int32)
-    mass = jnp.where(valid[:, None], share.sum(3, dtype=jnp.int32), 0)
-    free = jnp.where(forced[:, None], 0, mass)
-    total = mass.sum(2, dtype=jnp.int32)
-    high, low = total >> TAU_BITS, total & ((1 << TAU_BITS) - 1)
-    target = high * rule.tau + ((low * rule.tau + ((1 << TAU_BITS) - 1)) >> TAU_BITS)
-    missing = target - (total - free.sum(2, dtype=jnp.int32))
-    order = jnp.argsort(-free, axis=2, stable=True)
-    ordered = jnp.take_along_axis(free, order, 2)
-    taken = jnp.cumsum(ordered, 2, dtype=jnp.int32) - ordered < missing[..., None]
-    taken &= ordered >= rule.least
-    taken = jnp.put_along_axis(jnp.zeros(free.shape, bool), order, taken, 2, inplace=False)
-    return (taken | forced[:, None]) & valid[:, None]
+    if kernels is not None:
+        return kernels.selected_blocks(weights, totals, group, forced, least)
+    weights, totals = weights[:, :, :num_blocks, :group], _log2_sum(totals[..., :group], 2)
+    totals = jnp.where(totals > -jnp.inf, totals, 0.0)
+    mass = jnp.exp2(weights - totals[:, :, None]).mean(3)
+    kept = forced[:, None] | (mass >= least[:, None, None])
+    return bits.listed(bits.pack(kept), num_blocks)
 
 
 def _log2_sum(x: Array, axis: int) -> Array:

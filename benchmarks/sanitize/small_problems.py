@@ -21,7 +21,7 @@ from mtraining_jax.selection.scores import estimate, row_scores
 from pallas_kernels import DiagonalTiles, ListedTiles, backends
 from pallas_kernels.decode import DecodeCall, decode
 from pallas_kernels.fp8_scores import KeepRule
-from pallas_kernels.key_codes import KeyCodes, block_weights, kept_blocks
+from pallas_kernels.key_codes import KeyCodes, block_weights, selected_blocks
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
@@ -215,11 +215,12 @@ def _of_head_dim(dim: int, blocks: int) -> list[Problem]:
         ),
         Problem(
             f"selecting-tokens-{dim}",
-            ("code_weights", "kept_blocks"),
+            ("code_weights", "selected_blocks"),
             lambda: _decode_inputs(rng(), size),
             (_select,),
             two,
         ),
+        Problem(f"kept-blocks-{dim}", ("kept_blocks",), lambda: _weights(rng()), (_keep,), two),
     ]
 
 
@@ -371,11 +372,40 @@ def _decode(x: Values, backend: str) -> Values:
 
 
 def _select(x: Values, backend: str) -> Values:
-    k = jnp.asarray(x["k"])
+    k, q = jnp.asarray(x["k"]), x["q"]
     keys = KeyCodes.of(k, k.min(2, keepdims=True), k.max(2, keepdims=True))
-    weights = block_weights(x["q"], keys, x["seen"], x["q"].shape[-1] ** -0.5, backend)
-    numbers = k.shape[2] // BLOCK - 1, 0, 0, 20000
-    rule = KeepRule(*(jnp.full((1, 1), n, jnp.int32) for n in numbers), 1, 1, 0)
-    blocks, counts = kept_blocks(weights, x["q"], rule, backend)
-    kept = jnp.where(jnp.arange(blocks.shape[-1]) < counts[..., None], blocks, -1)
-    return {"weights": jnp.where(weights > -jnp.inf, weights, -1e3), "kept": kept}
+    weights, totals = block_weights(q, keys, x["seen"], q.shape[-1] ** -0.5, backend)
+    num_blocks, group = k.shape[2] // BLOCK, q.shape[1] // k.shape[1]
+    forced, least = jnp.arange(num_blocks)[None] == 0, jnp.full(1, 1 / num_blocks, jnp.float32)
+    blocks, counts = selected_blocks(weights, totals, q, forced, least, backend)
+    selected = jnp.where(jnp.arange(num_blocks) < counts[..., None], blocks, -1)
+    weights = weights[:, :, :num_blocks, :group]
+    some = weights > -jnp.inf
+    middle = jnp.where(some, weights, 0).sum(2, keepdims=True) / some.sum(2, keepdims=True)
+    return {"weights": jnp.where(some, weights - middle, -1e3), "selected": selected}
+
+
+def _weights(rng: np.random.Generator) -> Values:
+    """Weights of 1,100 blocks for eight rows of one query block, and of all blocks."""
+    weights = rng.normal(size=(1, 2, 1152, 8)) * 3
+    totals = np.log2(np.exp2(weights[:, :, :1100]).sum(2))
+    return {"weights": weights.astype(np.float16), "totals": totals.astype(np.float32)}
+
+
+def _keep(x: Values, backend: str) -> Values:
+    number = jnp.arange(1100)
+    if backend != "xla":
+        bounds = (jnp.full((1, 1), n, jnp.int32) for n in (1099, 0, 1, 20000))
+        rule = KeepRule(*bounds, local_blocks=1, least=1, rows=8)
+        words = MosaicGpu.fp8_scores.kept(x["weights"], x["totals"], rule)[:, :, 0]
+        return {"kept": (words[..., number // 32] >> (number % 32).astype(jnp.uint32)) & 1}
+    share = jnp.exp2(x["weights"][:, :, :1100].astype(jnp.float32) - x["totals"][:, :, None])
+    mass = (share * float(2**30 / 8) + 0.5).astype(jnp.int32).sum(3)
+    forced = (number < 1) | (number == 1099)
+    free = jnp.where(forced, 0, mass)
+    order = jnp.argsort(-free, axis=2, stable=True)
+    ordered = jnp.take_along_axis(free, order, 2).astype(jnp.float32)
+    missing = 20000 / 2**15 * mass.sum(2) - jnp.where(forced, mass, 0).sum(2)
+    taken = jnp.cumsum(ordered, 2) - ordered < missing[..., None]
+    kept = jnp.put_along_axis(forced | jnp.zeros_like(taken), order, taken, 2, inplace=False)
+    return {"kept": (kept | forced).astype(jnp.uint32)}

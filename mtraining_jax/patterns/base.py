@@ -46,14 +46,14 @@ class ModelSizes:
 class NewTokens(NamedTuple):
     """How a generated token selects key blocks of 128, for all query heads of a key/value head.
 
-    Always kept are blocks of the first and of the last tokens; then the heaviest, by the mean
-    softmax mass of the heads, until `tau` of the mass is kept.
+    It selects blocks of the first and of the last tokens, and those with at least `share` of the
+    mean mass of a block, on average over the heads.
     """
 
-    tau: float
+    share: float
     first_tokens: int
     last_tokens: int
-    least_mass: float  # lighter blocks are not kept
+    least_mass: float  # lighter blocks are not selected
     dense_below: int  # tokens of a sequence that is shorter attend to all of it
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PROMPT_END = 128
 _TAU_BITS = 15  # of the rule and its kernel
 _NEW_TOKEN_BLOCK = 128  # the only block size of new tokens
+_NEW_TOKEN_SHARE = 10.0  # times 1 - tau: see `NewTokens.share`
 _MASS_BYTES = 1 << 26  # of fp32 masses at a time
 
 
@@ -161,7 +162,8 @@ class RowPattern(BlockPattern):
         if size != _NEW_TOKEN_BLOCK:
             return None
         first, last = self.sink_blocks * size, self.local_blocks * size
-        return NewTokens(self.tau, first, last, self.min_block_mass, self.min_sparse_tokens)
+        share = _NEW_TOKEN_SHARE * (1 - self.tau)
+        return NewTokens(share, first, last, self.min_block_mass, self.min_sparse_tokens)
 
     def overridable(self):
         return {"tau": _TAU_BITS}

@@ -38,7 +38,7 @@ from pallas_kernels.mosaic_gpu.kernels.dq import dq_kernel
 from pallas_kernels.mosaic_gpu.kernels.estimate import HopperEstimate
 from pallas_kernels.mosaic_gpu.kernels.forward import forward_kernel
 from pallas_kernels.mosaic_gpu.kernels.fp8_scores import HopperFp8Scores
-from pallas_kernels.mosaic_gpu.kernels.kept_blocks import MOST_BLOCKS, kept_blocks_kernel
+from pallas_kernels.mosaic_gpu.kernels.selected_blocks import selected_blocks_kernel
 from pallas_kernels.tiles import Columns, DiagonalTiles, SegmentedDiagonals, Tiles, scatter_columns
 from pallas_kernels.work.fused_work import FusedWork, fused_work
 from pallas_kernels.work.key_work import KeyWork, key_work
@@ -108,8 +108,7 @@ class MosaicGpu(Backend):
         return Decoding(
             functools.partial(decode_kernel, interpret=self.interpret),
             functools.partial(code_weights_kernel, interpret=self.interpret),
-            functools.partial(kept_blocks_kernel, interpret=self.interpret),
-            MOST_BLOCKS,
+            functools.partial(selected_blocks_kernel, interpret=self.interpret),
         )
 
     def delta_of(self, out: Array, dout: Array) -> Array:

@@ -17,8 +17,7 @@ from jaxlib.mlir import ir
 import pallas_kernels
 from pallas_kernels import DenseIndex, backends
 from pallas_kernels.decode import DecodeCall, decode
-from pallas_kernels.fp8_scores import KeepRule
-from pallas_kernels.key_codes import KeyCodes, block_weights, kept_blocks
+from pallas_kernels.key_codes import KeyCodes, block_weights, selected_blocks
 from pallas_kernels.mosaic_gpu.backend import CONFIGS, MosaicGpu
 from pallas_kernels.triton import device
 from pallas_kernels.work.fused_work import FusedWork
@@ -301,11 +300,10 @@ def test_attention_of_new_tokens_lowers(dim):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_selection_of_new_tokens_lowers(dim):
     def select(q, seen, *keys):
-        weights = block_weights(q, KeyCodes(*keys), seen, 0.1)
-        rule = KeepRule(*(jnp.full((1, 1), n, jnp.int32) for n in (7, 0, 1, 20000)), 1, 1, 0)
-        return kept_blocks(weights, q, rule)
+        weights, totals = block_weights(q, KeyCodes(*keys), seen, 0.1)
+        return selected_blocks(weights, totals, q, jnp.zeros((1, 8), bool), jnp.full(1, 0.1))
 
     range_of_keys = shaped(B, 2, 1, dim, dtype=jnp.float32)
-    codes = shaped(B, 2, 8 * G, dim // 2, dtype=jnp.int8)
+    codes = int32(B, 2, 8 * G, dim // 8)
     arrays = shaped(B, HQ, dim), int32(1, 8, 2), codes, range_of_keys, range_of_keys
     assert _kernels(select, *arrays) == 2

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import backends, key_codes
-from pallas_kernels.key_codes import KeyCodes, block_weights, kept_blocks
+from pallas_kernels import key_codes
+from pallas_kernels.key_codes import KeyCodes, block_weights, pack, selected_blocks, unpack
 from pallas_kernels.mosaic_gpu.backend import MosaicGpu
 from tests.pallas_kernels.helpers.code_cases import (
     SCALE,
     check,
+    check_selected,
     decoded,
     ends,
-    keep_rule,
-    kept_sets,
     make_codes,
+    make_weights,
 )
 
 SIZES = [(2, 6, 2, 6, 64), (1, 9, 1, 67, 128)]  # batch, query and key/value heads, blocks, D
@@ -30,17 +30,20 @@ def hopper_kernels(monkeypatch):
     return kernels
 
 
-def lists(found: tuple) -> list[list[int]]:
+def lists(found: tuple) -> list[list[list[int]]]:
     blocks, counts = (np.asarray(x) for x in found)
-    rows = blocks.reshape(-1, blocks.shape[-1])
-    return [row[:count].tolist() for row, count in zip(rows, counts.reshape(-1), strict=True)]
+    return [
+        [row[:count].tolist() for row, count in zip(*of_sequence, strict=True)]
+        for of_sequence in zip(blocks, counts, strict=True)
+    ]
 
 
 def test_codes_are_the_nearest_of_sixteen_values_and_clip_later_keys():
     k = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 128, 64)), jnp.float32)
     k = k.at[0, 0, :, 3].set(1.5)  # a constant component
     keys = KeyCodes.of(k, *ends(k))
-    assert keys.codes.dtype == jnp.int8 and keys.codes.shape == (1, 2, 128, 32)
+    assert keys.codes.dtype == jnp.int32 and keys.codes.shape == (1, 2, 128, 8)
+    assert (unpack(pack(unpack(keys.codes) - 8)) == unpack(keys.codes)).all()
     step = np.asarray(k.max(2) - k.min(2))[:, :, None] / 15
     error = np.abs(decoded(keys) - np.asarray(k))
     assert (error <= step / 2 + 1e-6).all() and error.max() > 0.1
@@ -67,43 +70,34 @@ def test_fp32_queries_are_not_rounded():
     assert "bf16" not in text and text.count("HIGHEST") >= 2
 
 
-@pytest.mark.parametrize("sizes", [(2, 6, 2, 6), (1, 9, 1, 67), (1, 1, 1, 1)])
+@pytest.mark.parametrize("sizes", [(2, 6, 2, 6), (1, 9, 1, 1541), (1, 1, 1, 1)])
 @pytest.mark.parametrize("backend", ["xla", "hopper"])
-def test_the_heaviest_blocks_are_kept(sizes, backend, request):
+def test_blocks_with_much_mass_are_selected(sizes, backend, request):
     if backend == "hopper":
         request.getfixturevalue("hopper_kernels")
     batch, heads, kv_heads, blocks = sizes
+    weights, totals, forced = make_weights(*sizes)
     group = heads // kv_heads
-    weights = np.full((batch, kv_heads, blocks, -(-group // 8) * 8), -np.inf, np.float32)
-    rng = np.random.default_rng(1)
-    weights[..., :group] = rng.normal(size=(*weights.shape[:3], group)) * 3 + 200
-    weights[:, :, blocks // 2 + 1 :: 7] = -np.inf  # no keys are seen
+    known = np.asarray(weights)[:, :, :blocks, :group]
     q = jnp.zeros((batch, heads, 64), jnp.bfloat16)
-    for tau, first, local in ((0.6, 1, 0), (0.9, 0, 1), (0.3, 0, 0), (1.0, 0, 0)):
-        found = kept_blocks(jnp.asarray(weights), q, keep_rule(blocks, tau, first, local))
-        forced = {*range(first), *range(blocks - local, blocks)}
-        assert lists(found) == kept_sets(weights[..., :group], tau, forced), (tau, first, local)
-    if blocks > 2:  # only those from the second block to the one before the last
-        rule = keep_rule(blocks, 1.0, 0)._replace(
-            first=jnp.full((1, 1), 1, jnp.int32), own=jnp.full((1, 1), blocks - 2, jnp.int32)
-        )
-        inner = kept_sets(weights[:, :, 1:-1, :group], 1.0, set())
-        found = lists(kept_blocks(jnp.asarray(weights), q, rule))
-        assert found == [[block + 1 for block in row] for row in inner]
+    for least in (0.0, 0.3 / blocks, 2.0):
+        each = jnp.full(batch, least, jnp.float32)
+        found = selected_blocks(weights, totals, q, forced, each)
+        check_selected(found, known, least, forced)
 
 
-def test_a_group_keeps_by_the_mean_of_its_heads():
-    weights = jnp.log2(jnp.array([[0.5, 0.1], [0.2, 0.5], [0.3, 0.4]]))  # sums 0.6, 0.7, 0.7
-    weights = jnp.full((1, 1, 3, 8), -jnp.inf).at[0, 0, :, :2].set(weights)
-    q = jnp.zeros((1, 2, 64))
-    assert lists(kept_blocks(weights, q, keep_rule(3, 0.34, 0))) == [[1]]  # ties: the earlier one
-    assert lists(kept_blocks(weights, q, keep_rule(3, 0.36, 0))) == [[1, 2]]
-    nothing = jnp.full((1, 1, 3, 8), -jnp.inf)
-    assert lists(kept_blocks(nothing, q, keep_rule(3, 0.9, 0))) == [[]]
+def test_a_group_selects_by_the_mean_of_its_heads():
+    mass = jnp.array([[0.5, 0.1], [0.2, 0.5], [0.3, 0.4]])
+    weights = jnp.log2(mass)[None, None]
+    q, none = jnp.zeros((1, 2, 64)), jnp.zeros((1, 3), bool)
+    for least, wanted in ((0.34, [1, 2]), (0.36, []), (0.32, [1, 2]), (0.29, [0, 1, 2])):
+        found = selected_blocks(weights, jnp.zeros((1, 1, 1, 2)), q, none, jnp.full(1, least))
+        assert lists(found) == [[wanted]]
 
 
-def test_longer_caches_than_the_kernel_supports_are_left_to_xla(hopper_kernels, monkeypatch):
-    few = hopper_kernels._replace(most_blocks=66, kept_blocks=None)
-    monkeypatch.setattr(backends, "decoding_kernels", lambda name, q: few)
-    weights = jnp.zeros((1, 1, 67, 8))
-    assert len(lists(kept_blocks(weights, jnp.zeros((1, 8, 64)), keep_rule(67, 0.5, 0)))[0]) == 34
+def test_each_sequence_has_a_least_mass_of_its_own(hopper_kernels):
+    weights, totals, forced = make_weights(2, 6, 2, 6)
+    q = jnp.zeros((2, 6, 64), jnp.bfloat16)
+    found = selected_blocks(weights, totals, q, forced[:1], jnp.array([0.0, 2.0]))
+    wanted = np.flatnonzero(np.asarray(forced[0])).tolist()
+    assert lists(found) == [[[*range(6)]] * 2, [wanted] * 2]

@@ -36,6 +36,7 @@ _KEYS = 64  # of a tile
 _HALVES = TILE // _KEYS
 _SLOTS = 4  # of tiles, a multiple of the warpgroups: each has slots of its own
 _ROWS_COPIED = 8
+_COMBINED = 32  # components that a thread block combines
 
 
 def decode_kernel(call: DecodeCall, interpret: Any = False) -> Pair:
@@ -172,39 +173,44 @@ def decode_kernel(call: DecodeCall, interpret: Any = False) -> Pair:
 def _combined(out: Array, lse: Array, group: int, interpret: Any) -> Pair:
     """Combines the P >= 64 parts of each head: out [B, Hk, P, .., D] and lse [B, Hk, P, 64].
 
-    One warpgroup per head; the four programs that XLA makes of it take longer than attention to a
-    few blocks.
+    One warpgroup per head and slice of its components; the four programs that XLA makes of it take
+    longer than attention to a few blocks.
     """
     batch, kv_heads, parts, _, dim = out.shape
     starts = [*range(0, parts - ROWS, ROWS), parts - ROWS]  # the last tile repeats some parts
+    slices = dim // _COMBINED
 
     def combine_decoded(out: Any, lse: Any, whole: Any, whole_lse: Any) -> None:
         block = lax.axis_index("block")
+        block, begin = lax.div(block, slices), lax.rem(block, slices) * _COMBINED
         pair, member = lax.div(block, group), lax.rem(block, group)
         entry, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
-        zeros = full((ROWS, dim), 0.0, plgpu.Layout.WGMMA)
-        tiles = []
+        components = pl.ds(begin, _COMBINED)
+        zeros = full((ROWS, _COMBINED), 0.0, plgpu.Layout.WGMMA)
+        tiles, values = [], []
         for number, start in enumerate(starts):
-            own = lse.at[entry, head, pl.ds(start, ROWS), member]
+            rows = pl.ds(start, ROWS)
+            own = lse.at[entry, head, rows, member]
             tile = rows_to_tile(plgpu.load(own, layout=ROW_LAYOUT, optimized=False), zeros)
             tiles.append(jnp.where(iota(tile, 0) + start >= number * ROWS, tile, -jnp.inf))
+            source = out.at[entry, head, rows, member, components]
+            values.append(plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False))
         peak = functools.reduce(jnp.maximum, tiles).max(axis=0)
         base = columns_to_tile(jnp.where(peak > -jnp.inf, peak, 0.0), zeros)
         acc = total = zeros
-        for tile, start in zip(tiles, starts, strict=True):
-            source = out.at[entry, head, pl.ds(start, ROWS), member]
-            values = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+        for tile, value in zip(tiles, values, strict=True):
             share = jnp.exp2((tile - base) * LOG2E)
-            acc, total = acc + share * values, total + share
+            acc, total = acc + share * value, total + share
         total, acc = total.sum(axis=0), acc.sum(axis=0)
-        whole.at[entry, head, member][...] = acc / jnp.where(total > 0.0, total, 1.0)
-        whole_lse.at[entry, head, member][...] = peak + jnp.log(total)
+        combined = acc / jnp.where(total > 0.0, total, 1.0)
+        whole.at[entry, head, member, components][...] = combined
+        whole_lse.at[entry, head, member, components][...] = peak + jnp.log(total)
 
     shape = jax.ShapeDtypeStruct((batch, kv_heads, group, dim), jnp.float32)
     run = plgpu.kernel(
         combine_decoded,
         out_type=[shape, shape],
-        grid=(batch * kv_heads * group,),
+        grid=(batch * kv_heads * group * slices,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

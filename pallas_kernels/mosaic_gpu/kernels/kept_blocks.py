@@ -13,15 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp8_scores import TAU_BITS, KeepRule
 from pallas_kernels.masses import MASS_BITS
-from pallas_kernels.mosaic_gpu.common import (
-    COLUMN_LAYOUT,
-    LOG2E,
-    ROW_LAYOUT,
-    ROWS,
-    columns_to_tile,
-    full,
-    iota,
-)
+from pallas_kernels.mosaic_gpu.common import COLUMN_LAYOUT, ROW_LAYOUT, ROWS, columns_to_tile, iota
 from pallas_kernels.mosaic_gpu.interpreter import load_rows_of
 
 _CHUNK = 1024  # masses that a warpgroup reads at once
@@ -34,25 +26,22 @@ MOST_BLOCKS = 48 * _CHUNK  # shared memory holds 4 bytes of each
 _PARAMS = plgpu.CompilerParams(
     approx_math=True,
     unsafe_no_auto_barriers=True,
-    reduction_scratch_bytes=2048,
+    reduction_scratch_bytes=64,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
 
-def kept_blocks_kernel(
-    weights: Array, totals: Array | None, rule: KeepRule, interpret: Any = False
-) -> Array:
+def kept_blocks_kernel(weights: Array, totals: Array, rule: KeepRule, interpret: Any) -> Array:
     """Returns uint32 bits [B, Hq, n, ceil(NB / 32)]; arguments as in `Fp8Scores`.
 
-    Weights are [B, Hq, NB', R] with NB' a multiple of 64; totals, if None, are those of blocks
-    `first` to `own`. One warpgroup per query block and head:
+    Weights are [B, Hq, NB', R] with NB' a multiple of 64. One warpgroup per query block and head:
     masses go to shared memory as integers, and the smallest kept one is found bit by bit.
     """
     batch, heads, padded, _ = weights.shape
     size = -(-padded // _CHUNK) * _CHUNK
     num_local = rule.own.shape[1]
     bounds = {name: getattr(rule, name) for name in ("own", "first", "forced_end", "tau")}
-    inputs = {"weights": weights} | bounds | ({} if totals is None else {"totals": totals})
+    inputs = {"weights": weights, "totals": totals} | bounds
     names = [*inputs, "halves", "mass"]
 
     def kept_blocks(*references: Any) -> None:
@@ -127,45 +116,28 @@ class _KeptRow:
     def add_rows(self) -> None:
         """Sums the shares of the rows of the query block, as integers, in shared memory."""
         rows = pl.ds(self.row * self.rule.rows, self.rule.rows)
-        blocks = math.gcd(self.refs["weights"].shape[2], _MOST_READ)
-        count, size = lax.div(self.own, blocks) + 1, self.mass.shape[0]
+        own = self.refs["totals"].at[self.batch, self.head, rows]
+        totals = plgpu.load(own, layout=COLUMN_LAYOUT, optimized=False)
+        totals = jnp.where(totals > -jnp.inf, totals, 0.0)  # of rows without keys
 
-        def read(i: Array) -> tuple[Array, Array]:
+        blocks = math.gcd(self.refs["weights"].shape[2], _MOST_READ)
+
+        def add(i: Array, _: None) -> None:
             begin = i * blocks
             source = self.refs["weights"].at[self.batch, self.head, pl.ds(begin, blocks), rows]
             weight = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-            number = iota(weight, 0) + begin
-            return weight.astype(jnp.float32), (number >= self.first) & (number <= self.own)
-
-        def include(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            peak, total = carry
-            weight, valid = read(i)
-            weight = jnp.where(valid, weight, -jnp.inf)
-            new_peak = jnp.maximum(peak, weight.max(axis=0))
-            finite = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)
-            terms = jnp.exp2(weight - columns_to_tile(finite, weight))
-            return new_peak, total * jnp.exp2(peak - finite) + terms.sum(axis=0)
-
-        if "totals" in self.refs:
-            own = self.refs["totals"].at[self.batch, self.head, rows]
-            totals = plgpu.load(own, layout=COLUMN_LAYOUT, optimized=False)
-        else:
-            start = (full((self.rule.rows,), x, COLUMN_LAYOUT) for x in (-jnp.inf, 0.0))
-            peak, total = lax.fori_loop(0, count, include, tuple(start))
-            totals = peak + jnp.log(total) * LOG2E
-        totals = jnp.where(totals > -jnp.inf, totals, 0.0)  # of rows without keys
-
-        def add(i: Array, _: None) -> None:
-            weight, valid = read(i)
+            weight = weight.astype(jnp.float32)
             share = jnp.exp2(weight - columns_to_tile(totals, weight))
             share = (share * (float(1 << MASS_BITS) / self.rule.rows) + 0.5).astype(jnp.int32)
-            share = jnp.where(valid, share, 0)
-            self.mass.at[pl.ds(i * blocks, blocks)][...] = share.sum(axis=1)
+            number = iota(weight, 0) + begin
+            share = jnp.where((number >= self.first) & (number <= self.own), share, 0)
+            self.mass.at[pl.ds(begin, blocks)][...] = share.sum(axis=1)
 
         def clear(i: Array, _: None) -> None:
             zero = plgpu.layout_cast(jnp.zeros((blocks,), jnp.int32), ROW_LAYOUT)
             self.mass.at[pl.ds(i * blocks, blocks)][...] = zero
 
+        count, size = lax.div(self.own, blocks) + 1, self.mass.shape[0]
         lax.fori_loop(0, count, add, None)
         end = size // blocks if size <= _MOST_HELD else self.chunks * (_CHUNK // blocks)
         lax.fori_loop(count, end, clear, None)

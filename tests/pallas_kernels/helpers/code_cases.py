@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fp8_scores import KeepRule
 from pallas_kernels.key_codes import KeyCodes
+from pallas_kernels.mosaic_gpu.kernels.selected_blocks import padded_blocks
 from tests.pallas_kernels.helpers.decode_cases import make_call
 
 BLOCK, SCALE = 128, 0.2
@@ -23,10 +23,13 @@ def ends(k: jnp.ndarray) -> tuple[jnp.ndarray, jnp.ndarray]:
 
 
 def decoded(keys: KeyCodes) -> np.ndarray:
-    """The keys that codes mean, [B, Hk, S, D]."""
-    codes = np.asarray(keys.codes).astype(int)
-    both = np.concatenate([codes % 16 - 8, codes // 16], axis=-1)
-    return both * np.asarray(keys.unit, np.float64) + np.asarray(keys.middle, np.float64)
+    """The keys that codes mean, [B, Hk, S, D]; places of components as `pack` states them."""
+    words = np.asarray(keys.codes).view(np.uint32)
+    component = np.arange(keys.unit.shape[-1])
+    m, t, b = component // 16, component % 16 // 4, component % 4
+    j, e, h = m // 4, m // 2 % 2, m % 2
+    codes = (words[..., 8 * j + 2 * t + e] >> (8 * b + 4 * h).astype(np.uint32)) % 16 - 8.0
+    return codes * np.asarray(keys.unit, np.float64) + np.asarray(keys.middle, np.float64)
 
 
 def reference(q: jnp.ndarray, keys: KeyCodes, seen: jnp.ndarray) -> np.ndarray:
@@ -42,35 +45,58 @@ def reference(q: jnp.ndarray, keys: KeyCodes, seen: jnp.ndarray) -> np.ndarray:
     return np.logaddexp.reduce(logits, axis=3) / np.log(2)
 
 
-def check(weights: jnp.ndarray, q: jnp.ndarray, keys: KeyCodes, seen: jnp.ndarray) -> None:
-    wanted, found = reference(q, keys, seen), np.asarray(weights, np.float64)
-    group = wanted.shape[-1]
-    assert np.isneginf(found[..., group:]).all()
-    found = found[..., :group]
-    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(wanted))
-    some = np.isfinite(wanted).all((0, 1, 3))
-    found, wanted = found[:, :, some], wanted[:, :, some]
-    # Queries times the units of components are rounded to bfloat16.
-    error = (found - found[:, :, :1]) - (wanted - wanted[:, :, :1])
-    assert np.abs(error).max() < 0.01 * np.abs(wanted - wanted[:, :, :1]).max()
+def check(
+    found: tuple[jnp.ndarray, jnp.ndarray], q: jnp.ndarray, keys: KeyCodes, seen: jnp.ndarray
+) -> None:
+    """Compares weights and totals of `block_weights` with the reference."""
+    wanted = reference(q, keys, seen)
+    blocks, group = wanted.shape[2:]
+    weights, parts = (np.asarray(x, np.float64)[..., :group] for x in found)
+    weights = weights[:, :, :blocks]
+    np.testing.assert_array_equal(np.isneginf(weights), np.isneginf(wanted))
+    # Up to a constant per head; components of rows are rounded to 2^-15 of the largest one.
+    first = np.isfinite(wanted).all((0, 1, 3)).argmax()
+    constant = weights[:, :, [first]] - wanted[:, :, [first]]
+    tolerance = 2e-4 * np.abs(wanted[np.isfinite(wanted)]).max()
+    np.testing.assert_allclose(weights - constant, wanted, rtol=0, atol=tolerance)
+    totals, all_blocks = (np.logaddexp2.reduce(x, axis=2) for x in (parts, wanted))
+    np.testing.assert_allclose(totals - constant[:, :, 0], all_blocks, rtol=0, atol=tolerance)
 
 
-def keep_rule(num_blocks: int, tau: float, forced_end: int, local: int = 0) -> KeepRule:
-    numbers = num_blocks - 1, 0, forced_end, round(tau * 2**15)
-    return KeepRule(*(jnp.full((1, 1), x, jnp.int32) for x in numbers), local, 1, 0)
+def make_weights(
+    batch: int, heads: int, kv_heads: int, blocks: int
+) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
+    """Weights with room for the kernel, totals of three parts, and forced blocks [B, NB].
+
+    What is undefined is NaN. Some blocks have no keys; the last head of the last sequence has none
+    if there are several.
+    """
+    rng, group = np.random.default_rng(1), heads // kv_heads
+    known = rng.normal(size=(batch, kv_heads, blocks, group)) * 3 + 200
+    known[:, :, blocks // 2 + 1 :: 7] = -np.inf
+    if batch * kv_heads > 1:
+        known[-1, -1] = -np.inf
+    weights = np.full((batch, kv_heads, padded_blocks(blocks), -(-group // 8) * 8), np.nan)
+    weights[:, :, :blocks, :group] = known
+    totals = np.full((batch, kv_heads, 64, weights.shape[3]), -np.inf)
+    for part, own in enumerate(np.array_split(known, 3, axis=2)):
+        totals[:, :, part, :group] = np.logaddexp2.reduce(own, axis=2)
+    forced = rng.uniform(size=(batch, blocks)) < 0.1
+    return *(jnp.asarray(x, jnp.float32) for x in (weights, totals)), jnp.asarray(forced)
 
 
-def kept_sets(weights: np.ndarray, tau: float, forced: set[int]) -> list[list[int]]:
-    """The blocks to keep, ascending, by key/value head of each sequence."""
-    found = []
-    for of_head in weights.reshape(-1, *weights.shape[2:]):
-        share = np.exp2(of_head - np.logaddexp2.reduce(of_head, axis=0))
-        mass = share.mean(1)
-        kept = set(forced)
-        for block in sorted(set(range(len(mass))) - forced, key=lambda x: -mass[x]):
-            if mass[list(kept)].sum() >= tau:
-                break
-            if mass[block] > 0:
-                kept.add(block)
-        found.append(sorted(kept))
-    return found
+def check_selected(
+    found: tuple[jnp.ndarray, jnp.ndarray], weights: jnp.ndarray, least: float, forced: jnp.ndarray
+) -> None:
+    """Compares with a float64 reference; masses within rounding of `least` may go either way."""
+    lists, counts, must = (np.asarray(x) for x in (*found, forced))
+    totals = np.logaddexp2.reduce(weights, axis=2)
+    mass = np.exp2(weights - np.where(totals > -np.inf, totals, 0)[:, :, None]).mean(3)
+    near = np.abs(mass - least) < 1e-4 * least
+    for place in np.ndindex(counts.shape):
+        own = lists[place][: counts[place]]
+        assert (np.diff(own) > 0).all()
+        selected = np.isin(np.arange(mass.shape[2]), own)
+        wanted = (mass[place] >= least) | must[place[0]]
+        np.testing.assert_array_equal(selected | near[place], wanted | near[place])
+    assert near.mean() < 0.01

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self, cast
 
@@ -28,11 +27,10 @@ from mtraining_jax.tools.evaluate.engine.passes import STACKED, Prompt
 from mtraining_jax.tools.evaluate.engine.sampling import next_token
 from pallas_kernels.checks import BLOCK_SIZE
 from pallas_kernels.decode import DecodeCall, combine, decode
-from pallas_kernels.fp8_scores import TAU_BITS, KeepRule
-from pallas_kernels.key_codes import KeyCodes, block_weights, kept_blocks
-from pallas_kernels.masses import MASS_BITS
+from pallas_kernels.key_codes import KeyCodes, block_weights, selected_blocks
 
 _MOST_SPARE = 512  # tokens of room that are not asked for
+_DEVIATIONS = 2.6  # standard deviations of keys within the range of codes
 # One layer, [B, Hk, S, D].
 _ONE_LAYER = P(None, None, SEQUENCE_AXES)
 _CODES = KeyCodes(*cast(Any, (_ONE_LAYER, P(), P())))
@@ -98,16 +96,21 @@ def _with_room(mesh: Mesh, room: int, stacked_LBSHkD: Array) -> tuple[Array, ...
 def _coded(
     network: Network, layout: Layout, keys: tuple[Array, ...], prompt_len: Array
 ) -> tuple[KeyCodes | None, ...]:
-    """Codes the keys of layers that select, between the smallest and largest ones of a prompt."""
+    """Codes the keys of layers that select, around their mean in the prompt."""
 
     def code(keys: Array, prompt_len: Array) -> KeyCodes:
         blocks = layout.block_ids(lax.axis_index(SEQUENCE_AXES))
         position = blocks[:, None] * layout.block_size + jnp.arange(layout.block_size)
-        real = position.reshape(-1, 1) < prompt_len[:, None, None, None]
-        own = keys[:, :, : position.size]
-        low = jnp.where(real, own, jnp.inf).min(2, keepdims=True)
-        high = jnp.where(real, own, -jnp.inf).max(2, keepdims=True)
-        return KeyCodes.of(keys, lax.pmin(low, SEQUENCE_AXES), lax.pmax(high, SEQUENCE_AXES))
+        count = prompt_len[:, None, None, None]
+        own = keys[:, :, : position.size].astype(jnp.float32)
+
+        def mean(values: Array) -> Array:
+            total = jnp.where(position.reshape(-1, 1) < count, values, 0).sum(2, keepdims=True)
+            return lax.psum(total, SEQUENCE_AXES) / count
+
+        middle = mean(own)
+        spread = _DEVIATIONS * jnp.sqrt(mean((own - middle) ** 2))
+        return KeyCodes.of(keys, middle - spread, middle + spread)
 
     run = jax.shard_map(
         code, mesh=network.mesh, in_specs=(_ONE_LAYER, P()), out_specs=_CODES, check_vma=False
@@ -206,8 +209,8 @@ def _step_on_shard(
             code = codes.code(new[0].swapaxes(1, 2))
             updated = lax.dynamic_update_slice(codes.codes, code, (0, 0, slot, 0))
             codes = codes._replace(codes=updated)
-            weights = block_weights(q[:, 0], codes, limits, scale, network.backend)
-            blocks, counts = choice.select(q[:, 0], weights, network.backend)
+            weights, totals = block_weights(q[:, 0], codes, limits, scale, network.backend)
+            blocks, counts = choice.select(weights, totals, q[:, 0], network.backend)
         filled.append((keys, values, codes))
         sinks = layer.self_attn.sinks
         call = DecodeCall(q[:, 0], keys, values, blocks, counts, limits, scale)
@@ -243,43 +246,26 @@ def _slots(layout: Layout, cache: Cache) -> tuple[Array, Array, Array]:
 
 
 class _Choice(NamedTuple):
-    """What the layers of a step have in common when they select blocks, of all W ranks."""
+    """What the layers of a step have in common when they select blocks."""
 
-    order: Array  # int32 [B, W NB], the blocks, those that are always kept first
-    rule: KeepRule
+    forced: Array  # bool [B, NB], blocks that are selected in any case
+    least: Array  # fp32 [B], the mass of other blocks
 
     @classmethod
     def of(cls, new: NewTokens, position_BS: Array, distance_BS: Array, seen_BS: Array) -> Self:
-        always = (position_BS < new.first_tokens) | (distance_BS < new.last_tokens)
-        always |= position_BS + distance_BS < new.dense_below - 1
-        forced = (always & seen_BS).reshape(len(seen_BS), -1, BLOCK_SIZE).any(2)
-        forced = lax.all_gather(forced, SEQUENCE_AXES, axis=1, tiled=True)
-        numbers = forced.shape[1] - 1, 0, round(new.tau * 2**TAU_BITS)
-        last, first, tau = (jnp.full((1, 1), x, jnp.int32) for x in numbers)
-        rule = KeepRule(
-            own=last,
-            first=first,
-            forced_end=forced.sum(1, keepdims=True, dtype=jnp.int32),
-            tau=tau,
-            local_blocks=0,  # the last blocks are among the forced ones
-            least=max(1, math.ceil(new.least_mass * 2**MASS_BITS)),
-            rows=0,  # those of the weights
-        )
-        return cls(jnp.argsort(~forced, axis=1, stable=True).astype(jnp.int32), rule)
+        length_BS = position_BS + distance_BS + 1  # of the sequence, for all slots
+        forced = (position_BS < new.first_tokens) | (distance_BS < new.last_tokens)
+        forced |= length_BS < new.dense_below
+        forced = (forced & seen_BS).reshape(len(seen_BS), -1, BLOCK_SIZE).any(2)
+        blocks = _whole_blocks(length_BS[:, 0]) // BLOCK_SIZE
+        return cls(forced, jnp.maximum(new.share / blocks, new.least_mass))
 
-    def select(self, q: Array, weights: Array, backend: str | None) -> tuple[Array, Array]:
-        """Selects by weights [B, Hk, NB, R]: this rank's `blocks` and `counts` of `DecodeCall`."""
-        local, order = weights.shape[2], self.order[:, None]
-        weights = lax.all_gather(weights, SEQUENCE_AXES, axis=2, tiled=True)
-        weights = jnp.take_along_axis(weights, order[..., None], 2)
-        kept, counts = kept_blocks(weights, q, self.rule, backend)
-        blocks = jnp.take_along_axis(order, kept, 2)
-        if order.shape[2] == local:
-            return blocks, counts
-        rank = lax.axis_index(SEQUENCE_AXES)
-        own = (jnp.arange(order.shape[2]) < counts[..., None]) & (blocks // local == rank)
-        first = jnp.argsort(~own, axis=-1, stable=True)[..., :local]
-        return jnp.take_along_axis(blocks % local, first, -1), own.sum(-1, dtype=jnp.int32)
+    def select(
+        self, weights: Array, totals: Array, q: Array, backend: str | None
+    ) -> tuple[Array, Array]:
+        """Selects by `block_weights` of this rank: `blocks` and `counts` of `DecodeCall`."""
+        totals = lax.all_gather(totals, SEQUENCE_AXES, axis=2, tiled=True)
+        return selected_blocks(weights, totals, q, self.forced, self.least, backend)
 
 
 def _listed(seen_BS: Array) -> tuple[Array, Array, Array]:
