@@ -1,7 +1,7 @@
 """Hopper kernel that scores key blocks for new tokens, by keys in 4 bits."""
 
 # pyright: reportPrivateImportUsage=false
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -181,4 +181,4 @@ def _operand(words: Array) -> Array:
                 registers[0, 4 * place[1] + 2 * e + high, *place[2:]] = bits
         return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=True)
 
-    return widen(words)
+    return cast(Any, widen)(words)

@@ -1,7 +1,7 @@
 """Hopper kernel that lists the key blocks that new tokens select, by the weights of blocks."""
 
 # pyright: reportPrivateImportUsage=false
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def selected_blocks_kernel(
                 mass += share.sum(axis=1)
             smem["mass"][...] = mass * (1 / group)
             plgpu.commit_smem()
-            tile = load_rows_of(smem["mass"], 0, (ROWS, width), interpreted)
+            tile = load_rows_of(smem["mass"], jnp.int32(0), (ROWS, width), interpreted)
             kept = (flag > 0) | ((flag == 0) & (tile >= smallest))
             bit = jnp.int32(1) << iota(flag, 1)
             word = jnp.where(kept, bit, 0).sum(axis=1)
@@ -169,4 +169,4 @@ def _scatter(target: Any, places: Array, values: Array, interpreted: bool) -> No
                     memref.store(vector.extract(value, [], [lane]), target, [index])
                     scf.yield_([])
 
-    scatter(target, places, values)
+    cast(Any, scatter)(target, places, values)

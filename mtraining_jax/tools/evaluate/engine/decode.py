@@ -257,7 +257,7 @@ class _Choice(NamedTuple):
         forced = (position_BS < new.first_tokens) | (distance_BS < new.last_tokens)
         forced |= length_BS < new.dense_below
         forced = (forced & seen_BS).reshape(len(seen_BS), -1, BLOCK_SIZE).any(2)
-        blocks = _whole_blocks(length_BS[:, 0]) // BLOCK_SIZE
+        blocks = -(-length_BS[:, 0] // BLOCK_SIZE)
         return cls(forced, jnp.maximum(new.share / blocks, new.least_mass))
 
     def select(
