@@ -11,6 +11,7 @@ from pallas_kernels.index import bits
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.xla.products import dot
 
+DEVIATIONS = 2.6  # standard deviations of keys within the range of codes
 _LOWEST, _HIGHEST = -8, 7
 _ROWS = 8  # query heads of a group are padded to a multiple
 _LARGEST = 127 * 256
@@ -18,7 +19,7 @@ _COMPONENTS = 64  # codes of a multiple of this many components fill words
 
 
 class KeyCodes(NamedTuple):
-    """Keys in 4 bits a component, evenly between the smallest and largest one of a cache.
+    """Keys in 4 bits a component, evenly within `DEVIATIONS` of a cache's mean.
 
     The error of a score is that of a uniform quantizer with 15 steps per component. What is the
     same for all keys does not matter to a softmax, so that scores omit it.
@@ -29,12 +30,13 @@ class KeyCodes(NamedTuple):
     unit: Array  # fp32 [B, Hk, 1, D], the step between codes
 
     @classmethod
-    def of(cls, k: Array, low: Array, high: Array) -> Self:
-        """Codes keys [B, Hk, S, D] within `low` and `high` [B, Hk, 1, D]; others are clipped."""
-        low, high = low.astype(jnp.float32), high.astype(jnp.float32)
-        unit = (high - low) / (_HIGHEST - _LOWEST)
-        unit = jnp.where(unit > 0, unit, 1.0)
-        found = cls(jnp.zeros((), jnp.int32), low - _LOWEST * unit, unit)
+    def of(cls, k: Array, mean: Array, deviation: Array) -> Self:
+        """Codes keys [B, Hk, S, D], by mean and standard deviation, fp32 [B, Hk, 1, D].
+
+        Keys outside of the range are clipped.
+        """
+        unit = 2 * DEVIATIONS * deviation / (_HIGHEST - _LOWEST)
+        found = cls(jnp.zeros((), jnp.int32), mean + unit / 2, jnp.where(unit > 0, unit, 1.0))
         return found._replace(codes=found.code(k))
 
     def code(self, k: Array) -> Array:
@@ -53,9 +55,8 @@ def pack(codes: Array) -> Array:
     of word 8 j + 2 t + e, which the thread can read together with the next word.
     """
     padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % _COMPONENTS)]
-    parts = (jnp.pad(codes, padding) - _LOWEST).reshape(
-        *codes.shape[:-1], -1, 2, 2, 4, 4
-    )  # j, e, h, t, b
+    parts = jnp.pad(codes, padding) - _LOWEST
+    parts = parts.reshape(*codes.shape[:-1], -1, 2, 2, 4, 4)  # j, e, h, t, b
     parts = jnp.moveaxis(parts, (-2, -4, -1, -3), (-4, -3, -2, -1))  # j, t, e, b, h
     parts = parts.reshape(*codes.shape[:-1], -1, 8)
     return (parts << (4 * jnp.arange(8))).sum(-1, dtype=jnp.int32)

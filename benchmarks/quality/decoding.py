@@ -1,7 +1,7 @@
 r"""Loss of answers with tokens that attend to selected key blocks, as in decoding.
 
     python -m benchmarks.quality.decoding --model FOLDER --texts tokens.npy --seq-len 8192 \
-        --rules dense mean:16:0.95 union:16:0.9 bounds:1:0.13 --out decoding.jsonl
+        --rules dense mean:16:0.95 union:16:0.9 codes:1:0.5 --out decoding.jsonl
 
 The last --answer tokens of each text are the answer. The prompt before it is read once, with
 --prompt attention; then each rule reads the answer in one pass that computes what decoding token by
@@ -13,9 +13,10 @@ before that token on. The budget of `head`, `union` and `mean` is the attention 
 query head, the union of these over the heads of a key/value head (which loads a block once), or by
 the mean mass of these heads. `bounds` (Quest, arXiv 2406.10774) keeps that fraction of the
 blocks, by the largest product of a query with the minimum and maximum of each page of keys, and
-`pooled` by that with a page's mean key; kind:n:budget:keys gives the size of pages. `means` and
-`codes` select like `mean`, with the keys of a page replaced by their mean, or with components of
-that many bits between the smallest and the largest one of a block.
+`pooled` by that with a page's mean key; kind:n:budget:keys gives the size of pages. `means`
+selects like `mean`, with the keys of a page replaced by their mean. `share` keeps the blocks with
+at least that fraction of the mean mass of a block, on average over the heads of a key/value head,
+and `codes` does so with the codes of keys that decoding uses (`KeyCodes`).
 """
 
 import dataclasses
@@ -40,8 +41,9 @@ from mtraining_jax.models.products import dot32
 from mtraining_jax.patterns.dense import Dense
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.utils.errors import UserError
+from pallas_kernels.key_codes import KeyCodes, unpack
 
-KINDS = "dense", "head", "union", "mean", "bounds", "pooled", "means", "codes"
+KINDS = "dense", "head", "union", "mean", "bounds", "pooled", "means", "share", "codes"
 BLOCK = 128
 _SINKS, _LOCAL = 1, 2  # blocks that are always kept, as in SampledRows
 
@@ -91,16 +93,19 @@ def visible(rule: Rule, q_LHD: Array, k_SHkD: Array, first: int) -> tuple[Array,
     if rule.kind in ("bounds", "pooled"):
         kept = _by_bounds(rule, rows, k_SHkD, at)
     else:
-        scored = _coarse(rule, k_SHkD) if rule.kind in ("means", "codes") else k_SHkD
+        scored = _coarse(rule, k_SHkD, first)
         logits = dot32("whgd,shd->whgs", rows, scored) / math.sqrt(dim)
         seen = number <= at[:, None, None, None]
         weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf))
         pad = -keys % BLOCK
         mass = jnp.pad(weights, ((0, 0),) * 3 + ((0, pad),)).reshape(*weights.shape[:3], -1, BLOCK)
         mass = mass.sum(-1)
-        if rule.kind in ("mean", "means", "codes"):
+        if rule.kind not in ("head", "union"):
             mass = mass.mean(2, keepdims=True)
-        kept = _heaviest(mass, forced[:, None, None], rule.budget)
+        if rule.kind in ("share", "codes"):
+            kept = mass >= (rule.budget / (own + 1))[:, None, None, None]
+        else:
+            kept = _heaviest(mass, forced[:, None, None], rule.budget)
     kept |= forced[:, None, None]
     shape = (len(starts), kv_heads, heads // kv_heads, len(blocks))
     kept = jnp.broadcast_to(kept.any(2, keepdims=True) if rule.kind == "union" else kept, shape)
@@ -121,19 +126,21 @@ def _heaviest(mass: Array, forced: Array, tau: float) -> Array:
     return jnp.put_along_axis(jnp.zeros(mass.shape, bool), order, taken, -1, inplace=False)
 
 
-def _coarse(rule: Rule, k_SHkD: Array) -> Array:
-    """Keys as means of pages, or in `page` bits per component, relative to their block."""
+def _coarse(rule: Rule, k_SHkD: Array, first: int) -> Array:
+    """The keys that a rule scores."""
     keys, heads, dim = k_SHkD.shape
-    padded = jnp.pad(k_SHkD, ((0, -keys % BLOCK), (0, 0), (0, 0)), mode="edge").astype(jnp.float32)
     if rule.kind == "means":
-        pages = padded.reshape(-1, rule.page, heads, dim).mean(1, keepdims=True)
-        coarse = jnp.broadcast_to(pages, (pages.shape[0], rule.page, heads, dim))
-    else:
-        blocks = padded.reshape(-1, BLOCK, heads, dim)
-        low, high = (f(blocks, 1, keepdims=True) for f in (jnp.min, jnp.max))
-        unit = jnp.maximum(high - low, 1e-6) / (2**rule.page - 1)
-        coarse = jnp.round((blocks - low) / unit) * unit + low
-    return coarse.reshape(padded.shape)[:keys].astype(k_SHkD.dtype)
+        padded = jnp.pad(k_SHkD, ((0, -keys % BLOCK), (0, 0), (0, 0)), mode="edge")
+        pages = padded.astype(jnp.float32).reshape(-1, rule.page, heads, dim)
+        coarse = jnp.broadcast_to(pages.mean(1, keepdims=True), pages.shape)
+        return coarse.reshape(padded.shape)[:keys].astype(k_SHkD.dtype)
+    if rule.kind == "codes":
+        k = k_SHkD.astype(jnp.float32).swapaxes(0, 1)[None]
+        prompt = k[:, :, :first]
+        found = KeyCodes.of(k, prompt.mean(2, keepdims=True), prompt.std(2, keepdims=True))
+        # The same shift for all keys changes no softmax.
+        return (unpack(found.codes)[..., :dim] * found.unit)[0].swapaxes(0, 1)
+    return k_SHkD
 
 
 def _by_bounds(rule: Rule, rows: Array, k_SHkD: Array, at: Array) -> Array:

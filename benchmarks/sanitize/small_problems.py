@@ -372,8 +372,8 @@ def _decode(x: Values, backend: str) -> Values:
 
 
 def _select(x: Values, backend: str) -> Values:
-    k, q = jnp.asarray(x["k"]), x["q"]
-    keys = KeyCodes.of(k, k.min(2, keepdims=True), k.max(2, keepdims=True))
+    k, q = jnp.asarray(x["k"], jnp.float32), x["q"]
+    keys = KeyCodes.of(k, k.mean(2, keepdims=True), k.std(2, keepdims=True))
     weights, totals = block_weights(q, keys, x["seen"], q.shape[-1] ** -0.5, backend)
     num_blocks, group = k.shape[2] // BLOCK, q.shape[1] // k.shape[1]
     forced, least = jnp.arange(num_blocks)[None] == 0, jnp.full(1, 1 / num_blocks, jnp.float32)

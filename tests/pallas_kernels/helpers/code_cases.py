@@ -15,11 +15,12 @@ def make_codes(*sizes: int) -> tuple[jnp.ndarray, KeyCodes, jnp.ndarray]:
     call = make_call(*sizes)
     wide = jnp.where(jnp.arange(call.q.shape[-1]) % 5 == 0, 6.0, 1.0)
     k = (call.k * wide + 3 * (wide - 1)).astype(call.k.dtype)
-    return call.q, KeyCodes.of(k, *ends(k)), call.seen
+    return call.q, KeyCodes.of(k, *moments(k)), call.seen
 
 
-def ends(k: jnp.ndarray) -> tuple[jnp.ndarray, jnp.ndarray]:
-    return k.min(2, keepdims=True), k.max(2, keepdims=True)
+def moments(k: jnp.ndarray) -> tuple[jnp.ndarray, jnp.ndarray]:
+    k = k.astype(jnp.float32)
+    return k.mean(2, keepdims=True), k.std(2, keepdims=True)
 
 
 def decoded(keys: KeyCodes) -> np.ndarray:

@@ -30,7 +30,6 @@ from pallas_kernels.decode import DecodeCall, combine, decode
 from pallas_kernels.key_codes import KeyCodes, block_weights, selected_blocks
 
 _MOST_SPARE = 512  # tokens of room that are not asked for
-_DEVIATIONS = 2.6  # standard deviations of keys within the range of codes
 # One layer, [B, Hk, S, D].
 _ONE_LAYER = P(None, None, SEQUENCE_AXES)
 _CODES = KeyCodes(*cast(Any, (_ONE_LAYER, P(), P())))
@@ -109,8 +108,7 @@ def _coded(
             return lax.psum(total, SEQUENCE_AXES) / count
 
         middle = mean(own)
-        spread = _DEVIATIONS * jnp.sqrt(mean((own - middle) ** 2))
-        return KeyCodes.of(keys, middle - spread, middle + spread)
+        return KeyCodes.of(keys, middle, jnp.sqrt(mean((own - middle) ** 2)))
 
     run = jax.shard_map(
         code, mesh=network.mesh, in_specs=(_ONE_LAYER, P()), out_specs=_CODES, check_vma=False
