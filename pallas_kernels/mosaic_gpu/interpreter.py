@@ -136,7 +136,7 @@ def add_product(acc: Array, a: Array, b: Any, *, interpreted: bool, staging: Any
     return run(plgpu.ACC.init(acc))
 
 
-def load_rows_of(flat: Any, first: Array, shape: tuple[int, int], interpreted: bool) -> Array:
+def load_rows_of(flat: Any, first: Array | int, shape: tuple[int, int], interpreted: bool) -> Array:
     """Loads rows `first` to `first + shape[0]` of one-dimensional memory seen as [n, shape[1]]."""
     rows, width = shape
     if interpreted:

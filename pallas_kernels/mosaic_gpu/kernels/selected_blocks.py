@@ -100,7 +100,7 @@ def selected_blocks_kernel(
                 mass += share.sum(axis=1)
             smem["mass"][...] = mass * (1 / group)
             plgpu.commit_smem()
-            tile = load_rows_of(smem["mass"], jnp.int32(0), (ROWS, width), interpreted)
+            tile = load_rows_of(smem["mass"], 0, (ROWS, width), interpreted)
             kept = (flag > 0) | ((flag == 0) & (tile >= smallest))
             bit = jnp.int32(1) << iota(flag, 1)
             word = jnp.where(kept, bit, 0).sum(axis=1)
