@@ -1,6 +1,7 @@
 """Hopper kernel that scores key blocks for new tokens, by keys in 4 bits."""
 
 # pyright: reportPrivateImportUsage=false
+import functools
 from typing import Any, cast
 
 import jax
@@ -37,6 +38,7 @@ _PARAMS = plgpu.CompilerParams(
 )
 
 
+@functools.partial(jax.jit, static_argnames="interpret")  # traced once for all layers
 def code_weights_kernel(
     rows: Array, units: Array, codes: Array, seen: Array, interpret: Any = False
 ) -> tuple[Array, Array]:

@@ -46,7 +46,22 @@ def decode_kernel(call: DecodeCall, interpret: Any = False) -> Pair:
     GPU. Its two compute warpgroups take turns, and write a partial result each; rows of a group
     that is smaller than a tile are zeros.
     """
-    q, k, v, blocks, counts, seen, scale = call
+    *arrays, scale = call
+    return _decode(*arrays, scale=scale, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))  # traced once for all layers
+def _decode(
+    q: Array,
+    k: Array,
+    v: Array,
+    blocks: Array,
+    counts: Array,
+    seen: Array,
+    *,
+    scale: float,
+    interpret: Any,
+) -> Pair:
     batch, heads, dim = q.shape
     kv_heads, interpreted = k.shape[1], bool(interpret)
     group = heads // kv_heads

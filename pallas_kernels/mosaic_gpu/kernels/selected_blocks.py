@@ -1,6 +1,7 @@
 """Hopper kernel that lists the key blocks that new tokens select, by the weights of blocks."""
 
 # pyright: reportPrivateImportUsage=false
+import functools
 from typing import Any, cast
 
 import jax
@@ -43,6 +44,7 @@ def _width(num_blocks: int) -> int:
     return next((x for x in _WIDTHS if ROWS * x >= num_blocks), _WIDTHS[-1])
 
 
+@functools.partial(jax.jit, static_argnames=("group", "interpret"))  # traced once for all layers
 def selected_blocks_kernel(
     weights: Array, totals: Array, group: int, forced: Array, least: Array, interpret: Any = False
 ) -> tuple[Array, Array]:
