@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # tokens
+_NEW_TOKEN_SHARE = 10.0  # times 1 - tau: see `select_blocks`
 _BLOCKS_AT_ONCE = 32  # of each sequence: their keys are gathered in fp32
 
 
@@ -22,9 +23,14 @@ def select_blocks(
     sink_blocks: int = 1,
     local_blocks: int = 2,
     min_block_mass: float = 0.0,
-    dense_prefix_tokens: int = 0,
+    min_sparse_tokens: int = 8192,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Selects blocks of 128 keys for one new token of each sequence.
+
+    These are the first `sink_blocks` blocks, those that hold the last 128 `local_blocks` tokens,
+    and those with a softmax mass of at least `min_block_mass` and `_NEW_TOKEN_SHARE` (1 - tau)
+    times the mean of all blocks, on average over the query heads of a key/value head. With fewer
+    than `min_sparse_tokens` tokens all blocks are selected.
 
     Every key is scored, in fp32, and nothing is read on the host. Keep TF32 products off.
 
@@ -46,7 +52,8 @@ def select_blocks(
     pages = torch.nn.functional.pad(block_tables, (0, -block_tables.shape[1] % of_block))
     pages = pages.clamp(min=0).unflatten(1, (-1, of_block))
     number = torch.arange(pages.shape[1], device=q.device)
-    token = number[:, None] * BLOCK + torch.arange(BLOCK, device=q.device)
+    start = number * BLOCK
+    token = start[:, None] + torch.arange(BLOCK, device=q.device)
     hidden = token >= seq_lens[:, None, None]  # [B, NB, 128]
     rows, parts = q.float().reshape(batch, heads, -1, width), []
     for first in range(0, pages.shape[1], _BLOCKS_AT_ONCE):
@@ -55,16 +62,14 @@ def select_blocks(
         logits = torch.einsum("bhgd,bnthd->bhgnt", rows, keys) * scale
         logits = logits.masked_fill_(hidden[:, None, None, part], -torch.inf)
         parts.append(logits.logsumexp(-1))
-    mass = torch.softmax(torch.cat(parts, -1), -1).nan_to_num(0).mean(2, dtype=torch.float64)
+    mass = torch.softmax(torch.cat(parts, -1), -1).mean(2)
 
-    last = (seq_lens[:, None, None] - 1).div(BLOCK, rounding_mode="floor")
-    before, near = number <= last, number > last - local_blocks
-    dense = last < -(-dense_prefix_tokens // BLOCK)
-    forced = (before & (dense | near | (number < sink_blocks))).expand_as(mass)
-    missing = tau * mass.sum(-1, keepdim=True) - (mass * forced).sum(-1, keepdim=True)
-    free, order = mass.masked_fill(forced, 0).sort(dim=-1, descending=True, stable=True)
-    heaviest = (free.cumsum(-1) - free < missing) & (free > 0) & (free >= min_block_mass)
-    selected = torch.zeros_like(heaviest).scatter_(-1, order, heaviest) | forced
+    length = seq_lens[:, None]
+    forced = (number < sink_blocks) | (length < min_sparse_tokens)
+    forced |= start + BLOCK > length - local_blocks * BLOCK
+    least = _NEW_TOKEN_SHARE * (1 - tau) / (length.double() / BLOCK).ceil()
+    selected = forced[:, None] | (mass >= least.clamp_(min=min_block_mass)[..., None])
+    selected &= (start < length)[:, None]
     blocks = torch.where(selected, number, len(number)).sort(-1)[0]
     blocks = blocks.masked_fill_(blocks == len(number), -1)
     return blocks.int(), selected.sum(-1, dtype=torch.int32), selected

@@ -1,11 +1,13 @@
 """The blocks of a paged cache are those of the rule without pages; needs torch."""
 
+import inspect
 import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mtraining_jax.patterns.sampled_rows import SampledRows
 from tests.models.huggingface.new_tokens import selected_blocks
 
 FILE = Path(__file__).parent.parent / "examples" / "vllm_selection.py"
@@ -40,9 +42,10 @@ def paged(rng, keys, page_size):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tau": 0.75},
-        {"tau": 0.9, "sink_blocks": 2, "local_blocks": 1, "min_block_mass": 0.03},
-        {"tau": 1.0},
+        {"tau": 0.9, "min_sparse_tokens": 0},
+        {"tau": 0.85, "sink_blocks": 2, "local_blocks": 1, "min_sparse_tokens": 1000},
+        {"tau": 0.95, "min_block_mass": 0.03, "min_sparse_tokens": 1001},
+        {"tau": 1.0, "min_sparse_tokens": 0},
     ],
 )
 def test_blocks_are_those_of_the_rule_without_pages(select, torch, page_size, options):
@@ -69,21 +72,25 @@ def test_blocks_are_those_of_the_rule_without_pages(select, torch, page_size, op
     assert options["tau"] == 1 or 4 < counts[5].max() < 36
 
 
-def test_the_dense_prefix_and_the_layout_of_vllm(select, torch):
+def test_defaults_are_those_of_the_pattern(select):
+    parameters = inspect.signature(select).parameters.values()
+    defaults = {x.name: x.default for x in parameters if x.default is not inspect.Parameter.empty}
+    assert len(defaults) == 5 and defaults.items() <= vars(SampledRows()).items()
+
+
+def test_short_sequences_and_the_layout_of_vllm(select, torch):
     """The cache of vLLM 0.33 has keys and values side by side, and pages by heads."""
     rng = np.random.default_rng(1)
-    q = torch.tensor(rng.normal(size=(1, HEADS, DIM))).bfloat16()
+    q = torch.tensor(3 * rng.normal(size=(1, HEADS, DIM))).bfloat16()
     keys = rng.normal(size=(900, KEY_HEADS, DIM)).astype(np.float32)
     cache, tables = (torch.tensor(x) for x in paged(rng, [keys], 128))
     both = torch.cat([cache, cache], -1).bfloat16().transpose(1, 2).contiguous()
     key_cache = both.transpose(1, 2).split(DIM, dim=-1)[0]
     arguments = q, key_cache, tables, torch.tensor([900], dtype=torch.int32)
     rounded = torch.tensor(keys).bfloat16().float().numpy()
-    expected = selected_blocks(q[0].float().numpy(), rounded, SCALE, tau=0.5)
-    assert (select(*arguments, scale=SCALE, tau=0.5)[2][0, :, :8].numpy() == expected).all()
-    assert not expected.all()
-    for prefix, all_of_them in ((896, False), (897, True)):
-        counts = select(*arguments, scale=SCALE, tau=0.5, dense_prefix_tokens=prefix)[1]
-        assert (counts == 8).all() == all_of_them
+    expected = selected_blocks(q[0].float().numpy(), rounded, SCALE)
+    found = select(*arguments, scale=SCALE, min_sparse_tokens=900)[2]
+    assert (found[0, :, :8].numpy() == expected).all() and not expected.all()
+    assert (select(*arguments, scale=SCALE, min_sparse_tokens=901)[1] == 8).all()
     with pytest.raises(ValueError, match="pages of 48 tokens must divide a block of 128"):
         select(q, key_cache[:, :48], *arguments[2:], scale=SCALE)

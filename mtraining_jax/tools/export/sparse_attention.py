@@ -8,11 +8,12 @@ the attention implementation "mtraining_sparse":
 
 A forward pass over a whole prompt attends to the pairs selected by the pattern in
 `config.sparse_attention` (the entry of config.json). With the pattern sampled_rows, every later
-token attends to the blocks that hold most of its own attention, or to all earlier tokens after
+token attends to the blocks that hold much of its own attention, or to all earlier tokens while
+these are fewer than `min_sparse_tokens`, or after
 `model.config.sparse_attention["dense_new_tokens"] = True`; with other patterns always to all.
-Selected blocks are those of mtraining-jax, but for blocks with equal mass up to rounding. On a GPU,
-FlexAttention and Triton kernels compute prompts; new tokens, and prompts on a CPU, are computed by
-PyTorch operations.
+Selected blocks are those of mtraining-jax with exact scores, but for differences by rounding. On a
+GPU, FlexAttention and Triton kernels compute prompts; new tokens, and prompts on a CPU, are
+computed by PyTorch operations.
 
 Letters in shapes: B batch, S tokens, Hq and Hk query and key/value heads, D head width, NB blocks.
 """
@@ -50,6 +51,7 @@ _Selected = tuple[Tensor, Tensor | None]  # blocks and columns
 _Scored = tuple[Tensor, Tensor, Tensor, float]  # rows, keys, positions, scale
 _MASS_ONE = 1 << 30
 _TAU_ONE = 1 << 15
+_NEW_TOKEN_SHARE = 10.0  # times 1 - tau: least mass of selected blocks, in units of the mean
 _STEP_SIZE = 1 << 28  # fp32 logits, or bytes of masks, in memory at a time
 _TILE = 128  # tokens per block of the GPU kernels
 _CHUNK = 64  # key blocks per program of a GPU kernel
@@ -319,14 +321,14 @@ def _block_masses_on_gpu(
 
 
 def _heaviest(mass: Tensor, rows: Tensor, length: int, options: _Options) -> Tensor:
-    """Keeps blocks by mass [B, H, n, m] of the first m, in rows of numbers [n] or [B, 1, n]."""
+    """Keeps blocks by mass [B, H, n, m] of the first m, in rows of numbers [n]."""
     size, numbers = options.block_size, torch.arange(mass.shape[3], device=mass.device)
-    distance = rows[..., None] - numbers
+    distance = rows[:, None] - numbers
     dense = rows < -(-options.dense_prefix_tokens // size)
     if options.dense_suffix_tokens:
         dense |= (rows + 1) * size > length - options.dense_suffix_tokens
     causal, sinks = distance >= 0, numbers < options.sink_blocks
-    forced = causal & (dense[..., None] | sinks | (distance < options.local_blocks))
+    forced = causal & (dense[:, None] | sinks | (distance < options.local_blocks))
     mass = mass.double() / mass.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1e-30)
     mass = (mass * _MASS_ONE).round().int().masked_fill_(~causal, 0)
     tau, least = round(options.tau * _TAU_ONE), max(round(options.min_block_mass * _MASS_ONE), 1)
@@ -431,19 +433,21 @@ def _attend(
 def _attend_new_token(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, options: _Options
 ) -> Tensor:
-    """Attends to the blocks with most of a group's mean mass: [B, 1, Hq, D]."""
-    batch, heads, length, _ = k.shape
-    rows, num_blocks = q.reshape(batch, heads, -1, q.shape[3]), -(-length // options.block_size)
-    seen = k.new_ones(batch, length, dtype=torch.bool) if mask is None else mask[:, 0, 0]
-    seen = seen[:, None].expand(batch, heads, length)
-    logits = (_product(rows, k) * scale).masked_fill_(~seen[:, :, None], -torch.inf)
-    # Blocks of the sequence, which begins after padding on the left.
-    number = (seen.cumsum(-1) - 1).clamp_(min=0) // options.block_size
-    mass = logits.new_zeros(batch, heads, num_blocks, dtype=torch.float64)
+    """Attends to the blocks that hold much of a group's mean mass: [B, 1, Hq, D]."""
+    (batch, heads, room, _), size = k.shape, options.block_size
+    rows = q.reshape(batch, heads, -1, q.shape[3])
+    seen = k.new_ones(batch, room, dtype=torch.bool) if mask is None else mask[:, 0, 0]
+    logits = (_product(rows, k) * scale).masked_fill_(~seen[:, None, None], -torch.inf)
+    # Blocks and length of the sequence, which begins after padding on the left.
+    number = ((seen.cumsum(-1) - 1).clamp_(min=0) // size)[:, None].expand(batch, heads, room)
+    first, length = torch.arange(0, room, size, device=q.device), seen.sum(-1, keepdim=True)
+    mass = logits.new_zeros(batch, heads, len(first), dtype=torch.float64)
     mass.scatter_add_(2, number, torch.softmax(logits, -1).mean(2, dtype=torch.float64))
-    rule = {**vars(options), "dense_suffix_tokens": 0, "random_block_prob": 0}
-    kept = _heaviest(mass[:, :, None], number[:, :1, -1:], length, SimpleNamespace(**rule))
-    seen = kept[:, :, 0].gather(2, number) & seen
+    forced = (first < options.sink_blocks * size) | (length < options.min_sparse_tokens)
+    forced |= first + size > length - options.local_blocks * size
+    least = _NEW_TOKEN_SHARE * (1 - options.tau) / (length.double() / size).ceil()  # [B, 1]
+    kept = forced[:, None] | (mass >= least.clamp_(min=options.min_block_mass)[..., None])
+    seen = kept.gather(2, number) & seen[:, None]
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen[:, :, None], scale=scale)
     return out.flatten(1, 2)[:, None]
 

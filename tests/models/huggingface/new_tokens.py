@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from mtraining_jax.patterns.sampled_rows import SampledRows
+
 
 def weights_of(q, k, kv_head, scale):
     """Softmax of the query heads [Hq, D] of a group over all keys [S, Hk, D]: [G, S]."""
@@ -12,19 +14,21 @@ def weights_of(q, k, kv_head, scale):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def selected_blocks(q, k, scale, *, tau, sink_blocks=1, local_blocks=2, min_block_mass=0.0):
-    """Returns the blocks of 128 keys that a query [Hq, D] selects of keys [S, Hk, D]: [Hk, NB]."""
-    count = -(-len(k) // 128)
+def selected_blocks(q, k, scale, *, min_sparse_tokens=0, **options):
+    """Returns the blocks of 128 keys that a query [Hq, D] selects of keys [S, Hk, D]: [Hk, NB].
+
+    Options are those of `SampledRows`, which states the rule for the engine.
+    """
+    pattern, length = SampledRows(min_sparse_tokens=min_sparse_tokens, **options), len(k)
+    rule, position, count = pattern.for_new_tokens(), np.arange(length), -(-length // 128)
+    forced = (position < rule.first_tokens) | (length - 1 - position < rule.last_tokens)
+    forced |= length < rule.dense_below
+    least = max(rule.share / count, rule.least_mass)
     kept = np.zeros((k.shape[1], count), bool)
-    for head in range(k.shape[1]):
-        mass = weights_of(q, k, head, scale).mean(0)
-        mass = np.array([mass[128 * n : 128 * (n + 1)].sum() for n in range(count)])
-        kept[head, :sink_blocks] = True
-        kept[head, -local_blocks:] = True
-        for block in np.argsort(-mass, kind="stable"):
-            if mass[kept[head]].sum() >= tau or mass[block] < min_block_mass:
-                break
-            kept[head, block] = True
+    for head, block in np.ndindex(kept.shape):
+        part = slice(128 * block, 128 * (block + 1))
+        mass = weights_of(q, k, head, scale)[:, part].sum(1).mean()
+        kept[head, block] = forced[part].any() or mass >= least
     return kept
 
 

@@ -26,6 +26,8 @@ from mtraining_jax.patterns.xattention import XAttention
 from mtraining_jax.selection.context import SelectionContext
 from mtraining_jax.tools.export import write
 from mtraining_jax.tools.export.write import save_hf
+from pallas_kernels import key_codes
+from pallas_kernels.key_codes import KeyCodes
 from tests.models.common import drawn, tiny_spec
 from tests.models.huggingface.new_tokens import attended, selected_blocks
 
@@ -39,6 +41,7 @@ VERTICALS = {
 }  # fmt: skip
 MORE_VERTICALS = VERTICALS | {"top_p": 0.1, "min_verticals": 200, "max_verticals": 200}
 ROWS = {"tau": 0.5, "local_blocks": 1}
+NEW_TOKENS = ROWS | {"tau": 0.9, "min_sparse_tokens": 0}
 ALL_ROWS = ROWS | {
     "sink_blocks": 2, "min_block_mass": 0.05, "random_block_prob": 0.1,
     "dense_prefix_tokens": 200, "dense_suffix_tokens": 150,
@@ -157,7 +160,7 @@ def load(attention, torch, tmp_path, folder):
     """Loads the model with a pattern in transformers, and as an engine."""
     transformers = pytest.importorskip("transformers")
 
-    def both(kind, options, **changes):
+    def both(kind, options, answers="dense", **changes):
         entry = entry_of(kind, options) | changes
         path = save_hf(
             tmp_path / "hf", SPEC, drawn(SPEC)[1], dtype="float32", replace=True, sparsity=entry
@@ -168,10 +171,19 @@ def load(attention, torch, tmp_path, folder):
             f"{'parallel' if x == 'devices_per_node' else 'sparsity'}.{x}": value
             for x, value in fields.items()
         }
-        engine = Engine.load(path, attention="sparse", dtype="float32", overrides=overrides)
-        return model.eval(), engine
+        how = {"dtype": "float32", "overrides": overrides, "answers": answers}
+        return model.eval(), Engine.load(path, attention="sparse", **how)
 
     return both
+
+
+def answer(torch, model, ids, **more):
+    """Generates six tokens greedily: their ids and log-probabilities."""
+    how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, **more}
+    out = model.generate(torch.tensor(ids[None]), return_dict_in_generate=True, **how)
+    new = out.sequences[0, len(ids) :]
+    found = torch.log_softmax(torch.cat(out.logits), -1).gather(1, new[:, None])
+    return new.numpy(), found[:, 0].numpy()
 
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
@@ -190,16 +202,11 @@ def test_losses_and_generated_tokens_are_the_same(load, torch, kind, options):
     # Prefill is sparse and each new token sees all earlier ones, as the engine's do.
     model.set_attn_implementation(NAME)
     found = engine.generate(ids[:-1], GenerateOptions(max_new_tokens=6))
-    prompt = torch.tensor(ids[None, :-1])
-    how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
-    out = model.generate(prompt, return_dict_in_generate=True, **how)
-    new = out.sequences[0, LENGTH:]
-    assert tuple(new.tolist()) == found.tokens
-    forced = engine.forced(ids[:-1], new.numpy())
-    theirs = [torch.log_softmax(x[0], -1)[token] for x, token in zip(out.logits, new, strict=True)]
-    np.testing.assert_allclose(torch.stack(theirs).numpy(), forced.log_probs, atol=2e-4)
-    static = model.generate(prompt, cache_implementation="static", disable_compile=True, **how)
-    assert static[0, LENGTH:].tolist() == new.tolist()
+    new, log_probs = answer(torch, model, ids[:-1])
+    assert tuple(new) == found.tokens
+    np.testing.assert_allclose(log_probs, engine.forced(ids[:-1], new).log_probs, atol=2e-4)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert (answer(torch, model, ids[:-1], **static)[0] == new).all()
 
 
 def new_token(torch, length, heads=(6, 2), dim=16):
@@ -212,7 +219,7 @@ def new_token(torch, length, heads=(6, 2), dim=16):
 
 def layer_with(**options):
     """A layer with the pattern, as the attention function sees it."""
-    entry = entry_of("sampled_rows", {}) | options
+    entry = entry_of("sampled_rows", {"min_sparse_tokens": 0}) | options
     return SimpleNamespace(
         config=SimpleNamespace(sparse_attention=entry), num_key_value_groups=3, is_causal=True
     )
@@ -222,12 +229,14 @@ def layer_with(**options):
     ("length", "options"),
     [
         (1, {"tau": 0.5}),
-        (640, {"tau": 0.75, "sink_blocks": 2, "local_blocks": 1}),
-        (1000, {"tau": 0.75}),
-        (2049, {"tau": 0.9, "min_block_mass": 0.06}),
+        (640, {"tau": 0.9, "sink_blocks": 2, "local_blocks": 1}),
+        (1000, {"tau": 0.9, "local_blocks": 1}),
+        (1000, {"tau": 0.5, "min_sparse_tokens": 1000}),  # the shorter sequence is dense
+        (2049, {"tau": 0.9}),
+        (2049, {"tau": 0.95, "min_block_mass": 0.06}),
     ],
 )
-def test_a_new_token_attends_to_the_blocks_with_its_own_mass(attention, torch, length, options):
+def test_a_new_token_attends_to_the_blocks_with_much_of_its_mass(attention, torch, length, options):
     q, k, v = new_token(torch, length)
     padding, room = 131, 200  # the second sequence is shorter, and the cache has room
     mask = torch.zeros(2, 1, 1, length + room, dtype=torch.bool)
@@ -250,21 +259,42 @@ def test_a_new_token_attends_to_the_blocks_with_its_own_mass(attention, torch, l
     assert length < 700 or (3 < counts.min() and counts.max() < kept[0].shape[1])
 
 
-def test_new_tokens_keep_the_whole_mass_with_tau_1(attention, torch):
+def test_new_tokens_see_all_with_tau_1_and_in_short_sequences(attention, torch):
     q, *cached = (torch.tensor(x) for x in new_token(torch, 1000))
     arguments = q[:, :, None], *(x.transpose(1, 2) for x in cached), None
     dense, _ = attention.sparse_attention(layer_with(dense_new_tokens=True), *arguments)
     all_mass, _ = attention.sparse_attention(layer_with(tau=1.0), *arguments)
     torch.testing.assert_close(all_mass, dense, atol=1e-6, rtol=1e-5)
-    prefix, _ = attention.sparse_attention(layer_with(tau=0.5, dense_prefix_tokens=900), *arguments)
-    torch.testing.assert_close(prefix, dense, atol=1e-6, rtol=1e-5)
-    sparse, _ = attention.sparse_attention(layer_with(tau=0.5), *arguments)
+    short, _ = attention.sparse_attention(layer_with(min_sparse_tokens=1001), *arguments)
+    torch.testing.assert_close(short, dense, atol=1e-6, rtol=1e-5)
+    sparse, _ = attention.sparse_attention(layer_with(min_sparse_tokens=1000), *arguments)
     assert (sparse - dense).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("options", [NEW_TOKENS, NEW_TOKENS | {"min_block_mass": 0.14}])
+def test_new_tokens_select_as_in_an_engine_with_exact_scores(load, torch, monkeypatch, options):
+    """The engine scores keys by codes of 4 bits, for which the keys stand here."""
+
+    def code(_, keys):
+        return keys.astype(jnp.float32)
+
+    def coded(keys, low, high):
+        return KeyCodes(code(None, keys), jnp.zeros(low.shape), jnp.ones(high.shape))
+
+    monkeypatch.setattr(KeyCodes, "of", coded)
+    monkeypatch.setattr(KeyCodes, "code", code)
+    monkeypatch.setattr(key_codes, "unpack", lambda keys: keys)
+    model, engine = load("sampled_rows", options, "sparse")
+    ids = np.random.default_rng(4).integers(0, SPEC.vocab_size, LENGTH)
+    new, log_probs = answer(torch, model, ids)
+    np.testing.assert_allclose(log_probs, engine.forced(ids, new).log_probs, atol=2e-4)
+    model.config.sparse_attention["dense_new_tokens"] = True
+    assert np.abs(answer(torch, model, ids)[1] - log_probs)[1:].min() > 1e-3
 
 
 def test_generated_tokens_are_those_of_each_sequence_alone(load, torch):
     """Of two prompts, read densely as one batch with padding, and with two kinds of caches."""
-    model, _ = load("sampled_rows", ROWS)
+    model, _ = load("sampled_rows", NEW_TOKENS)
     ids = torch.tensor(np.random.default_rng(3).integers(0, SPEC.vocab_size, (2, LENGTH)))
     mask = torch.ones_like(ids)
     mask[1, :131] = 0
