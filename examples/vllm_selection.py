@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # tokens
-_NEW_TOKEN_SHARE = 10.0  # times 1 - tau: see `select_blocks`
+_NEW_TOKEN_SHARE = 5.0  # times 1 - tau: see `select_blocks`
 _BLOCKS_AT_ONCE = 32  # of each sequence: their keys are gathered in fp32
 
 

@@ -1,5 +1,7 @@
 """Blocks of a cache that a new token selects, by scores of keys in 4 bits."""
 
+import functools
+import operator
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from pallas_kernels.xla.products import dot
 DEVIATIONS = 2.6  # standard deviations of keys within the range of codes
 _LOWEST, _HIGHEST = -8, 7
 _ROWS = 8  # query heads of a group are padded to a multiple
-_LARGEST = 127 * 256
+UNIT = 1 / (127 * 256)  # of rows in two bytes, of the largest one
 _COMPONENTS = 64  # codes of a multiple of this many components fill words
 
 
@@ -59,7 +61,8 @@ def pack(codes: Array) -> Array:
     parts = parts.reshape(*codes.shape[:-1], -1, 2, 2, 4, 4)  # j, e, h, t, b
     parts = jnp.moveaxis(parts, (-2, -4, -1, -3), (-4, -3, -2, -1))  # j, t, e, b, h
     parts = parts.reshape(*codes.shape[:-1], -1, 8)
-    return (parts << (4 * jnp.arange(8))).sum(-1, dtype=jnp.int32)
+    # Not a sum, so that it is computed where words are written.
+    return functools.reduce(operator.or_, (parts[..., i] << 4 * i for i in range(8)))
 
 
 def unpack(words: Array) -> Array:
@@ -73,12 +76,14 @@ def unpack(words: Array) -> Array:
 def in_two_bytes(rows: Array) -> tuple[Array, Array]:
     """Rounds rows fp32 [..., R, D] to integers of 16 bits: int8 [..., 2 R, D], fp32 [..., R].
 
-    These are the high bytes of the rows, then their low ones, and the units of the integers.
+    These are the high bytes of the rows, then their low ones, and the largest absolute numbers, of
+    which the integers have units of `UNIT`.
     """
-    unit = jnp.maximum(jnp.abs(rows).max(-1) / _LARGEST, jnp.finfo(jnp.float32).tiny)
+    largest = jnp.abs(rows).max(-1)
+    unit = jnp.maximum(largest * UNIT, jnp.finfo(jnp.float32).tiny)
     whole = jnp.round(rows / unit[..., None]).astype(jnp.int32)
     high = (whole + 128) >> 8
-    return jnp.concatenate([high, whole - 256 * high], -2).astype(jnp.int8), unit
+    return jnp.concatenate([high, whole - 256 * high], -2).astype(jnp.int8), largest
 
 
 def block_weights(

@@ -42,9 +42,9 @@ def paged(rng, keys, page_size):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tau": 0.9, "min_sparse_tokens": 0},
-        {"tau": 0.85, "sink_blocks": 2, "local_blocks": 1, "min_sparse_tokens": 1000},
-        {"tau": 0.95, "min_block_mass": 0.03, "min_sparse_tokens": 1001},
+        {"tau": 0.8, "min_sparse_tokens": 0},
+        {"tau": 0.7, "sink_blocks": 2, "local_blocks": 1, "min_sparse_tokens": 1000},
+        {"tau": 0.9, "min_block_mass": 0.03, "min_sparse_tokens": 1001},
         {"tau": 1.0, "min_sparse_tokens": 0},
     ],
 )
@@ -88,9 +88,10 @@ def test_short_sequences_and_the_layout_of_vllm(select, torch):
     key_cache = both.transpose(1, 2).split(DIM, dim=-1)[0]
     arguments = q, key_cache, tables, torch.tensor([900], dtype=torch.int32)
     rounded = torch.tensor(keys).bfloat16().float().numpy()
-    expected = selected_blocks(q[0].float().numpy(), rounded, SCALE)
-    found = select(*arguments, scale=SCALE, min_sparse_tokens=900)[2]
+    expected = selected_blocks(q[0].float().numpy(), rounded, SCALE, tau=0.8)
+    how = {"scale": SCALE, "tau": 0.8}
+    found = select(*arguments, **how, min_sparse_tokens=900)[2]
     assert (found[0, :, :8].numpy() == expected).all() and not expected.all()
-    assert (select(*arguments, scale=SCALE, min_sparse_tokens=901)[1] == 8).all()
+    assert (select(*arguments, **how, min_sparse_tokens=901)[1] == 8).all()
     with pytest.raises(ValueError, match="pages of 48 tokens must divide a block of 128"):
         select(q, key_cache[:, :48], *arguments[2:], scale=SCALE)

@@ -40,10 +40,10 @@ _USAGE = """\
   --samples N            samples per task and length (default 20)
   --depths N             number of needle depths (same as --task.depths)
   --seed N               random seed of the samples (default 0)
-  --answers KIND         what tokens of an answer attend to after a sparse prompt: dense (default:
-                         all earlier tokens), sparse (blocks that each selects), or one-pass (in
-                         teacher forcing, prompt and answer are read in one sparse pass, as in
-                         training)
+  --answers KIND         what tokens of an answer attend to after a sparse prompt: sparse (blocks
+                         that each selects; the default for patterns that do), dense (all earlier
+                         tokens), or one-pass (in teacher forcing, prompt and answer are read in
+                         one sparse pass, as in training)
   --generate             generate answers even where teacher forcing is enough to score them
   --output FOLDER        folder of the results (default evaluations/NAME); the same command resumes
                          an interrupted evaluation, and more tasks, lengths and samples are added
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, smallest, default in (("samples", 1, 20), ("seed", 0, 0), ("depths", 1, None)):
         parser.add_argument(f"--{name}", type=at_least(smallest), default=default)
     parser.add_argument("--generate", action="store_true")
-    parser.add_argument("--answers", choices=get_args(AnswerKind), default="dense")
+    parser.add_argument("--answers", choices=get_args(AnswerKind))
     found, rest = parser.parse_known_args(arguments)
     if found.report is not None:
         return found

@@ -54,9 +54,9 @@ _USAGE = """\
   --seed N              random seed of sampling (default 0)
   --stop TEXT           stop before this text, which may contain special tokens; may be given
                         several times
-  --attention KIND      attention of the prompt: dense (default) or sparse
-  --answers KIND        what new tokens attend to after a sparse prompt: dense (default: all
-                        earlier tokens), or sparse (blocks that each selects)
+  --attention KIND      attention: dense (default) or sparse
+  --answers KIND        what new tokens attend to after a sparse prompt: sparse (blocks that each
+                        selects; the default for patterns that do) or dense (all earlier tokens)
   --dtype TYPE          compute dtype: bfloat16 or float32
   --tokenizer NAME      bytes or the path of a tokenizer.json, instead of the model's tokenizer
   --cpu-devices N       run on N virtual CPU devices
@@ -92,7 +92,7 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--attention", choices=("dense", "sparse"), default="dense")
-    parser.add_argument("--answers", choices=("dense", "sparse"), default="dense")
+    parser.add_argument("--answers", choices=("sparse", "dense"))
     found, rest = parser.parse_known_args(arguments)
     overrides = forwarded_options(rest, ("sparsity", "parallel", "model"))
     check_required(found, "model")
@@ -127,8 +127,7 @@ def _run(arguments: list[str]) -> int:
             how = {name: getattr(found, name) for name in _HOW}
             engine = Engine.load(found.model, overrides=overrides, **how)
             ids = engine.encode(contents, options.max_new_tokens)
-            note = engine.loaded.note_on_dense_use()
-            if found.attention == "dense" and note is not None:
+            if (note := engine.loaded.note()) is not None:
                 console.print(note)
 
             def write(text: str) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PROMPT_END = 128
 _TAU_BITS = 15  # of the rule and its kernel
 _NEW_TOKEN_BLOCK = 128  # the only block size of new tokens
-_NEW_TOKEN_SHARE = 10.0  # times 1 - tau: see `NewTokens.share`
+_NEW_TOKEN_SHARE = 5.0  # times 1 - tau: see `NewTokens.share`
 _MASS_BYTES = 1 << 26  # of fp32 masses at a time
 
 

@@ -90,7 +90,7 @@ def _settings(request: argparse.Namespace, plan: Plan, names: Mapping[str, str])
         "version": VERSION,
         "seed": plan.seed,
         "generate": plan.generate,
-        "answers": request.answers,
+        "answers": request.answers or "as the pattern says",
         "sparsity": " ".join(sparsity) or "as the model says",
         "end of prompts": f"dense_suffix_tokens = {PROMPT_END} unless given",
         "dtype": request.dtype or "as the model says",
@@ -121,7 +121,7 @@ def _load(request: argparse.Namespace, label: str, console: Console) -> dict[str
         answers=request.answers,
     )
     console.print(f"{label}: {engine.loaded.source}", markup=False)
-    if attention == "dense" and (note := engine.loaded.note_on_dense_use()) is not None:
+    if (note := engine.loaded.note()) is not None:
         console.print(note, markup=False)
     if len(request.attentions) == 2:
         return {"dense": engine.dense(), "sparse": engine}

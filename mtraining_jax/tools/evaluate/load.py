@@ -71,6 +71,10 @@ class Loaded:
     source: str  # the folder, and the step of a run
     trained_sparse: bool = False  # without dense cooldown or periodic dense steps
 
+    def note(self) -> str | None:
+        """What a user should know of the attention of prompts and answers, if anything."""
+        return self.note_on_answers() if self.network.settings.sparse else self.note_on_dense_use()
+
     def note_on_dense_use(self) -> str | None:
         if not self.trained_sparse:
             return None
@@ -78,6 +82,11 @@ class Loaded:
             f"note: {self.source} was trained with sparse attention, so dense attention loses a "
             "little quality; use --attention=sparse for best quality"
         )
+
+    def note_on_answers(self) -> str | None:
+        if self.network.answers != "dense" or self.network.settings.for_new_tokens() is not None:
+            return None
+        return "note: with this pattern, new tokens attend to all earlier ones"
 
     def needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -94,7 +103,7 @@ def load(
     overrides: Overrides = NO_OVERRIDES,
     dtype: str | None = None,
     tokenizer: str | None = None,
-    answers: AnswerKind = "dense",
+    answers: AnswerKind | None = None,
 ) -> Loaded:
     """Loads a model; for arguments and errors see `Engine.load`."""
     folder = local_folder(folder, weights=True)
@@ -249,7 +258,9 @@ def _settings(config: Config, attention: AttentionKind, source: str) -> Pattern:
     return settings
 
 
-def _answers(answers: AnswerKind, kind: str, pattern: Pattern) -> AnswerKind:
+def _answers(answers: AnswerKind | None, kind: str, pattern: Pattern) -> AnswerKind:
+    if answers is None:
+        return "dense" if pattern.for_new_tokens() is None else "sparse"
     if answers not in get_args(AnswerKind):
         kinds = ", ".join(f'"{x}"' for x in get_args(AnswerKind))
         raise UserError(f'answers = "{answers}" must be one of {kinds}')

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.key_codes import unpack
+from pallas_kernels.key_codes import UNIT, unpack
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
@@ -40,7 +40,7 @@ _PARAMS = plgpu.CompilerParams(
 
 @functools.partial(jax.jit, static_argnames="interpret")  # traced once for all layers
 def code_weights_kernel(
-    rows: Array, units: Array, codes: Array, seen: Array, interpret: Any = False
+    rows: Array, largest: Array, codes: Array, seen: Array, interpret: Any = False
 ) -> tuple[Array, Array]:
     """Implements `block_weights` for queries as `in_two_bytes` returns them.
 
@@ -58,7 +58,7 @@ def code_weights_kernel(
     seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:]))
 
     def code_weights(
-        rows: Any, units: Any, codes: Any, seen: Any, out: Any, totals: Any, smem: Any, bars: Any
+        rows: Any, largest: Any, codes: Any, seen: Any, out: Any, totals: Any, smem: Any, bars: Any
     ) -> None:
         block = lax.axis_index("block")
         pair, part = lax.div(block, parts), lax.rem(block, parts)
@@ -99,7 +99,7 @@ def code_weights_kernel(
         plgpu.copy_gmem_to_smem(rows.at[entry, head], smem["rows"], bars["rows"])
         for step in range(_SLOTS - 1):
             pl.when(step < count)(lambda step=step: fetch(jnp.int32(step)))
-        unit = plgpu.load(units.at[entry, head], layout=COLUMN_LAYOUT, optimized=False)
+        unit = plgpu.load(largest.at[entry, head], layout=COLUMN_LAYOUT, optimized=False) * UNIT
         plgpu.barrier_wait(bars["rows"])
 
         def fill(place: Array, values: Array) -> None:
@@ -114,8 +114,8 @@ def code_weights_kernel(
             for begin, tile in zip((0, ROWS), tiles(slot), strict=True):
                 tile = (tile[:, :num_rows] * 256 + tile[:, num_rows:]).astype(jnp.float32)
                 key = iota(tile, 0) + begin
-                masked = jnp.where((key >= start) & (key < stop), tile, -jnp.inf)
-                logits.append(masked * columns_to_tile(unit, masked))
+                tile *= columns_to_tile(unit, tile)
+                logits.append(jnp.where((key >= start) & (key < stop), tile, -jnp.inf))
             peak = jnp.maximum(*logits).max(axis=0)
             # All warps have read the codes before that reduction ends.
             pl.when(step + _SLOTS - 1 < count)(lambda: fetch(step + _SLOTS - 1))
@@ -153,7 +153,7 @@ def code_weights_kernel(
         compiler_params=_PARAMS,
         interpret=interpret,
     )
-    return run(rows.astype(operand), units, codes, seen)
+    return run(rows.astype(operand), largest, codes, seen)
 
 
 def _operand(words: Array) -> Array:

@@ -33,7 +33,7 @@ def test_the_table_has_the_losses_of_the_engine_and_a_second_call_adds_nothing(t
     assert len(rows) == 3 * 3
     found = {(row["arm"], row["text"]): row for row in rows if "text" in row}
     tokens = texts[1].astype(np.int32)
-    engine = Engine.load(FOLDER, attention="sparse", answers="sparse", overrides=SPARSE)
+    engine = Engine.load(FOLDER, attention="sparse", overrides=SPARSE)
     log_probs = engine.forced(tokens[:-12], tokens[-12:]).log_probs
     assert found["sparse", 1]["loss"] == pytest.approx(-log_probs.mean(), abs=1e-5)
     copies = far_copies(tokens)[-12:]

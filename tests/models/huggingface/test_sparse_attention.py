@@ -41,7 +41,7 @@ VERTICALS = {
 }  # fmt: skip
 MORE_VERTICALS = VERTICALS | {"top_p": 0.1, "min_verticals": 200, "max_verticals": 200}
 ROWS = {"tau": 0.5, "local_blocks": 1}
-NEW_TOKENS = ROWS | {"tau": 0.9, "min_sparse_tokens": 0}
+NEW_TOKENS = ROWS | {"tau": 0.8, "min_sparse_tokens": 0}
 ALL_ROWS = ROWS | {
     "sink_blocks": 2, "min_block_mass": 0.05, "random_block_prob": 0.1,
     "dense_prefix_tokens": 200, "dense_suffix_tokens": 150,
@@ -229,11 +229,11 @@ def layer_with(**options):
     ("length", "options"),
     [
         (1, {"tau": 0.5}),
-        (640, {"tau": 0.9, "sink_blocks": 2, "local_blocks": 1}),
-        (1000, {"tau": 0.9, "local_blocks": 1}),
+        (640, {"tau": 0.8, "sink_blocks": 2, "local_blocks": 1}),
+        (1000, {"tau": 0.8, "local_blocks": 1}),
         (1000, {"tau": 0.5, "min_sparse_tokens": 1000}),  # the shorter sequence is dense
-        (2049, {"tau": 0.9}),
-        (2049, {"tau": 0.95, "min_block_mass": 0.06}),
+        (2049, {"tau": 0.8}),
+        (2049, {"tau": 0.9, "min_block_mass": 0.06}),
     ],
 )
 def test_a_new_token_attends_to_the_blocks_with_much_of_its_mass(attention, torch, length, options):
@@ -265,9 +265,9 @@ def test_new_tokens_see_all_with_tau_1_and_in_short_sequences(attention, torch):
     dense, _ = attention.sparse_attention(layer_with(dense_new_tokens=True), *arguments)
     all_mass, _ = attention.sparse_attention(layer_with(tau=1.0), *arguments)
     torch.testing.assert_close(all_mass, dense, atol=1e-6, rtol=1e-5)
-    short, _ = attention.sparse_attention(layer_with(min_sparse_tokens=1001), *arguments)
+    short, _ = attention.sparse_attention(layer_with(tau=0.8, min_sparse_tokens=1001), *arguments)
     torch.testing.assert_close(short, dense, atol=1e-6, rtol=1e-5)
-    sparse, _ = attention.sparse_attention(layer_with(min_sparse_tokens=1000), *arguments)
+    sparse, _ = attention.sparse_attention(layer_with(tau=0.8, min_sparse_tokens=1000), *arguments)
     assert (sparse - dense).abs().max() > 0.01
 
 

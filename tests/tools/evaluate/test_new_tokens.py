@@ -20,7 +20,7 @@ SPARSE = {
 
 
 @functools.cache
-def engine(mesh: tuple[int, int], tau: float, answers: str = "sparse", **more) -> Engine:
+def engine(mesh: tuple[int, int], tau: float, answers: str | None = None, **more) -> Engine:
     fields = {f"sparsity.{name}": x for name, x in (SPARSE | more | {"tau": tau}).items()}
     fields |= {"parallel.nodes": mesh[0], "parallel.devices_per_node": mesh[1]}
     folder = CHECKPOINTS / "llama3_tiny"
@@ -69,10 +69,13 @@ def test_answers_that_do_not_fit_are_refused():
             )
 
 
-def test_answers_are_dense_unless_asked():
-    model = Engine.load(CHECKPOINTS / "llama3_tiny", attention="sparse")
-    assert model.loaded.network.new_tokens is None
-    assert engine(ONE, 0.3).loaded.network.new_tokens.share == pytest.approx(7)
+def test_patterns_without_a_rule_answer_densely_and_say_so():
+    loaded = engine(ONE, 0.3, block_size=64).loaded
+    assert loaded.network.new_tokens is None
+    assert "new tokens attend to all earlier ones" in loaded.note()
+    selecting = engine(ONE, 0.3).loaded
+    assert selecting.note() is None
+    assert selecting.network.new_tokens.share == pytest.approx(3.5)
 
 
 @pytest.mark.parametrize("mesh", [ONE, TWO])

@@ -57,7 +57,7 @@ class Engine:
         overrides: Overrides = NO_OVERRIDES,
         dtype: str | None = None,
         tokenizer: str | None = None,
-        answers: AnswerKind = "dense",
+        answers: AnswerKind | None = None,
     ) -> Self:
         """Loads the newest checkpoint of a run, or a Hugging Face checkpoint.
 
@@ -72,9 +72,10 @@ class Engine:
             dtype: compute dtype, "bfloat16" or "float32". None uses that of the run; for a Hugging
                 Face checkpoint bfloat16, or float32 on a CPU.
             tokenizer: "bytes" or a tokenizer.json, instead of that of the run or the folder.
-            answers: what tokens of an answer attend to after a sparse prompt. "dense": all earlier
-                tokens. "sparse": blocks that each selects (`Pattern.for_new_tokens`). "one-pass":
-                like "dense", but given answers are read as in training, see `forced`.
+            answers: what tokens of an answer attend to after a sparse prompt. "sparse": blocks that
+                each selects (`Pattern.for_new_tokens`). "dense": all earlier tokens. "one-pass":
+                the same, but given answers are read as in training, see `forced`. None is "sparse"
+                for patterns that say how, otherwise "dense".
 
         Raises UserError if the folder has no readable model, or an argument does not fit it.
         """
