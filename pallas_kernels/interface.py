@@ -28,25 +28,6 @@ class Plan:
     query_shape: tuple[int, ...] = jax.tree.static()  # [B, nq, Hq, D]
     key_shape: tuple[int, ...] = jax.tree.static()  # [B, nk, Hk, D]
 
-    def check(self, q: Array, k: Array, v: Array, column_kv: tuple[Array, Array] | None) -> None:
-        """Raises ValueError if the arrays do not match the plan; the message names the argument."""
-        for name, x, shape in (
-            ("q", q, self.query_shape),
-            ("k", k, self.key_shape),
-            ("v", v, self.key_shape),
-        ):
-            if x.shape != shape:
-                raise ValueError(f"{name} has shape {x.shape}, but the plan is for {shape}")
-        if (column_kv is None) != (self.columns is None):
-            given, planned = ("no", "with") if column_kv is None else ("a", "without")
-            raise ValueError(f"{given} column_kv was passed to a plan {planned} columns")
-        if column_kv is not None and self.columns is not None:
-            batch, _, heads, dim = self.query_shape
-            shape = (batch, self.columns.tokens.shape[-1], heads, dim)
-            for name, x in zip(("keys", "values"), column_kv, strict=True):
-                if x.shape != shape:
-                    raise ValueError(f"column_kv: {name} have shape {x.shape}; expected {shape}")
-
 
 class Gradients(NamedTuple):
     """Gradients of one kernel call; None for inputs that the call did not have."""

@@ -85,7 +85,7 @@ def forward(
     Raises:
         ValueError: if the arrays do not match the plan.
     """
-    plan.check(q, k, v, column_kv)
+    _check_call(plan, q, k, v, column_kv)
     if init is not None:
         check_shape("init's output", init[0], q.shape)
         check_shape("init's lse", init[1], (q.shape[0], q.shape[2], q.shape[1]))
@@ -132,7 +132,7 @@ def backward(
     Raises:
         ValueError: if the arrays do not match the plan, or `key_dtype` is given without tiles.
     """
-    plan.check(q, k, v, column_kv)
+    _check_call(plan, q, k, v, column_kv)
     if key_dtype is not None and not plan.has_tiles:
         raise ValueError("key_dtype needs tiles; without them there are no dk and dv")
     row_stats = (q.shape[0], q.shape[2], q.shape[1])
@@ -197,3 +197,23 @@ def _check_plan(q: Shaped, k: Shaped, tiles: Tiles | None, columns: Columns | No
             )
         columns.check(batch, heads, num_queries // g)
     return g
+
+
+def _check_call(plan: Plan, q: Array, k: Array, v: Array, column_kv: Pair | None) -> None:
+    """Raises ValueError if the arrays do not match the plan; the message names the argument."""
+    for name, x, shape in (
+        ("q", q, plan.query_shape),
+        ("k", k, plan.key_shape),
+        ("v", v, plan.key_shape),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}, but the plan is for {shape}")
+    if (column_kv is None) != (plan.columns is None):
+        given, planned = ("no", "with") if column_kv is None else ("a", "without")
+        raise ValueError(f"{given} column_kv was passed to a plan {planned} columns")
+    if column_kv is not None and plan.columns is not None:
+        batch, _, heads, dim = plan.query_shape
+        shape = (batch, plan.columns.tokens.shape[-1], heads, dim)
+        for name, x in zip(("keys", "values"), column_kv, strict=True):
+            if x.shape != shape:
+                raise ValueError(f"column_kv: {name} have shape {x.shape}; expected {shape}")

@@ -4,8 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from mtraining_jax.attention.placement import Placement
 from mtraining_jax.documents import Documents
@@ -85,32 +84,6 @@ class AttentionSpec:
     backend: str | None = None
     statistics: bool = False  # whether to measure the index
     by_length: bool = False
-
-    def context(self, q: Array, inputs: AttentionInputs) -> SelectionContext:
-        """Describes the shard of queries [B, n, Hq, D] to a selection."""
-        assert inputs.pattern is not None
-        block_size, documents = inputs.pattern.block_size, inputs.documents
-        if self.layout is None or self.placement.ranks == 1:
-            axes, num_blocks = (), q.shape[1] // block_size
-            block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
-        else:
-            axes, num_blocks = self.placement.sequence, self.layout.num_blocks
-            block_ids = self.layout.block_ids(lax.axis_index(axes))
-        if documents is None:
-            documents = Documents.whole(num_blocks, block_size)
-        elif not documents.packed:  # its boundaries become constants again
-            valid_len, seq_len = documents.tokens[0, 0], num_blocks * block_size
-            documents = Documents.padded(valid_len, seq_len, block_size)
-        return SelectionContext(
-            block_ids,
-            num_blocks,
-            axes,
-            self.scale,
-            self.backend,
-            self.causal,
-            documents,
-            overrides=inputs.overrides or {},
-        )
 
 
 class Residuals(NamedTuple):

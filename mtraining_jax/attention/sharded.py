@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtraining_jax.attention.inputs import AttentionInputs, AttentionOutput, AttentionSpec, Stats
 from mtraining_jax.attention.placement import Placement, take
+from mtraining_jax.documents import Documents
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import DATA_AXIS, SEQUENCE_AXES
 from mtraining_jax.parallel.ring.ring_attention import schedule_over
@@ -89,7 +90,7 @@ def attend(
 def _attend_on_shard(
     spec: AttentionSpec, q: Array, k: Array, v: Array, inputs: AttentionInputs
 ) -> AttentionOutput:
-    context = spec.context(q, inputs)
+    context = _context(spec, q, inputs)
     selection = _select(q, k, inputs, context)
     index = selection.index
     statistics: Stats = {}
@@ -107,6 +108,25 @@ def _attend_on_shard(
     if inputs.sinks is not None:
         out = _with_sinks(out, lse, inputs.sinks)
     return AttentionOutput(out, lse, index, statistics)
+
+
+def _context(spec: AttentionSpec, q: Array, inputs: AttentionInputs) -> SelectionContext:
+    """Describes the shard of queries [B, n, Hq, D] to a selection."""
+    assert inputs.pattern is not None
+    block_size, documents = inputs.pattern.block_size, inputs.documents
+    if spec.layout is None or spec.placement.ranks == 1:
+        axes, num_blocks = (), q.shape[1] // block_size
+        block_ids = jnp.arange(num_blocks, dtype=jnp.int32)
+    else:
+        axes, num_blocks = spec.placement.sequence, spec.layout.num_blocks
+        block_ids = spec.layout.block_ids(lax.axis_index(axes))
+    if documents is None:
+        documents = Documents.whole(num_blocks, block_size)
+    elif not documents.packed:  # its boundaries become constants again
+        valid_len, seq_len = documents.tokens[0, 0], num_blocks * block_size
+        documents = Documents.padded(valid_len, seq_len, block_size)
+    where, how = (block_ids, num_blocks, axes), (spec.scale, spec.backend, spec.causal)
+    return SelectionContext(*where, *how, documents, overrides=inputs.overrides or {})
 
 
 def _with_sinks(out_BSHD: Array, lse_BHS: Array, sinks_H: Array) -> Array:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jax import Array
 
     from mtraining_jax.selection.context import SelectionContext
-    from mtraining_jax.selection.row_lists import Keys
     from mtraining_jax.selection.rules.row_rule import RowRule
+    from mtraining_jax.selection.scores.probe_rows import Keys
     from pallas_kernels.index import BlockMaskIndex
 
 # Tokens at the end of a prompt that attend to all of it: room for a question. One or two blocks.
@@ -124,20 +124,43 @@ class RowPattern(BlockPattern):
         return suffix if short is None else short | suffix
 
     def select(self, q, k, context):
+        import jax
+
+        from mtraining_jax.selection.collectives import all_blocks
         from mtraining_jax.selection.context import Selection, with_dense_documents
-        from mtraining_jax.selection.row_lists import gathered
 
         least = self.blocks(self.min_sparse_tokens)
         context = with_dense_documents(q, k, context, self.block_size, least)
-        keys = gathered(self.keys(q, k, context), context)
+        keys = jax.tree.map(lambda x: all_blocks(x, *context.shards), self.keys(q, k, context))
         return Selection(self.index(q, keys, context))
 
     def index(self, q: Array, k: Keys, context: SelectionContext) -> BlockMaskIndex:
         """Builds the index of the local rows of blocks; arguments as in `scores`."""
-        from mtraining_jax.selection.row_lists import index_in_parts
+        import jax.numpy as jnp
+        from jax import lax
 
+        from pallas_kernels.index import BlockMaskIndex
+        from pallas_kernels.index.bits import words_for
+
+        size, num_local = self.block_size, context.block_ids.shape[0]
         count = self.rows_at_once(q, k, context)
-        return index_in_parts(self.bits, q, k, context, self.block_size, count)
+
+        def part(first: Array | int) -> Array:
+            ids = lax.dynamic_slice_in_dim(context.block_ids, first, count)
+            rows = lax.dynamic_slice_in_dim(q, first * size, count * size, 1)
+            return self.bits(rows, k, dataclasses.replace(context, block_ids=ids))
+
+        def add(i: Array, found: Array) -> Array:
+            # The last part starts early enough to end with the last row.
+            first = jnp.minimum(i * count, num_local - count)
+            return lax.dynamic_update_slice_in_dim(found, part(first), first, axis=2)
+
+        if count >= num_local:
+            return BlockMaskIndex(part(0), context.num_blocks, size)
+        shape = q.shape[0], q.shape[2], num_local, words_for(context.num_blocks)
+        found = jnp.zeros(shape, jnp.uint32)
+        found = lax.fori_loop(0, -(-num_local // count), add, found)
+        return BlockMaskIndex(found, context.num_blocks, size)
 
     def bits(self, q: Array, k: Keys, context: SelectionContext) -> Array:
         """Returns the bits of the index; arguments as in `scores`."""

@@ -10,17 +10,17 @@ from jax import Array
 
 from pallas_kernels.index import bits as sets
 from pallas_kernels.index.entries import marked
-from pallas_kernels.index.mask_shards import MaskShards, tiles_of
 from pallas_kernels.index.protocol import (
     Rows,
     Segment,
+    ShardTiles,
     TiledIndex,
     as_float,
     check_seq_len,
     rows_or_all,
     tile_pairs,
 )
-from pallas_kernels.tiles import Columns, ListedTiles, padded_columns
+from pallas_kernels.tiles import NO_DIAGONAL, Columns, ListedTiles, padded_columns
 from pallas_kernels.tiles.tiles import check_shape
 
 
@@ -143,12 +143,12 @@ class BlockMaskIndex(TiledIndex):
         self, batch: int, num_queries: int, num_heads: int, num_keys: int
     ) -> tuple[ListedTiles, Columns | None]:
         self._check(batch, num_heads, num_queries // self.block_size, num_keys // self.block_size)
-        tiles = tiles_of(self.bits, self.num_blocks, jnp.int32(0), self.block_size)
+        tiles = _tiles_of(self.bits, self.num_blocks, jnp.int32(0), self.block_size)
         return tiles, self.columns(Segment(0, 1, self.num_blocks), self.num_blocks)
 
     def shards(
         self, batch: int, num_heads: int, stride: int, num_blocks: int, rows: Array | None = None
-    ) -> MaskShards:
+    ) -> ShardTiles:
         count = num_blocks if rows is None else rows.shape[0]
         self._check(batch, num_heads, count, num_blocks)
         return MaskShards(self.bits, rows, num_blocks, self.block_size)
@@ -246,3 +246,65 @@ class BlockMaskIndex(TiledIndex):
         """The columns of each row's own block: bool [B, Hq, rows, g]."""
         assert self.column_marks is not None
         return sets.unpack(self.column_marks, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskShards(ShardTiles):
+    """Block lists of shards, from the bits of the rows that one rank holds."""
+
+    bits: Array  # uint32 [B, Hq, n, ceil(NB/32)], as in `BlockMaskIndex`
+    rows: Array | None  # int32 [n], global block number of each row; None for 0 .. NB - 1
+    num_blocks: int  # NB
+    block_size: int
+
+    def pair(self, query: Segment, key: Segment) -> ListedTiles:
+        lag = jnp.asarray(query.first_block - key.first_block, jnp.int32)
+        diagonal = jnp.where(lag % query.stride == 0, -(lag // query.stride), NO_DIAGONAL)
+        # Keys ascend, and none after the masked one is listed: it is the last of its list.
+        words = sets.pack(sets.contains(self.rows_of(query), key.blocks()))
+        return _tiles_of(words, key.num_blocks, diagonal, self.block_size)
+
+    def gathered(self, query: Segment, keys: Array, skip_own: bool) -> ListedTiles:
+        size = query.num_blocks
+        steps = query.stride * jnp.arange(size, dtype=jnp.int32)
+        blocks = (keys[:, None] + steps).reshape(-1).astype(jnp.int32)
+        own = keys == query.first_block
+        words = sets.contains(self.rows_of(query), blocks)
+        if skip_own:
+            words = sets.pack(words & ~jnp.repeat(own, size))
+            return _tiles_of(words, blocks.size, jnp.asarray(NO_DIAGONAL), self.block_size)
+        offset = -jnp.argmax(own).astype(jnp.int32) * size
+        diagonal = jnp.where(own.any(), offset, NO_DIAGONAL)
+        last = jnp.where(own.any(), jnp.arange(size, dtype=jnp.int32) - offset, -1)
+        return _tiles_of(sets.pack(words), blocks.size, diagonal, self.block_size, last)
+
+    def rows_of(self, query: Segment, of: Array | None = None) -> Array:
+        """Selects the rows of a segment, of the bits or of an array [B, Hq, n, ...]."""
+        of = self.bits if of is None else of
+        if self.rows is None:
+            return of[:, :, query.blocks()]
+        if self.rows.shape[0] == query.num_blocks:  # the rank has a single segment
+            return of
+        places = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
+        where = jnp.zeros(self.num_blocks, jnp.int32).at[self.rows].set(places)
+        return of[:, :, where[query.blocks()]]
+
+
+def _tiles_of(
+    words: Array, num_keys: int, diagonal: Array, block_size: int, last: Array | None = None
+) -> ListedTiles:
+    """Builds the lists of rows of bits, uint32 [B, Hq, n, ceil(num_keys/32)], and their transpose.
+
+    `last`, int32 [n], is the key block to move to the end of its list, or -1; None for no moves.
+    """
+    columns, column_count = sets.listed(sets.transpose(words, num_keys), words.shape[-2])
+    if last is None:
+        rows, row_count = sets.listed(words, num_keys)
+        return ListedTiles(rows, row_count, columns, column_count, diagonal, block_size)
+    own = sets.single(last, words.shape[-1])
+    listed = (words & own).any(-1)
+    rows, others = sets.listed(words & ~own, num_keys)
+    slots = jnp.arange(num_keys, dtype=jnp.int32)
+    at_end = listed[..., None] & (slots == others[..., None])
+    rows = jnp.where(at_end, last[:, None], rows)
+    return ListedTiles(rows, others + listed, columns, column_count, diagonal, block_size)

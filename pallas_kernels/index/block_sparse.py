@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index import bits
+from pallas_kernels.index.block_mask import MaskShards
 from pallas_kernels.index.entries import contains, live, marked
-from pallas_kernels.index.mask_shards import MaskShards
 from pallas_kernels.index.protocol import Rows, TiledIndex, as_float, check_seq_len, tile_pairs
 from pallas_kernels.tiles import NO_DIAGONAL, ListedTiles
 from pallas_kernels.tiles.tiles import at_least_one, check_shape

@@ -4,12 +4,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtraining_jax.selection.context import SelectionContext
-from mtraining_jax.selection.row_lists import Keys
 from mtraining_jax.selection.rules.row_rule import RowRule
 from mtraining_jax.selection.scores import row_scores
 from pallas_kernels import backends
 from pallas_kernels.fp8_scores import Fp8Keys, Fp8Scores, encode_keys
 from pallas_kernels.index import bits as sets
+
+Keys = Array | Fp8Keys
 
 
 def coded(q: Array, k: Array, context: SelectionContext) -> Keys:
