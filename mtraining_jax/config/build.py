@@ -121,12 +121,15 @@ class Builder:
         table, known = table_of(kind, values), {}
         fields = table.fields
         for name, value in values.items():
-            if name not in fields and f"{prefix}.{name}" in _REMOVED:
-                self._report_removed(f"{prefix}.{name}", value)
+            dotted = f"{prefix}.{name}"
+            if name not in fields and dotted in _REMOVED:
+                if value != _REMOVED[dotted]:
+                    why = "is not possible: the field no longer exists"
+                    self._report(dotted, f"{dotted} = {shown(value)} {why}")
             elif name not in fields:
-                self._report_option(f"{prefix}.{name}", table, value)
+                self._report_option(dotted, table, value)
             elif isinstance(value, dict) and (inner := table_type(fields[name])) is not None:
-                known[name] = self._build(f"{prefix}.{name}", inner, value)
+                known[name] = self._build(dotted, inner, value)
             else:
                 known[name] = value
         made, wrong = table.construct(known)
@@ -182,12 +185,6 @@ class Builder:
         known, kind = joined([toml_value(kind) for kind in kinds]), toml_value(table.kind)
         belongs = f"{name} is an option of {selector} = {known}, but {selector} = {kind}"
         self._report(name, f"{belongs}; remove it or change {selector}")
-
-    def _report_removed(self, name: str, value: Any) -> None:
-        """Reports the field of an earlier version, unless it has its default."""
-        if _plain(value) != _REMOVED[name]:
-            problem = f"{name} = {shown(value)} is not possible: the field no longer exists"
-            self._report(name, problem)
 
     def _report_unknown(self, name: str) -> None:
         self._report(name, _unknown(name, self._fields))

@@ -28,35 +28,36 @@ def available_configs() -> list[str]:
     return sorted(path.stem for path in config_folder().glob("*.toml"))
 
 
-def read_chain(path: Path, derived: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+def read_chain(
+    name: str, folder: Path = Path(), derived: tuple[Path, ...] = ()
+) -> list[tuple[str, dict[str, Any]]]:
     """Reads a file and its chain of base files: their paths and tables, the file itself first.
 
-    `run.name` is not inherited: every file has its own run folder. `derived` files inherit from
-    this one.
+    `name` may be a path relative to `folder`. `run.name` is not inherited: every file has its own
+    run folder. `derived` files inherit from this one.
     """
+    path = _find(name, folder)
+    if any(path.resolve() == file.resolve() for file in derived):
+        cycle = " -> ".join(map(str, (*derived, path)))
+        raise UserError(f"the base files form a cycle: {cycle}")
     table = _read(path)
     if "base" not in table:
-        return [(path, table)]
-    name = table.pop("base")
-    what = f"{path}: base = {toml_value(name) if isinstance(name, str) else name}"
-    if not isinstance(name, str) or not name:
+        return [(str(path), table)]
+    base = table.pop("base")
+    what = f"{path}: base = {toml_value(base) if isinstance(base, str) else base}"
+    if not isinstance(base, str) or not base:
         raise UserError(f"{what} must be the name of a configuration or the path of a TOML file")
     try:
-        base, files = find_config(name, path.parent), (*derived, path)
-        if base.resolve() in [file.resolve() for file in files]:
-            cycle = " -> ".join(map(str, (*files, base)))
-            raise UserError(f"the base files form a cycle: {cycle}")
-        bases = read_chain(base, files)
+        bases = read_chain(base, path.parent, (*derived, path))
     except UserError as error:
         raise UserError(f"{what}: {error}") from None
     for _, inherited in bases:
         if isinstance(inherited.get("run"), dict):
             inherited["run"].pop("name", None)
-    return [(path, table), *bases]
+    return [(str(path), table), *bases]
 
 
-def find_config(name: str, folder: Path = Path()) -> Path:
-    """The file of a name, or of a path relative to `folder`."""
+def _find(name: str, folder: Path) -> Path:
     if is_url(name):
         raise UserError(f"the configuration file {name} {absence(name)}")
     if name.endswith(".toml") or len(Path(name).parts) > 1:

@@ -85,9 +85,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-def help_text(
-    fields: Mapping[str, Field] | None = None, section: str | None = None, width: int = 100
-) -> str:
+def help_text(fields: Mapping[str, Field] | None = None, section: str | None = None) -> str:
     """Help text with the allowed values, default and description of every field.
 
     Args:
@@ -115,7 +113,5 @@ def help_text(
                 continue
             default = "required" if field.required else f"default {toml_value(field.default)}"
             lines += [f"  --{dotted}  {field.allowed}; {default}"]
-            lines += textwrap.wrap(
-                field.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            lines += textwrap.indent(textwrap.fill(field.doc, 94), " " * 6).splitlines()
     return "\n".join(lines[1:]) + "\n"

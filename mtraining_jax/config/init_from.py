@@ -1,5 +1,6 @@
 """Model fields from config.json, and the tokenizer, of the checkpoint in `model.init_from`."""
 
+import functools
 import json
 import os.path
 import re
@@ -25,29 +26,23 @@ def with_commits(table: Mapping[str, Any], stored: bool) -> dict[str, Any]:
 
     A run that resumes keeps its commits, unless the table is `stored` by one already.
     """
-    if not _has_name(table):
-        return dict(table)
+    recorded = functools.cache(lambda: {} if stored else _recorded(table))
 
-    def pinned(value: Any, before: Any, field: str) -> Any:
+    def pinned(value: Any, *place: str | int) -> Any:
         if isinstance(value, dict):
-            inner = before if isinstance(before, dict) else {}
-            return {key: pinned(x, inner.get(key), f"{field}.{key}") for key, x in value.items()}
+            return {key: pinned(x, *place, key) for key, x in value.items()}
         if isinstance(value, list | tuple):
-            inner = dict(enumerate(before)) if isinstance(before, list) else {}
-            return [pinned(x, inner.get(number), field) for number, x in enumerate(value)]
+            return [pinned(x, *place, number) for number, x in enumerate(value)]
         if not isinstance(value, str) or not value.startswith(HUB):
             return value
-        return with_commit(value, str(before), f"{field[1:]} = ")
+        before: Any = recorded()
+        for key in place:
+            inner: Any = dict(enumerate(before)) if isinstance(before, list) else before
+            before = inner.get(key) if isinstance(inner, dict) else None
+        field = ".".join(key for key in place if isinstance(key, str))
+        return with_commit(value, str(before), f"{field} = ")
 
-    return pinned(table, {} if stored else _recorded(table), "")
-
-
-def _has_name(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(_has_name, value))
-    return isinstance(value, str) and value.startswith(HUB)
+    return pinned(table)
 
 
 def _recorded(table: Mapping[str, Any]) -> dict[str, Any]:

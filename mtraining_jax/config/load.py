@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from mtraining_jax.config.build import Builder, Layer, Layers, merged, with_data_of_training
-from mtraining_jax.config.files import find_config, read_chain
+from mtraining_jax.config.files import read_chain
 from mtraining_jax.config.help import all_fields
 from mtraining_jax.config.schema import Sections
 from mtraining_jax.config.sections import DataConfig
@@ -45,7 +45,7 @@ class Config(Sections):
         Raises:
             UserError: one line per problem.
         """
-        layers = _file_layers(name_or_path)
+        layers = read_chain(str(name_or_path))
         default_name = {"run": {"name": Path(layers[0][0]).stem}}
         config = _load(cls, [*layers, ("default", default_name)], overrides)
         if "run.steps" in overrides:
@@ -194,15 +194,10 @@ def fields_with(
 ) -> dict[str, Field]:
     """All fields by dotted name, with those of the plug-ins that a file and overrides select."""
     try:
-        layers = [] if name_or_path is None else _file_layers(name_or_path)
+        layers = [] if name_or_path is None else read_chain(name_or_path)
     except UserError:
         layers = []
     return _selected_fields(layers, overrides)
-
-
-def _file_layers(name_or_path: str | Path) -> list[Layer]:
-    chain = read_chain(find_config(str(name_or_path)))
-    return [(str(path), table) for path, table in chain]
 
 
 def check_overrides(overrides: Any) -> None:

@@ -27,7 +27,10 @@ def notes(config: Sections, names: Iterable[str], path: str = "") -> list[str]:
     for name in dict.fromkeys(names):
         if reason := next(_reasons(config, name), None):
             found.append(f"{name} has no effect: {reason}")
-    if config.model.init_from is not None and _reads_text_as_bytes(config):
+    is_text = not config.data.source_options.holds_ids
+    has_tokenizer = (config.model.start or Path()).joinpath("tokenizer.json").is_file()
+    as_bytes = is_text and config.data.tokenizer == BYTES and not has_tokenizer
+    if config.model.init_from is not None and as_bytes:
         found.append(
             f"{config.model.init_from} has no tokenizer.json, so text is tokenized to bytes; set "
             "data.tokenizer to the tokenizer that the checkpoint was trained with"
@@ -54,12 +57,6 @@ def notes(config: Sections, names: Iterable[str], path: str = "") -> list[str]:
             f"--sparsity.dense_cooldown_steps={tenth} (a tenth of the steps) recovers most of it"
         )
     return found
-
-
-def _reads_text_as_bytes(config: Sections) -> bool:
-    is_text = not config.data.source_options.holds_ids
-    has_own = (config.model.start or Path()).joinpath("tokenizer.json").is_file()
-    return is_text and config.data.tokenizer == BYTES and not has_own
 
 
 def _reasons(config: Sections, name: str) -> Iterator[str]:

@@ -106,14 +106,9 @@ class Sections:
         return self.data.batch_size // self.row_parts
 
     @property
-    def local_seq_len(self) -> int:
-        """Tokens per sequence and device."""
-        return self.data.seq_len // self.ranks
-
-    @property
     def local_tokens(self) -> int:
         """Tokens per micro-batch and device."""
-        return self.local_rows * self.local_seq_len
+        return self.local_rows * (self.data.seq_len // self.ranks)
 
     @property
     def audited_masks(self) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from mtraining_jax.data.sources import SOURCES
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.lora.adapters import LoraSpec
 from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
+from mtraining_jax.models.spec import ComputeDtype, RematPolicy
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.registry import PATTERNS
 from mtraining_jax.utils.fields import options
@@ -161,7 +162,7 @@ class ModelConfig:
     """Epsilon of RMSNorm, added to the mean square."""
     tie_word_embeddings: bool = False
     """Share the token embedding with the output layer."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: ComputeDtype = "bfloat16"
     """Type of activations and frozen matrices; trained parameters are always float32."""
     init_from: PathText | None = None
     """Hugging Face checkpoint to start from: a folder, or hf://OWNER/NAME[@REVISION], which is
@@ -170,9 +171,7 @@ class ModelConfig:
     """Fields for which this configuration wins over the checkpoint of init_from. Allowed:
     rope_theta, rope_scaling, max_position_embeddings, rms_norm_eps, initializer_range and
     router_aux_loss_coef. Any other field that differs from config.json is an error."""
-    remat: Literal["none", "mlp", "attention", "attention_offload", "full_offload", "full"] = (
-        "attention"
-    )
+    remat: RematPolicy = "attention"
     """What the backward pass recomputes, from most memory to least. none: nothing; mlp: half of the
     MLP; attention: each layer except its attention; attention_offload: the same, with layer inputs
     offloaded to host memory; full_offload: with attention outputs and indices offloaded as well;

@@ -22,7 +22,7 @@ def test_derived_sizes():
     assert config.batch_shape == (24, 1536)
     assert config.tokens_per_step == 24 * 1536
     assert config.row_parts == 8
-    assert (config.local_rows, config.local_seq_len, config.local_tokens) == (3, 256, 768)
+    assert (config.local_rows, config.local_tokens) == (3, 3 * 256)
     assert config.sequence_unit == 6 * 32
 
 

@@ -62,9 +62,9 @@ class Audit:
         batch_axes: tuple[str, ...],
     ) -> tuple[Array, Stats]:
         """Returns `out`, which passes its gradient to the metrics, and the statistics."""
-        shards = context.block_ids, context.documents
-        keys = _keys(k, v, index, shards, context.axis_names, context.scale)
-        figures, exact = forward_figures(q, self.rows, keys, batch_axes)
+        keys_of = functools.partial(Keys.of, axis_names=context.axis_names, scale=context.scale)
+        shards = {"block_ids": context.block_ids, "documents": context.documents}
+        figures, exact = forward_figures(q, self.rows, keys_of(k, v, index, **shards), batch_axes)
         stats: Stats = {"audit": figures}
         if self.mask_heads:
             stats["masks"] = _mask_of_heads(self.mask_heads, index, context, batch_axes)
@@ -73,8 +73,7 @@ class Audit:
             # attention over all keys.
             exact = jax.tree.map(lambda x: checkpoint_name(x, names.INDEX), exact)
             residuals = *lax.stop_gradient((exact, k, v)), index, shards, self.rows.everywhere
-            static = context.axis_names, context.scale, batch_axes
-            measure = functools.partial(_measure_gradient, static)
+            measure = functools.partial(_measure_gradient, keys_of, batch_axes)
             out = _tapped(measure, out, self.grad_tap, residuals)
         return out, stats
 
@@ -120,34 +119,21 @@ class StepAudit:
 
 
 def _measure_gradient(
-    static: tuple[Any, ...],
+    keys_of: Callable[..., Keys],
+    batch_axes: tuple[str, ...],
     d_out: Array,
     exact: RowAttention,
     k: Array,
     v: Array,
     index: Index,
-    shards: tuple[Any, ...],
+    shards: dict[str, Any],
     positions: Array,
 ) -> Array:
-    axis_names, scale, batch_axes = static
-    keys = _keys(k, v, index, shards, axis_names, scale)
+    keys = keys_of(k, v, index, **shards)
     figures = gradient_figures(exact, d_out, positions, keys, batch_axes)
     # All devices have these figures, but `jax.shard_map` sums the cotangents of its devices.
-    axes = batch_axes + axis_names
+    axes = batch_axes + keys.axis_names
     return jnp.where(lax.axis_index(axes) == 0, figures, 0) if axes else figures
-
-
-def _keys(
-    k: Array,
-    v: Array,
-    index: Index,
-    shards: tuple[Any, ...],
-    axis_names: tuple[str, ...],
-    scale: float | None,
-) -> Keys:
-    block_ids, documents = shards
-    where = {"block_ids": block_ids, "axis_names": axis_names, "documents": documents}
-    return Keys.of(k, v, index, scale=scale, **where)
 
 
 def _mask_of_heads(

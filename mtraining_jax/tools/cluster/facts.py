@@ -15,6 +15,7 @@ import jax
 import jaxlib.version
 
 from mtraining_jax.config import Config
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.data.source import FileSource
 from mtraining_jax.tools.cluster.rates import Watch, rates_of_device
 from mtraining_jax.tools.cluster.verify import verified_devices
@@ -43,6 +44,7 @@ def facts_of_process(watch: Watch, timeout: int) -> dict[str, Any]:
         rates = list(pool.map(rates_of_device, devices))
     results = verified_devices(watch)
     rates = [rate | result for rate, result in zip(rates, results, strict=True)]
+    driver = _DRIVER.read_text().splitlines()[:1] if _DRIVER.exists() else []
     meet(timeout)
     return {
         "clock": time.time(),
@@ -54,7 +56,7 @@ def facts_of_process(watch: Watch, timeout: int) -> dict[str, Any]:
             "version of python": platform.python_version(),
             "version of jax": jax.__version__,
             "version of jaxlib": jaxlib.version.__version__,
-            "version of the driver": " ".join(_driver()),
+            "version of the driver": "".join(driver),
             **{
                 name: value
                 for name, value in os.environ.items()
@@ -66,11 +68,6 @@ def facts_of_process(watch: Watch, timeout: int) -> dict[str, Any]:
         "memory": free_host_memory(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
-
-
-def _driver() -> list[str]:
-    """The line about NVIDIA's driver, if it is there."""
-    return _DRIVER.read_text().splitlines()[:1] if _DRIVER.exists() else []
 
 
 def facts_of_files(config: Config, watch: Watch, timeout: int) -> dict[str, Any]:
@@ -107,11 +104,9 @@ def facts_of_files(config: Config, watch: Watch, timeout: int) -> dict[str, Any]
 
 def _make(parent: Path) -> str:
     """Creates a folder with a new name, which it returns."""
-    try:
+    with errors_as(UserError, f"{parent} is not writable", OSError):
         parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".check_", dir=parent)).name
-    except OSError as error:
-        raise UserError(f"{parent} is not writable ({error.strerror})") from error
 
 
 def _written(folder: Path) -> dict[str, float]:
@@ -120,11 +115,11 @@ def _written(folder: Path) -> dict[str, float]:
     if not wait_for(True, folder.is_dir, _FILE_SYSTEM_DELAY):
         raise UserError("the folder that process 0 made there is missing; all hosts must share it")
     found, begin, count = time.monotonic() - begin, time.monotonic(), 0
-    try:
-        with (folder / str(jax.process_index())).open("wb") as file:
-            while time.monotonic() - begin < _WRITE_SECONDS:
-                count += file.write(_CHUNK)
-                os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"{folder} is not writable ({error.strerror})") from error
+    with (
+        errors_as(UserError, f"{folder} is not writable", OSError),
+        (folder / str(jax.process_index())).open("wb") as file,
+    ):
+        while time.monotonic() - begin < _WRITE_SECONDS:
+            count += file.write(_CHUNK)
+            os.fsync(file.fileno())
     return {"seen": found, "write": count / (time.monotonic() - begin)}

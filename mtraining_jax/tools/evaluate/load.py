@@ -73,7 +73,11 @@ class Loaded:
 
     def note(self) -> str | None:
         """What a user should know of the attention of prompts and answers, if anything."""
-        return self.note_on_answers() if self.network.settings.sparse else self.note_on_dense_use()
+        if not self.network.settings.sparse:
+            return self.note_on_dense_use()
+        if self.network.answers != "dense" or self.network.settings.for_new_tokens() is not None:
+            return None
+        return "note: with this pattern, new tokens attend to all earlier ones"
 
     def note_on_dense_use(self) -> str | None:
         if not self.trained_sparse:
@@ -82,11 +86,6 @@ class Loaded:
             f"note: {self.source} was trained with sparse attention, so dense attention loses a "
             "little quality; use --attention=sparse for best quality"
         )
-
-    def note_on_answers(self) -> str | None:
-        if self.network.answers != "dense" or self.network.settings.for_new_tokens() is not None:
-            return None
-        return "note: with this pattern, new tokens attend to all earlier ones"
 
     def needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -201,18 +200,13 @@ def _is_adapter_folder(folder: Path) -> bool:
     """Whether a Hugging Face folder has adapters of PEFT; checks that it has a model at all."""
     if (folder / PEFT_CONFIG).is_file():
         return True
-    if not (folder / CONFIG_FILE).is_file():
-        raise _no_model(folder)
-    return False
-
-
-def _no_model(folder: Path) -> UserError:
-    """Returns the error of a folder without a model, with one close by that has one."""
+    if (folder / CONFIG_FILE).is_file():
+        return False
     near = (x for x in folder.parents[:2] if newest_step(x / CHECKPOINTS_NAME) is not None)
     hf = folder / "hf"  # of checkpoint.export_hf
     close = hf if (hf / CONFIG_FILE).is_file() else next(near, None)
     hint = f"; did you mean {close}?" if close else ""
-    return UserError(
+    raise UserError(
         f"{folder} contains no model: neither {CHECKPOINTS_NAME}/STEP of a run nor {CONFIG_FILE} "
         f"or {PEFT_CONFIG} of a Hugging Face checkpoint{hint}"
     )

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -99,31 +99,15 @@ def save_hf(
                 f"state, but config needs {needed.get(name)}"
             )
     shards = _split(checkpoint_tensors(spec), jnp.dtype(dtype), max_shard_bytes)
-    folder, is_first = _Folder(directory, replace), jax.process_index() == 0
-    try:
-        _on_first(folder, folder.make)
-        weight_map: dict[str, str] = {}
-        for number, shard in enumerate(shards, start=1):
-            file = SINGLE_FILE
-            if len(shards) > 1:
-                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= {tensor.name: file for tensor in shard}
-            tensors = {}
-            for tensor in shard:
-                parts = [_gather(parameters, part, dtype, spec.lora) for part in tensor.parts]
-                if is_first:
-                    tensors[tensor.name] = assembled(tensor, parts)
-            _on_first(folder, folder.write_tensors, file, tensors)
-        others = {CONFIG_FILE: config_json, **(copied or {})}
-        if len(shards) > 1:
-            size = sum(_size(tensor, jnp.dtype(dtype)) for shard in shards for tensor in shard)
-            others[INDEX_FILE] = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        _on_first(folder, folder.write_others, others)
-        _on_first(folder, folder.publish)
-    finally:
-        if is_first:
-            folder.discard()
-    return directory
+    files, others = {SINGLE_FILE: shards[0]}, {CONFIG_FILE: config_json, **(copied or {})}
+    if len(shards) > 1:
+        name = f"model-{{:05d}}-of-{len(shards):05d}.safetensors"
+        files = {name.format(number): shard for number, shard in enumerate(shards, start=1)}
+        weight_map = {tensor.name: file for file, shard in files.items() for tensor in shard}
+        size = sum(_size(tensor, jnp.dtype(dtype)) for shard in shards for tensor in shard)
+        others[INDEX_FILE] = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    folder = _Folder(directory, replace)
+    return folder.write(files, others, parameters, dtype=dtype, lora=spec.lora)
 
 
 def config_like(
@@ -166,22 +150,10 @@ def save_peft(
     """
     directory = Path(directory)
     folder = _Folder(directory, (directory / PEFT_CONFIG).is_file())
-    is_first, tensors = jax.process_index() == 0, {}
+    files = {PEFT_FILE: adapter_tensors(spec)}
+    others = {PEFT_CONFIG: peft_config(spec, base_name, revision), **(copied or {})}
     metadata = {BASE_DIGEST: digest(base)}
-    config = peft_config(spec, base_name, revision)
-    try:
-        _on_first(folder, folder.make)
-        for tensor in adapter_tensors(spec):
-            parts = [_gather(parameters, part, "float32", None) for part in tensor.parts]
-            if is_first:
-                tensors[tensor.name] = assembled(tensor, parts)
-        _on_first(folder, folder.write_tensors, PEFT_FILE, tensors, metadata)
-        _on_first(folder, folder.write_others, {PEFT_CONFIG: config, **(copied or {})})
-        _on_first(folder, folder.publish)
-    finally:
-        if is_first:
-            folder.discard()
-    return directory
+    return folder.write(files, others, parameters, dtype="float32", metadata=metadata)
 
 
 def _split(
@@ -263,6 +235,34 @@ class _Folder:
         self.temporary = target.absolute().with_name(f".{target.name}.tmp")
         self.old = self.temporary.with_suffix(".old")
 
+    def write(
+        self,
+        files: Mapping[str, Iterable[CheckpointTensor]],
+        others: Mapping[str, Path | dict[str, Any]],
+        parameters: Mapping[str, Array],
+        *,
+        dtype: str,
+        lora: LoraSpec | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Writes files of tensors and others, and publishes the folder; all processes call it."""
+        is_first = jax.process_index() == 0
+        try:
+            self._on_first(self.make)
+            for file, listed in files.items():
+                tensors = {}
+                for tensor in listed:
+                    parts = [_gather(parameters, part, dtype, lora) for part in tensor.parts]
+                    if is_first:
+                        tensors[tensor.name] = assembled(tensor, parts)
+                self._on_first(self.write_tensors, file, tensors, metadata)
+            self._on_first(self.write_others, others)
+            self._on_first(self.publish)
+        finally:
+            if is_first:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+        return self.target
+
     def make(self) -> None:
         in_use = self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir()))
         if in_use and not (self.replace and self.target.is_dir()):
@@ -276,7 +276,7 @@ class _Folder:
         self.temporary.mkdir()
 
     def write_tensors(
-        self, file: str, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] | None = None
+        self, file: str, tensors: dict[str, np.ndarray], metadata: Mapping[str, str] | None
     ) -> None:
         path = self.temporary / file
         save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
@@ -308,25 +308,21 @@ class _Folder:
             self.temporary.rename(self.target)
         _flush(self.target.absolute().parent)
 
-    def discard(self) -> None:
-        shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def _on_first(folder: _Folder, step: Callable[..., None], *arguments: Any) -> None:
-    """Runs a step on the first process; all processes raise its error, so that none waits."""
-    problem = ""
-    if jax.process_index() == 0:
-        try:
-            step(*arguments)
-        except UserError as error:
-            problem = str(error)
-        except (OSError, SafetensorError) as error:
-            problem = f"cannot write {folder.target}: {error}"
-    failed = bool(problem)
-    if jax.process_count() > 1:
-        failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failed)))
-    if failed:
-        raise UserError(problem or "the first process could not write the checkpoint")
+    def _on_first(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Runs a step on the first process; all processes raise its error, so that none waits."""
+        problem = ""
+        if jax.process_index() == 0:
+            try:
+                step(*arguments)
+            except UserError as error:
+                problem = str(error)
+            except (OSError, SafetensorError) as error:
+                problem = f"cannot write {self.target}: {error}"
+        failed = bool(problem)
+        if jax.process_count() > 1:
+            failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failed)))
+        if failed:
+            raise UserError(problem or "the first process could not write the checkpoint")
 
 
 def _sort_metadata(path: Path) -> None:

@@ -20,6 +20,7 @@ from mtraining_jax.tools.plan.kernel_times import (
 from mtraining_jax.tools.plan.memory import (
     Memory,
     attention_parts,
+    dtype_bytes,
     kept_mlp_products,
     kept_mlp_tokens,
     offloaded,
@@ -106,16 +107,14 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
         # Queries, keys, values and outputs change their layout, and so do their gradients. With
         # rematerialization, the first do so twice.
         heads = 2 * (model.num_heads + model.num_kv_heads) * (2 if model.remat == "none" else 3)
-        moved = heads * width * config.local_tokens * (2 if model.dtype == "bfloat16" else 4)
+        moved = heads * width * config.local_tokens * dtype_bytes(config)
         moved *= windows * micro_batches * (config.ranks - 1) / config.ranks
         result["exchange for windows"] = moved / gpu.link_bytes
     if kept := kept_mlp_products(config):
         # Each is copied into the stack of all layers and out of it: two reads and two writes.
         result["MLP products kept"] = 4 * kept * model.num_layers * micro_batches / gpu.copy_bytes
     if attention_parts(config) > 1:
-        wide = (
-            config.local_tokens * model.num_heads * width * (2 if model.dtype == "bfloat16" else 4)
-        )
+        wide = config.local_tokens * model.num_heads * width * dtype_bytes(config)
         moved = _HEAD_PASSES * wide * model.num_layers * micro_batches
         result["copies of heads"] = moved / gpu.copy_bytes
     if memory.host:
@@ -134,13 +133,12 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     if adapters := config.lora.spec:
         # Products of so small a rank take as long as reading and writing their other side.
         sides = adapter_products(config).total() / adapters.rank * model.num_layers
-        size = 2 if model.dtype == "bfloat16" else 4
-        moved = _ADAPTER_PASSES * sides * size * config.tokens_per_step / devices
+        moved = _ADAPTER_PASSES * sides * dtype_bytes(config) * config.tokens_per_step / devices
         result["adapters"] = moved / gpu.copy_bytes
     if config.parallel.fsdp:
         # All-gather of parameters in forward and backward, in the compute dtype, and reduce-scatter
         # of gradients in fp32. Frozen parameters are stored in the compute dtype.
-        shard = memory.parameters / 4 * (2 if model.dtype == "bfloat16" else 4)
+        shard = memory.parameters / 4 * dtype_bytes(config)
         moved = 2 * (shard + memory.frozen) + memory.parameters
         moved *= micro_batches * (config.ranks - 1)
         result["gathering parameters"] = moved / gpu.link_bytes

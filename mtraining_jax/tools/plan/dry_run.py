@@ -58,7 +58,9 @@ def dry_run(config: Config, mode: str = "auto", gpu: Gpu = H200) -> int:
         for what, program in programs.items():
             print(f"compiling the {what} for {config.devices} x {gpu.kind} ...", flush=True)
             compiled[what] = compile_step(program, gpu)
-            memories[what] = memories[what].with_total(compiled[what].peak)
+            known = dataclasses.replace(memories[what], workspace=0)
+            workspace = max(0, compiled[what].peak - known.total)
+            memories[what] = dataclasses.replace(known, workspace=workspace)
         took = sum(one.seconds for one in compiled.values())
         how = f"compiled by jax {jax.__version__} in {took:.0f} s"
     largest, memory = max(memories.items(), key=lambda item: item[1].total)

@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from mtraining_jax.config import Config
-from mtraining_jax.config.sections import ModelConfig
 from mtraining_jax.config.validate import offload_problems
 from mtraining_jax.models.products import num_chunks
+from mtraining_jax.models.spec import RematPolicy
 from mtraining_jax.tools.plan.cost import count_flops, rates_missing, seconds
 from mtraining_jax.tools.plan.documents import Pairs, planned_pairs
 from mtraining_jax.tools.plan.hardware import Gpu
@@ -17,7 +17,7 @@ from mtraining_jax.utils.fields import toml_value
 from mtraining_jax.utils.text import counted
 
 _GIB = 2**30
-_REMAT = get_args(get_type_hints(ModelConfig)["remat"])
+_REMAT = get_args(RematPolicy)
 _SAME = 1.005  # predicted times that differ by less are the same
 _MOST_GPUS = 8  # of a host
 _SHORTEST = 1024  # tokens

@@ -5,7 +5,6 @@ Temporary buffers are multiples of a layer's activations; all else is exact.
 
 import dataclasses
 import math
-from typing import Self
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -67,11 +66,6 @@ class Memory(StateBytes):
     @property
     def total(self) -> int:
         return sum(dataclasses.astuple(self)) - self.host
-
-    def with_total(self, total: int) -> Self:
-        """Adjusts the workspace to a given total."""
-        rest = self.total - self.workspace
-        return dataclasses.replace(self, workspace=max(0, total - rest))
 
 
 def planned_state(config: Config) -> StateBuilder:
@@ -142,7 +136,7 @@ def offloaded(config: Config) -> int:
     if model.remat == "full_offload":
         width += model.num_heads * model.head_dim  # attention output
     index = index_bytes(config) if model.remat == "full_offload" else 0
-    return model.num_layers * (config.local_tokens * width * _dtype_bytes(config) + index)
+    return model.num_layers * (config.local_tokens * width * dtype_bytes(config) + index)
 
 
 def kept_mlp_tokens(config: Config) -> int:
@@ -153,7 +147,7 @@ def kept_mlp_tokens(config: Config) -> int:
 
 def kept_mlp_products(config: Config) -> int:
     """Bytes per layer that `model.mlp_kept_chunks` keeps."""
-    return 2 * kept_mlp_tokens(config) * _mlp_width(config) * _dtype_bytes(config)
+    return 2 * kept_mlp_tokens(config) * _mlp_width(config) * dtype_bytes(config)
 
 
 def _mlp_width(config: Config) -> int:
@@ -162,7 +156,7 @@ def _mlp_width(config: Config) -> int:
 
 
 def _kept(config: Config) -> int:
-    model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
+    model, tokens, size = config.model, config.local_tokens, dtype_bytes(config)
     queries = model.num_heads * model.head_dim
     kept = kept_mlp_products(config)
     if model.remat not in _OFFLOADS:
@@ -196,7 +190,7 @@ def _work_lists(config: Config) -> int:
     blocks = config.local_tokens // sparsity.block_size
     # Keys and values of the columns, their fp32 gradients, and int32 per block and column while
     # keep bits are packed.
-    gathered = 2 * columns * model.head_dim * (_dtype_bytes(config) + 4)
+    gathered = 2 * columns * model.head_dim * (dtype_bytes(config) + 4)
     lists = config.local_rows * model.num_heads * gathered
     lists += 4 * blocks * model.num_heads * columns
     return lists + 4 * LISTS * model.num_heads * _block_pairs(config) // attention_parts(config)
@@ -234,7 +228,7 @@ def _capacities(config: Config) -> tuple[int, int]:
 
 def _layer(config: Config) -> int:
     """Bytes at the peak of a layer's backward pass."""
-    model, tokens, size = config.model, config.local_tokens, _dtype_bytes(config)
+    model, tokens, size = config.model, config.local_tokens, dtype_bytes(config)
     spec, queries = ModelSpec.from_config(model), model.num_heads * model.head_dim
     wide = tokens * max(model.hidden_size, queries) * size
     chunk = max(min(tokens, model.mlp_chunk_size), kept_mlp_tokens(config))
@@ -269,13 +263,13 @@ def _ring_bytes(config: Config) -> int:
     if config.ranks == 1:
         return 0
     shards = max(parallel.devices_per_node, 2) if parallel.ring == "gather" else 2
-    per_token = 2 * model.num_kv_heads * model.head_dim * (_dtype_bytes(config) + 4)
+    per_token = 2 * model.num_kv_heads * model.head_dim * (dtype_bytes(config) + 4)
     return shards * config.local_tokens * per_token
 
 
 def _loss(config: Config) -> int:
     """Bytes of the output layer, for one chunk of tokens."""
-    model, size = config.model, _dtype_bytes(config)
+    model, size = config.model, dtype_bytes(config)
     chunk = min(config.loss.chunk_size, config.local_tokens)
     logits = chunk * model.vocab_size * (4 + size)
     hidden = _HEAD_ARRAYS * config.local_tokens * model.hidden_size * size
@@ -289,5 +283,6 @@ def _trains_head(config: Config) -> bool:
     return config.lora.spec is None and (not parts or any(part in name for part in parts))
 
 
-def _dtype_bytes(config: Config) -> int:
+def dtype_bytes(config: Config) -> int:
+    """Bytes of a number in the compute dtype."""
     return 2 if config.model.dtype == "bfloat16" else 4

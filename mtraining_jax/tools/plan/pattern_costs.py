@@ -56,11 +56,6 @@ def density_of_lists(tokens: int, share: float = _LISTS_SHARE) -> float:
     return min(1.0, float(_between(_LISTS, tokens) * growth))
 
 
-def density_of_vertical_slash(tokens: int) -> float:
-    """Returns the expected density of vertical-slash patterns; lengths as in `density_of_lists`."""
-    return _between(_VERTICAL_SLASH, tokens)
-
-
 def density_of_window(window: int, tokens: int) -> float:
     """Returns the density of a sliding window."""
     seen = min(window, tokens)
@@ -114,7 +109,7 @@ def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
         case AdaSpa():
             return 1 - pattern.sparsity, "1 - sparsity"
     why = _NOT_KNOWN if is_user_pattern else f"{_AS_MEASURED} and, at 512K, by MTraining"
-    return density_of_vertical_slash(tokens), why
+    return _between(_VERTICAL_SLASH, tokens), why
 
 
 @_method_first

@@ -30,7 +30,9 @@ def about(folder: Path) -> dict[str, str]:
         if len(starts) > 1:
             facts["restarts"] = str(len(starts) - 1)
         facts["devices"] = _devices(starts[-1])
-        facts["versions"] = _versions(starts[-1])
+        versions = _section(starts[-1], "versions")
+        known = [name for name in ("mtraining-jax", "jax") if name in versions]
+        facts["versions"] = ", ".join(f"{name} {versions[name]}" for name in known)
         facts["command"] = _text(starts[-1].get("command"))
     config = _config(folder)
     facts["model"] = _model(config)
@@ -85,11 +87,6 @@ def _devices(start: dict[str, Any]) -> str | None:
     if isinstance(processes, int) and processes > 1:
         text += f", {counted(processes, 'process')}"
     return text
-
-
-def _versions(start: dict[str, Any]) -> str | None:
-    versions = _section(start, "versions")
-    return ", ".join(f"{x} {versions[x]}" for x in ("mtraining-jax", "jax") if x in versions)
 
 
 def _model(config: dict[str, Any]) -> str | None:

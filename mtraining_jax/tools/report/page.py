@@ -10,6 +10,7 @@ from string import Template
 
 import numpy as np
 
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.reporting import PAGE
 from mtraining_jax.tools.report.about import about, differences
 from mtraining_jax.tools.report.charts import (
@@ -111,10 +112,8 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
         body = _body(runs)
     page = Template(_TEMPLATE.read_text(encoding="utf-8"))
     text = page.substitute(title=html.escape(", ".join(names)), body=body, version=VERSION)
-    try:
+    with errors_as(UserError, f"{out} cannot be written", OSError):
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror})") from error
 
 
 def page_of_finished_run(folder: Path) -> str:

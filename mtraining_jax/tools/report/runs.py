@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mtraining_jax.data.files import errors_as
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.file_limits import MIB, absence, read_text
 
@@ -98,15 +99,15 @@ def read_run(folder: Path, name: str) -> Run:
     if not path.is_file():
         why = absence(path) or "is a folder"
         raise UserError(f"{path} {why}; name a run folder that has it, e.g. runs/tiny")
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(KeyError, RecursionError, TypeError, ValueError):
-                    record = json.loads(line, parse_int=_number)
-                    if isinstance(record["step"], int):
-                        records.append(_kept(record))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    with (
+        errors_as(UserError, f"{path} cannot be read", OSError),
+        path.open(encoding="utf-8", errors="replace") as file,
+    ):
+        for line in file:
+            with contextlib.suppress(KeyError, RecursionError, TypeError, ValueError):
+                record = json.loads(line, parse_int=_number)
+                if isinstance(record["step"], int):
+                    records.append(_kept(record))
     if not records:
         raise UserError(f"{path} has no steps; the first finished step writes its first line")
     return Run(name, folder, records)
