@@ -254,7 +254,7 @@ def main() -> None:
                     return dense(*qkv)
                 index = tried.index(layer, *qkv[:2])
                 densities.append(programs.densities(index)[0].mean())
-                if layer % 8 == 3:  # some of the layers
+                if layer % 8 == spec.num_layers // 2 % 8:  # some of the layers
                     scored.append(tried.scored(*qkv[:2]))
                 return programs.attention(*qkv, index)
 
