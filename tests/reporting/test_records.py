@@ -222,18 +222,18 @@ def test_jsonl_of_a_killed_run_continues_from_the_checkpoint(config, capsys):
 
 
 def test_metrics_of_a_long_run_are_not_read_into_memory(config):
-    path = config.run.folder / "metrics.jsonl"
-    with path.open("w") as file:
-        for step in range(1, 61):
-            file.write(json.dumps({"step": step, "recall_per_head": [0.5] * 5000}) + "\n")
-    tracemalloc.start()
-    try:
-        JsonlWriter(config, 59).close()
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    path, peaks = config.run.folder / "metrics.jsonl", []
+    lines = [json.dumps({"step": n, "recall_per_head": [0.5] * 5000}) + "\n" for n in range(1, 61)]
+    for _ in range(3):  # threads of other tests may allocate, too
+        path.write_text("".join(lines))
+        tracemalloc.start()
+        try:
+            JsonlWriter(config, 59).close()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
     assert [r["step"] for r in written(config)] == list(range(1, 60))
-    assert path.stat().st_size > 14 * 10**5 > 3 * peak
+    assert path.stat().st_size > 14 * 10**5 > 3 * min(peaks)
 
 
 def test_tensorboard_gets_every_number(config):
