@@ -5,8 +5,10 @@ import functools
 import numpy as np
 import pytest
 
+from mtraining_jax.tools.evaluate.engine.decode import make_cache
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
+from mtraining_jax.tools.evaluate.engine.programs import Programs
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS
 
@@ -39,6 +41,9 @@ def test_new_tokens_that_keep_all_mass_attend_densely():
     short, dense = scores(TWO, 0.3, **few), scores(TWO, 0.3, "dense", **few)
     np.testing.assert_allclose(short, dense, atol=2e-5)
     assert np.abs(dense - scores(TWO, 1.0)).max() > 1e-3
+    # The second new token is the first that has as many tokens.
+    some = np.abs(scores(TWO, 0.3, min_sparse_tokens=PROMPT + 2) - dense)
+    assert some[:2].max() < 2e-5 and some[2] > 1e-3
 
 
 def test_new_tokens_select_the_same_on_several_devices():
@@ -54,6 +59,19 @@ def test_an_answer_is_scored_as_it_is_generated():
     assert engine(ONE, 0.3).forced(TEXT[:PROMPT], found.tokens).is_argmax.all()
     dense = engine(ONE, 0.3, "dense").forced(TEXT[:PROMPT], found.tokens)
     assert not dense.is_argmax.all()
+
+
+def test_codes_have_the_range_of_the_keys_of_a_prompt():
+    model = engine(TWO, 0.3)
+    network, programs = model.loaded.network, Programs(model.loaded)
+    prompt = programs.prefill(TEXT[:PROMPT], PROMPT)()
+    keys = np.asarray(prompt.keys, np.float64)[:, 0]
+    order = network.sequence_layout(keys.shape[1]).inverse()[:PROMPT]
+    cache = make_cache(network, prompt, [PROMPT], NEW)
+    for own, codes in zip(keys[:, order], cache.codes, strict=True):
+        step = 2 * 2.6 * own.std(0) / 15
+        np.testing.assert_allclose(codes.unit[0, :, 0], step, rtol=1e-4)
+        np.testing.assert_allclose(codes.middle[0, :, 0], own.mean(0) + step / 2, atol=1e-5)
 
 
 def test_answers_that_do_not_fit_are_refused():
