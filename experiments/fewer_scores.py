@@ -6,15 +6,14 @@ r"""Loss of selections that compute fewer products than sampled rows do.
 
 Every try selects by the exact masses of 16 rows per query block, of fewer blocks or with fewer
 products: `pages` first scores pages of keys by their mean (with `variance`, by the mean of the
-exponentials of normally distributed keys), and leaves out key blocks with less than `share` of the
+exponentials of normally distributed keys), and omits key blocks with less than `share` of the
 mean mass of a block; `leading` does so with the leading principal components of keys, or selects
 by them if `share` is 0; `far` scores key blocks beyond `near` blocks with fewer rows; `layers`
 selects in every n-th layer, for the heads of the layers after it as well. Losses are those of the
 whole text, against dense attention, in nats; far copies as in benchmarks/quality/far_copies.py.
-`scored` is the share of the blocks whose exact masses are needed. The same command resumes.
+`scored` is the share of the blocks that are scored exactly. The same command resumes.
 """
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import pallas_kernels
 from benchmarks.options import make_parser
@@ -85,7 +84,7 @@ class Rows(SampledRows):
 
 @options
 class Pages(Rows):
-    """Leaves out key blocks whose pages of keys have little mass."""
+    """Omits key blocks where pages of keys have little mass."""
 
     page: PositiveInt = 16
     share: UnitFraction = 0.1
@@ -107,7 +106,7 @@ class Pages(Rows):
 
 @options
 class Leading(Rows):
-    """Leaves out key blocks that have little mass by the leading components of keys."""
+    """Omits key blocks that have little mass by the leading components of keys."""
 
     components: PositiveInt = 32
     share: UnitFraction = 0.1
@@ -185,21 +184,13 @@ class Try:
         ids = jnp.arange(num_blocks, dtype=jnp.int32)
         context = SelectionContext(ids, num_blocks)
 
-        @jax.jit
         def scored(q: Array, k: Array) -> Array:
-            def part(i: Array) -> Array:
-                own = dataclasses.replace(context, block_ids=ids[i][None])
-                size = pattern.block_size
-                row = lax.dynamic_slice_in_dim(q, i * size, size, 1)
-                some = pattern.candidates(row, k, own)
-                if some is None:
-                    return (i + 1).astype(jnp.float32)
-                causal = ids <= i
-                return (some & causal).sum(-1).mean(dtype=jnp.float32)
+            causal = ids <= ids[:, None]
+            some = pattern.candidates(q, k, context)
+            share = causal if some is None else some & causal
+            return share.mean(dtype=jnp.float32) / causal.mean(dtype=jnp.float32)
 
-            return lax.map(part, ids).sum() / (ids + 1).sum()
-
-        self._scored = scored
+        self._scored = jax.jit(scored)
 
     def index(self, layer: int, q: Array, k: Array) -> Index:
         if layer % self._every == 0 or self._held is None:

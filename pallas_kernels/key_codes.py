@@ -16,7 +16,7 @@ from pallas_kernels.xla.products import dot
 DEVIATIONS = 2.6  # standard deviations of keys within the range of codes
 _LOWEST, _HIGHEST = -8, 7
 _ROWS = 8  # query heads of a group are padded to a multiple
-UNIT = 1 / (127 * 256)  # of rows in two bytes, of the largest one
+ROW_UNIT = 1 / (127 * 256)  # of integers of 16 bits, for a row with a largest number of 1
 _COMPONENTS = 64  # codes of a multiple of this many components fill words
 
 
@@ -66,7 +66,7 @@ def pack(codes: Array) -> Array:
 
 
 def unpack(words: Array) -> Array:
-    """Returns the 4 bits of each component, [..., D'] from 0 to 15, of words as of `pack`."""
+    """Returns the 4 bits of each component of packed words: [..., D'], from 0 to 15."""
     parts = (words[..., None] >> (4 * jnp.arange(8))) & 15
     parts = parts.reshape(*words.shape[:-1], -1, 4, 2, 4, 2)  # j, t, e, b, h
     parts = jnp.moveaxis(parts, (-4, -3, -2, -1), (-2, -4, -1, -3))
@@ -74,13 +74,13 @@ def unpack(words: Array) -> Array:
 
 
 def in_two_bytes(rows: Array) -> tuple[Array, Array]:
-    """Rounds rows fp32 [..., R, D] to integers of 16 bits: int8 [..., 2 R, D], fp32 [..., R].
+    """Rounds rows fp32 [..., R, D] to integers of 16 bits.
 
-    These are the high bytes of the rows, then their low ones, and the largest absolute numbers, of
-    which the integers have units of `UNIT`.
+    Returns int8 [..., 2 R, D], the high bytes of all rows and then the low ones, and fp32 [..., R],
+    the largest absolute number of each row; times `ROW_UNIT` it is the unit of its integers.
     """
     largest = jnp.abs(rows).max(-1)
-    unit = jnp.maximum(largest * UNIT, jnp.finfo(jnp.float32).tiny)
+    unit = jnp.maximum(largest * ROW_UNIT, jnp.finfo(jnp.float32).tiny)
     whole = jnp.round(rows / unit[..., None]).astype(jnp.int32)
     high = (whole + 128) >> 8
     return jnp.concatenate([high, whole - 256 * high], -2).astype(jnp.int8), largest

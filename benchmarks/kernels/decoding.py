@@ -72,7 +72,7 @@ class Layers:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _draw(key: Array, q: Array, kv_heads: int, tokens: int) -> tuple[Array, Array, KeyCodes]:
-    """Keys, of which some blocks point to the queries, values, and codes of the keys."""
+    """Draws keys, values and codes. Keys of some blocks point to the queries."""
     batch, heads, dim = q.shape
     keys = jax.random.split(key, 3)
     k, v = (jax.random.normal(x, (batch, kv_heads, tokens, dim), jnp.bfloat16) for x in keys[:2])

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.key_codes import UNIT, unpack
+from pallas_kernels.key_codes import ROW_UNIT, unpack
 from pallas_kernels.masses import LOG2E
 from pallas_kernels.mosaic_gpu.common import (
     COLUMN_LAYOUT,
@@ -42,7 +42,7 @@ _PARAMS = plgpu.CompilerParams(
 def code_weights_kernel(
     rows: Array, largest: Array, codes: Array, seen: Array, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """Implements `block_weights` for queries as `in_two_bytes` returns them.
+    """Implements `block_weights`, for queries in two bytes (`in_two_bytes`).
 
     Totals are of parts of the blocks, one per thread block, padded with -inf to a multiple of 64.
     Keys are rows of the products, so that few results are computed for nothing, and words become
@@ -99,7 +99,7 @@ def code_weights_kernel(
         plgpu.copy_gmem_to_smem(rows.at[entry, head], smem["rows"], bars["rows"])
         for step in range(_SLOTS - 1):
             pl.when(step < count)(lambda step=step: fetch(jnp.int32(step)))
-        unit = plgpu.load(largest.at[entry, head], layout=COLUMN_LAYOUT, optimized=False) * UNIT
+        unit = plgpu.load(largest.at[entry, head], layout=COLUMN_LAYOUT, optimized=False) * ROW_UNIT
         plgpu.barrier_wait(bars["rows"])
 
         def fill(place: Array, values: Array) -> None:

@@ -27,7 +27,7 @@ def moments(k: jnp.ndarray) -> tuple[jnp.ndarray, jnp.ndarray]:
 
 
 def decoded(keys: KeyCodes) -> np.ndarray:
-    """The keys that codes mean, [B, Hk, S, D]; places of components as `pack` states them."""
+    """The keys that codes mean, [B, Hk, S, D], by the places that `pack` states."""
     words = np.asarray(keys.codes).view(np.uint32)
     component = np.arange(keys.unit.shape[-1])
     m, t, b = component // 16, component % 16 // 4, component % 4
