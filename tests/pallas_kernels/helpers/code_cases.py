@@ -94,6 +94,7 @@ def check_selected(
 ) -> None:
     """Compares with a float64 reference; masses within rounding of `least` may go either way."""
     lists, counts, must = (np.asarray(x) for x in (*found, forced))
+    weights = np.asarray(weights, np.float64)
     totals = np.logaddexp2.reduce(weights, axis=2)
     mass = np.exp2(weights - np.where(totals > -np.inf, totals, 0)[:, :, None]).mean(3)
     near = np.abs(mass - least) < 1e-4 * least
