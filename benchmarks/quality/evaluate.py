@@ -29,6 +29,7 @@ from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import init_model
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.tools.evaluate.engine.decode import STEPS
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.network import Network
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
@@ -87,8 +88,8 @@ def row_of(name: str, timing: Timing, length: int, ideal: float) -> list[str]:
 
 
 def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timing:
-    """Compiles and times everything with one pattern; a run generates `tokens` new tokens."""
-    programs = Programs(loaded)
+    """Compiles and times everything with one pattern; a run generates at least `tokens` tokens."""
+    programs, tokens = Programs(loaded), -(-tokens // STEPS) * STEPS
     rng = np.random.default_rng(0)
     ids = rng.integers(0, loaded.network.spec.vocab_size, length, np.int32)
     new_tokens, greedy = (repeats + 1) * tokens, GenerateOptions()
@@ -99,15 +100,12 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
     prompt = read()
     density = float(prompt.density)
     token = first_token(prompt.logits, greedy)
-    cache, step = programs.decoder(prompt, token, length, new_tokens, greedy, length)
+    steps = programs.decoder(prompt, token, ids[:0, None], length, new_tokens, greedy, length)
 
-    def several() -> Array:
-        nonlocal cache, token  # a step donates the cache
-        for _ in range(tokens):
-            cache, token, _ = step(cache, token)
-        return token
+    def generate() -> Array:
+        return [next(steps).tokens for _ in range(0, tokens, STEPS)][-1]
 
-    token_ms = median_ms(several, repeats, burst=1) / tokens
+    token_ms = median_ms(generate, repeats, burst=1) / tokens
     peak = peak_bytes(read.func)
     return Timing(density, forward_ms / 1e3, prefill_ms / 1e3, token_ms / 1e3, peak)
 

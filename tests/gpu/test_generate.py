@@ -14,7 +14,6 @@ from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.network import Network
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
-from mtraining_jax.tools.evaluate.engine.programs import first_token
 from mtraining_jax.tools.evaluate.load import Loaded, in_compute_dtype
 
 PROMPT, NEW = 1900, 8  # padded to 2048
@@ -49,18 +48,14 @@ def off(log_probs: np.ndarray) -> float:
 
 def decoded(engine: Engine) -> tuple[np.ndarray, float]:
     """Log-probabilities of the text's last tokens, one at a time, and the prompt's density."""
-    programs, greedy = engine.programs, GenerateOptions()
+    programs = engine.programs
     prompt = programs.prefill(TEXT[:PROMPT], PROMPT)()
-    logits = [np.asarray(prompt.logits[0])]
-    token = first_token(prompt.logits, greedy)
+    first = jax.nn.log_softmax(prompt.logits)[0, TEXT[PROMPT]]
     density = float(prompt.density)
-    cache, step = programs.decoder(prompt, token, PROMPT, NEW, greedy, PROMPT)
-    for number in TEXT[PROMPT:-1]:
-        token = jax.device_put(np.array([number], np.int32), token.sharding)
-        cache, token, found = step(cache, token)
-        logits.append(np.asarray(found[0]))
-    log_probs = np.asarray(jax.nn.log_softmax(np.stack(logits), axis=-1))
-    return log_probs[np.arange(NEW), TEXT[PROMPT:]], density
+    token = jax.device_put(TEXT[[PROMPT]], prompt.density.sharding)
+    how = TEXT[PROMPT + 1 :, None], PROMPT, NEW, GenerateOptions(), PROMPT
+    found = next(programs.decoder(prompt, token, *how))
+    return np.append(first, found.log_probs[: NEW - 1, 0]), density
 
 
 def test_generated_and_given_answers_have_the_rounding_errors_of_xla():

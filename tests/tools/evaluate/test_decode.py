@@ -17,7 +17,6 @@ from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.tools.evaluate.engine.decode import room_for
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
-from mtraining_jax.tools.evaluate.engine.programs import first_token
 from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS, forward
 
@@ -64,19 +63,21 @@ def plain_logits(name: str = LLAMA, length: int = len(TEXT)) -> np.ndarray:
     ("name", "mesh", "block_size", "prompt_len"),
     [(GPT_OSS, EIGHT, 8, PROMPT), (PHI, ONE, 40, 52), (GEMMA, ONE, 8, PROMPT)],
 )
-def test_logits_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_len):
+def test_scores_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_len):
     programs, total = engine(mesh, name=name, block_size=block_size).programs, prompt_len + NEW
     prompt = programs.prefill(TEXT[:prompt_len], total)()
-    found, token = [np.asarray(prompt.logits[0])], first_token(prompt.logits, GREEDY)
-    cache, step = programs.decoder(prompt, token, prompt_len, NEW, GREEDY, total)
-    for number in TEXT[prompt_len:total]:
-        token = jax.device_put(np.array([number], np.int32), token.sharding)
-        cache, token, logits = step(cache, token)
-        found.append(np.asarray(logits[0]))
-        assert int(token[0]) == found[-1].argmax()
-    expected = plain_logits(name, total)[prompt_len - 1 :]
-    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-4)
-    assert np.abs(np.diff(found, axis=0)).max() > 0.1
+    logits = plain_logits(name, total)
+    np.testing.assert_allclose(prompt.logits[0], logits[prompt_len - 1], atol=2e-5, rtol=1e-4)
+    token = jax.device_put(TEXT[[prompt_len]], prompt.density.sharding)
+    given = TEXT[prompt_len + 1 : total, None]  # then one token is sampled
+    found = next(programs.decoder(prompt, token, given, prompt_len, NEW, GREEDY, total))
+    expected = np.append(TEXT[prompt_len + 1 : total], logits[-1].argmax())
+    np.testing.assert_array_equal(found.tokens[:, 0], expected)
+    log_probs = np.asarray(jax.nn.log_softmax(logits[prompt_len:], axis=-1))
+    own = log_probs[np.arange(NEW), expected]
+    np.testing.assert_allclose(found.log_probs[:, 0], own, atol=3e-5, rtol=1e-4)
+    np.testing.assert_array_equal(found.is_argmax[:, 0], expected == log_probs.argmax(-1))
+    assert np.ptp(own) > 1 and found.is_argmax.sum() < NEW
 
 
 # Greedy tokens of transformers 5.24.0 after the first 52 and 64 tokens of the text. It rotates by

@@ -1,4 +1,4 @@
-"""Decoding with a KV cache: one step appends a token and samples the next one."""
+"""Decoding with a KV cache: each step appends a token and samples the next one."""
 
 import dataclasses
 import functools
@@ -24,11 +24,12 @@ from mtraining_jax.parallel.ordering import serialize_collectives
 from mtraining_jax.patterns.base import NewTokens
 from mtraining_jax.tools.evaluate.engine.network import Network
 from mtraining_jax.tools.evaluate.engine.passes import STACKED, Prompt
-from mtraining_jax.tools.evaluate.engine.sampling import next_token
+from mtraining_jax.tools.evaluate.engine.sampling import NO_TOKEN, judge, next_token
 from pallas_kernels.checks import BLOCK_SIZE
 from pallas_kernels.decode import DecodeCall, combine, decode
 from pallas_kernels.key_codes import KeyCodes, block_weights, selected_blocks
 
+STEPS = 8  # after which the host reads tokens
 _MOST_SPARE = 512  # tokens of room that are not asked for
 # One layer, [B, Hk, S, D].
 _ONE_LAYER = P(None, None, SEQUENCE_AXES)
@@ -51,12 +52,25 @@ class Cache(NamedTuple):
     count: Array  # int32 scalar, number of new tokens of each sequence
 
 
-class Stepped(NamedTuple):
-    """The cache with the token, the next token int32 [B], and its logits fp32 [B, V]."""
+class Followed(NamedTuple):
+    """The tokens that follow, of T steps."""
+
+    tokens: Array  # int32 [T, B]
+    log_probs: Array  # fp32 [T, B]
+    is_argmax: Array  # bool [T, B], whether each is the most likely one
+
+
+class Decoding(NamedTuple):
+    """All that a step changes, so that each step has the same addresses.
+
+    If one changed, CUDA would load the graph of a step again, which takes longer than the step of a
+    small model.
+    """
 
     cache: Cache
-    token: Array
-    logits: Array
+    token: Array  # int32 [B], which the cache lacks
+    given: Array  # int32 [T, B], the tokens that follow; `NO_TOKEN` for those to be sampled
+    followed: Followed  # with room for T tokens
 
 
 def make_cache(
@@ -132,21 +146,39 @@ def _whole_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
+def make_decoding(
+    network: Network,
+    prompt: Prompt,
+    prompt_len: Sequence[int],
+    token: Array,
+    given: np.ndarray,
+    new_tokens: int,
+) -> Decoding:
+    """Prepares decoding from a token int32 [B], and tokens int32 [n, B] that follow it."""
+    room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks), len(token)
+    following = np.full(room, NO_TOKEN, np.int32)
+    following[: len(given)] = given
+    empty = (np.zeros(room, kind) for kind in (np.int32, np.float32, np.bool_))
+    following, *followed = jax.device_put((following, *empty), network.replicated)
+    cache = make_cache(network, prompt, prompt_len, new_tokens)
+    return Decoding(cache, jnp.copy(token), following, Followed(*followed))
+
+
 def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
-    """Builds a program that reads one token and samples the next.
+    """Builds a program that reads one token, and samples or scores the next one.
 
     It attends to all earlier tokens, or to the blocks that `Network.new_tokens` selects. Every rank
     computes the full layer, but attends only to its own shard of the prompt; ranks exchange one
-    output per head. The program takes the state, a `Cache` with room (donated), the token int32 [B]
-    after those in the cache, and temperature, top_p and seed of `next_token`.
+    output per head. The program takes the state, a `Decoding` with room (donated), and temperature,
+    top_p and seed of `next_token`; it returns the `Decoding` after the step.
     """
     mesh, one_layer = network.mesh, (_ONE_LAYER,) * network.spec.num_layers
     codes = tuple(_CODES if network.selects(window) else None for window in network.spec.windows)
     specs = Cache(*cast(Any, (one_layer, one_layer, codes, P(), P())))
 
     def step(
-        state: nnx.State, cache: Cache, token: Array, temperature: Array, top_p: Array, seed: Array
-    ) -> Stepped:
+        state: nnx.State, before: Decoding, temperature: Array, top_p: Array, seed: Array
+    ) -> Decoding:
         shardings = state_shardings(state, network.spec.parameters, mesh, network.fsdp)
         run = jax.shard_map(
             functools.partial(_step_on_shard, network, layout, length),
@@ -155,14 +187,28 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
             out_specs=(specs, P()),
             check_vma=False,
         )
-        cache, logits = run(state, cache, token)
+        number = before.cache.count
+        cache, logits = run(state, before.cache, before.token)
         # The first token was sampled from the logits of the prompt.
         sampled = next_token(logits, kind, temperature, top_p, seed, cache.count)
-        return Stepped(cache, sampled, logits)
+        given = lax.dynamic_index_in_dim(before.given, number, keepdims=False)
+        token = jnp.where(given == NO_TOKEN, sampled, given)
+        followed = jax.tree.map(
+            lambda x, own: lax.dynamic_update_index_in_dim(x, own, number, 0),
+            before.followed,
+            Followed(token, *judge(logits, token)),
+        )
+        return Decoding(cache, token, before.given, followed)
 
-    out_specs = Stepped(specs, *cast(Any, (P(), P())))
+    out_specs = Decoding(specs, *cast(Any, (P(), P(), Followed(*cast(Any, (P(),) * 3)))))
     out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
     return jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def rows_of(followed: Followed, begin: int, count: int) -> Followed:
+    """A copy of some steps, which is not given to the next one."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, begin, count), followed)
 
 
 def _step_on_shard(

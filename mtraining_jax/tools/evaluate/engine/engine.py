@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -18,6 +17,7 @@ from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.tools.evaluate.engine.decode import STEPS
 from mtraining_jax.tools.evaluate.engine.options import AnswerKind, GenerateOptions
 from mtraining_jax.tools.evaluate.engine.passes import joined
 from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
@@ -120,17 +120,17 @@ class Engine:
 
     def _forced_by_steps(self, prompt: np.ndarray, answer: np.ndarray) -> Forced:
         greedy, length = GenerateOptions(), len(prompt) + len(answer) - 1
-        read = self.programs.prefill(prompt, length)()
-        labels = answer[:, None]
-        judged = [judge(read.logits, labels[0])]
+        read, labels = self.programs.prefill(prompt, length)(), answer[:, None]
+        first = jax.device_put(labels[0], self.loaded.network.replicated)
+        judged = [judge(read.logits, first)]
         if len(labels) > 1:
-            token = first_token(read.logits, greedy)
-            new = len(prompt), len(answer)
-            cache, step = self.programs.decoder(read, token, *new, greedy, length)
-            for given, label in itertools.pairwise(labels):
-                cache, _, logits = step(cache, jax.device_put(given, token.sharding))
-                judged.append(judge(logits, label))
-        log_probs, is_argmax = map(np.concatenate, zip(*jax.device_get(judged), strict=True))
+            how = labels[1:], len(prompt), len(answer), greedy, length
+            steps = self.programs.decoder(read, first, *how)
+            for _ in range(1, len(labels), STEPS):
+                found = next(steps)
+                judged.append((found.log_probs, found.is_argmax))
+        flat = (np.concatenate([np.ravel(x) for x in part]) for part in zip(*judged, strict=True))
+        log_probs, is_argmax = (x[: len(answer)] for x in flat)
         return Forced(self._finite(log_probs, length), is_argmax, float(read.density))
 
     @functools.cached_property
@@ -240,18 +240,20 @@ class Engine:
             _Answer(self, options, self.loaded.stop_ids if stops is None else stops, on_text)
             for stops in stop_ids
         ]
-        for number in itertools.count():
-            current = token
-            # The devices compute the next step while this thread handles a token.
-            token = next(later, token)
-            new = np.asarray(current)
-            for each, answer, value in zip(ids, answers, new.tolist(), strict=True):
-                if not answer.stopped:
-                    if value == NO_TOKEN:
-                        raise self._not_finite(len(each) + number)
-                    answer.add(value)
-            if all(answer.stopped for answer in answers):
+        number, rows, ahead = 0, np.asarray(token)[None], next(later, None)
+        while True:
+            for new in rows.tolist():
+                for each, answer, value in zip(ids, answers, new, strict=True):
+                    if not answer.stopped:
+                        if value == NO_TOKEN:
+                            raise self._not_finite(len(each) + number)
+                        answer.add(value)
+                number += 1
+            if ahead is None or all(answer.stopped for answer in answers):
                 break
+            # The devices compute the next steps while this thread handles tokens.
+            (tokens, part), ahead = ahead, next(later, None)
+            rows = np.asarray(tokens)[part]
         decode_seconds = time.perf_counter() - programs.setup_seconds - begin
         shares = prefill_seconds / len(ids), decode_seconds / len(ids)
         return [

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Self
@@ -18,7 +19,13 @@ from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.patterns.base import ModelSizes, Pattern
-from mtraining_jax.tools.evaluate.engine.decode import Cache, Stepped, make_cache, make_step
+from mtraining_jax.tools.evaluate.engine.decode import (
+    STEPS,
+    Followed,
+    make_decoding,
+    make_step,
+    rows_of,
+)
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.engine.passes import Prompt, make_prefill, make_score
 from mtraining_jax.tools.evaluate.engine.sampling import next_token
@@ -57,62 +64,63 @@ class Programs:
         self,
         prompt: Prompt,
         token: Array,
+        given: np.ndarray,
         prompt_len: int | Sequence[int],
         new_tokens: int,
         options: GenerateOptions,
         length: int,
-    ) -> tuple[Cache, Callable[[Cache, Array], Stepped]]:
-        """Builds the cache of a prompt, which is deleted, and compiles the decoding step.
+    ) -> Iterator[Followed]:
+        """Compiles decoding, and yields what follows a prompt and its first new token, int32 [B].
 
-        There may be several prompts of one padded length (`joined`). The step is a function of
-        cache and token, and donates the cache. `length` as in `prefill`.
+        The next tokens are `given`, int32 [n, B]; then they are sampled. There may be several
+        prompts of one padded length (`joined`); they are deleted. Each item is of `STEPS` steps,
+        which have started but need not have ended. `length` as in `prefill`.
         """
-        network, how = self._network, _sampling(options)
+        network = self._network
         with self._setup():
             layout = network.sequence_layout(prompt.keys.shape[2])
             lengths = np.reshape(prompt_len, -1).tolist()
-            cache = make_cache(network, prompt, lengths, new_tokens)
-            length, room = network.rope_length(length), cache.keys[0].shape[:3]
+            now = make_decoding(network, prompt, lengths, token, given, new_tokens)
+            how = jax.device_put(_sampling(options), network.replicated)
+            length, room = network.rope_length(length), now.cache.keys[0].shape[:3]
             key = layout, length, room, options.kind, network.new_tokens
             if key not in self._steps:
                 step = make_step(network, layout, length, options.kind)
-                self._steps[key] = step.lower(self._state, cache, token, *how).compile()
-        run = functools.partial(self._steps[key], self._state)
-        return cache, lambda cache, token: run(cache, token, *how)
+                self._steps[key] = step.lower(self._state, now, *how).compile()
+                rows_of(now.followed, 0, STEPS)
+        step = self._steps[key]
+        for begin in itertools.count(0, STEPS):
+            for _ in range(STEPS):
+                now = step(self._state, now, *how)
+            yield rows_of(now.followed, begin, STEPS)
 
     def next_tokens(
         self, prompt: Prompt, token: Array, ids: Sequence[np.ndarray], options: GenerateOptions
-    ) -> Iterator[Array]:
-        """Yields the tokens, int32 [B], after prompts of ids, int32 [n], and their first new ones.
+    ) -> Iterator[tuple[Array, slice]]:
+        """Yields the tokens after prompts of ids, int32 [n], and their first new ones, int32 [B].
 
-        Each follows from one pass over all tokens before it. Where the RoPE scaling changes with
-        their number, a prompt is read again, and there is only one; the prompt is deleted.
+        They are some rows of each array, int32 [T, B], and `max_new_tokens` in all with the first
+        ones. Each follows from one pass over all tokens before it. Where the RoPE scaling changes
+        with their number, a prompt is read again, and there is only one; the prompt is deleted.
         """
-        rope_length, tokens = self._network.rope_length, [token]
-        while len(tokens) < options.max_new_tokens:
-            length = len(ids[0]) + len(tokens)
-            if rope_length(length) != rope_length(length - 1):
+        scaling, count = self._network.rope_length, options.max_new_tokens
+        lengths, known, done = [len(x) for x in ids], [np.asarray(token)[None]], 1
+        while done < count:
+            length = lengths[0] + done
+            if scaling(length) != scaling(length - 1):
                 prompt = self.prefill(ids[0], length)()
-            yield from self._extend(tokens, prompt, ids, options)
-
-    def _extend(
-        self,
-        tokens: list[Array],
-        prompt: Prompt,
-        ids: Sequence[np.ndarray],
-        options: GenerateOptions,
-    ) -> Iterator[Array]:
-        """Appends new tokens, up to a length that RoPE scales differently."""
-        rope_length, count = self._network.rope_length, options.max_new_tokens
-        first = len(ids[0]) + len(tokens)
-        lengths = [len(x) for x in ids]
-        cache, step = self.decoder(prompt, tokens[0], lengths, count, options, first)
-        for earlier in tokens[:-1]:
-            cache = step(cache, earlier).cache
-        while len(tokens) < count and rope_length(len(ids[0]) + len(tokens)) == rope_length(first):
-            cache, token, _ = step(cache, tokens[-1])
-            tokens.append(token)
-            yield token
+            same = (scaling(lengths[0] + n) == scaling(length) for n in range(done, count))
+            end = done + sum(itertools.takewhile(bool, same))
+            given = np.concatenate(known)[1:]
+            steps = self.decoder(prompt, token, given, lengths, count, options, length)
+            for begin, found in zip(range(0, end - 1, STEPS), steps, strict=False):
+                part = slice(max(done - 1 - begin, 0), end - 1 - begin)
+                if part.start < STEPS:
+                    yield found.tokens, part
+                    if end < count:  # otherwise they need not be kept
+                        known.append(np.asarray(found.tokens)[part])
+            del steps  # with its cache
+            done = end
 
     def together(self, prompts: Sequence[np.ndarray], new_tokens: int) -> list[list[int]]:
         """Groups the numbers of prompts, ids [n], that can be decoded at once.
