@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self, cast
 
 import jax
@@ -53,19 +53,19 @@ class Cache(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """The tokens that follow, of T steps."""
+    """The tokens that follow, of T steps; arrays of JAX or NumPy."""
 
-    tokens: Array  # int32 [T, B]
-    log_probs: Array  # fp32 [T, B]
-    is_argmax: Array  # bool [T, B], whether each is the most likely one
+    tokens: Any  # int32 [T, B]
+    log_probs: Any  # fp32 [T, B]
+    is_argmax: Any  # bool [T, B], whether each is the most likely one
+
+    @classmethod
+    def empty(cls, steps: int, batch: int) -> Self:
+        return cls(*(np.zeros((steps, batch), kind) for kind in (np.int32, np.float32, np.bool_)))
 
 
 class Decoding(NamedTuple):
-    """All that a step changes, so that each step has the same addresses.
-
-    If one changed, CUDA would load the graph of a step again, which takes longer than the step of a
-    small model.
-    """
+    """All that a step changes."""
 
     cache: Cache
     token: Array  # int32 [B], which the cache lacks
@@ -158,10 +158,9 @@ def make_decoding(
     room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks), len(token)
     following = np.full(room, NO_TOKEN, np.int32)
     following[: len(given)] = given
-    empty = (np.zeros(room, kind) for kind in (np.int32, np.float32, np.bool_))
-    following, *followed = jax.device_put((following, *empty), network.replicated)
+    arrays = jax.device_put((following, Followed.empty(*room)), network.replicated)
     cache = make_cache(network, prompt, prompt_len, new_tokens)
-    return Decoding(cache, jnp.copy(token), following, Followed(*followed))
+    return Decoding(cache, jnp.copy(token), *arrays)
 
 
 def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
@@ -205,10 +204,30 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
     return jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def rows_of(followed: Followed, begin: int, count: int) -> Followed:
-    """A copy of some steps, which is not given to the next one."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, begin, count), followed)
+def followed(step: Callable[[Decoding], Decoding], now: Decoding, steps: int) -> Iterator[Followed]:
+    """Yields what follows, NumPy arrays of `STEPS` steps, until it is at least `steps`.
+
+    The devices compute the next item meanwhile. All arrays are used again, so that every step has
+    the same addresses: if one changed, CUDA would load the graph of a step again, which takes
+    longer than the step of a small model.
+    """
+    batch = now.given.shape[1]
+    sharding = now.token.sharding
+    before, spare = jax.device_put((Followed.empty(STEPS, batch),) * 2, sharding)
+    for number in range(-(-steps // STEPS)):
+        for _ in range(STEPS):
+            now = step(now)
+        before, spare = _last_steps(now.followed, now.cache.count, spare), before
+        if number:
+            yield jax.device_get(spare)
+    yield jax.device_get(before)
+
+
+@functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
+def _last_steps(found: Followed, count: Array, spare: Followed) -> Followed:
+    """Copies the last steps into the memory of `spare`."""
+    begin = count - STEPS
+    return jax.tree.map(lambda x, to: lax.dynamic_slice_in_dim(x, begin, len(to)), found, spare)
 
 
 def _step_on_shard(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -17,7 +18,6 @@ from mtraining_jax.data.chat.template import ChatTemplate
 from mtraining_jax.data.files import errors_as
 from mtraining_jax.patterns.base import Pattern
 from mtraining_jax.patterns.dense import Dense
-from mtraining_jax.tools.evaluate.engine.decode import STEPS
 from mtraining_jax.tools.evaluate.engine.options import AnswerKind, GenerateOptions
 from mtraining_jax.tools.evaluate.engine.passes import joined
 from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
@@ -125,9 +125,7 @@ class Engine:
         judged = [judge(read.logits, first)]
         if len(labels) > 1:
             how = labels[1:], len(prompt), len(answer), greedy, length
-            steps = self.programs.decoder(read, first, *how)
-            for _ in range(1, len(labels), STEPS):
-                found = next(steps)
+            for found in self.programs.decoder(read, first, *how):
                 judged.append((found.log_probs, found.is_argmax))
         flat = (np.concatenate([np.ravel(x) for x in part]) for part in zip(*judged, strict=True))
         log_probs, is_argmax = (x[: len(answer)] for x in flat)
@@ -240,8 +238,8 @@ class Engine:
             _Answer(self, options, self.loaded.stop_ids if stops is None else stops, on_text)
             for stops in stop_ids
         ]
-        number, rows, ahead = 0, np.asarray(token)[None], next(later, None)
-        while True:
+        number = 0
+        for rows in itertools.chain([np.asarray(token)[None]], later):
             for new in rows.tolist():
                 for each, answer, value in zip(ids, answers, new, strict=True):
                     if not answer.stopped:
@@ -249,11 +247,8 @@ class Engine:
                             raise self._not_finite(len(each) + number)
                         answer.add(value)
                 number += 1
-            if ahead is None or all(answer.stopped for answer in answers):
+            if all(answer.stopped for answer in answers):
                 break
-            # The devices compute the next steps while this thread handles tokens.
-            (tokens, part), ahead = ahead, next(later, None)
-            rows = np.asarray(tokens)[part]
         decode_seconds = time.perf_counter() - programs.setup_seconds - begin
         shares = prefill_seconds / len(ids), decode_seconds / len(ids)
         return [

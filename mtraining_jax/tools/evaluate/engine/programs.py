@@ -22,9 +22,9 @@ from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.tools.evaluate.engine.decode import (
     STEPS,
     Followed,
+    followed,
     make_decoding,
     make_step,
-    rows_of,
 )
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.engine.passes import Prompt, make_prefill, make_score
@@ -73,8 +73,8 @@ class Programs:
         """Compiles decoding, and yields what follows a prompt and its first new token, int32 [B].
 
         The next tokens are `given`, int32 [n, B]; then they are sampled. There may be several
-        prompts of one padded length (`joined`); they are deleted. Each item is of `STEPS` steps,
-        which have started but need not have ended. `length` as in `prefill`.
+        prompts of one padded length (`joined`); they are deleted. Items are NumPy arrays of `STEPS`
+        steps, the last of which may exceed `new_tokens`. `length` as in `prefill`.
         """
         network = self._network
         with self._setup():
@@ -87,40 +87,30 @@ class Programs:
             if key not in self._steps:
                 step = make_step(network, layout, length, options.kind)
                 self._steps[key] = step.lower(self._state, now, *how).compile()
-                rows_of(now.followed, 0, STEPS)
-        step = self._steps[key]
-        for begin in itertools.count(0, STEPS):
-            for _ in range(STEPS):
-                now = step(self._state, now, *how)
-            yield rows_of(now.followed, begin, STEPS)
+        run = self._steps[key]
+        return followed(lambda now: run(self._state, now, *how), now, new_tokens - 1)
 
     def next_tokens(
         self, prompt: Prompt, token: Array, ids: Sequence[np.ndarray], options: GenerateOptions
-    ) -> Iterator[tuple[Array, slice]]:
-        """Yields the tokens after prompts of ids, int32 [n], and their first new ones, int32 [B].
+    ) -> Iterator[np.ndarray]:
+        """Yields the tokens, int32 [n, B], after prompts of ids, int32 [n], and first new tokens.
 
-        They are some rows of each array, int32 [T, B], and `max_new_tokens` in all with the first
-        ones. Each follows from one pass over all tokens before it. Where the RoPE scaling changes
-        with their number, a prompt is read again, and there is only one; the prompt is deleted.
+        Each follows from one pass over all tokens before it. Where the RoPE scaling changes with
+        their number, a prompt is read again, and there is only one; the prompt is deleted.
         """
         scaling, count = self._network.rope_length, options.max_new_tokens
-        lengths, known, done = [len(x) for x in ids], [np.asarray(token)[None]], 1
-        while done < count:
+        lengths, known = [len(x) for x in ids], np.asarray(token)[None]
+        while (done := len(known)) < count:
             length = lengths[0] + done
             if scaling(length) != scaling(length - 1):
                 prompt = self.prefill(ids[0], length)()
             same = (scaling(lengths[0] + n) == scaling(length) for n in range(done, count))
             end = done + sum(itertools.takewhile(bool, same))
-            given = np.concatenate(known)[1:]
-            steps = self.decoder(prompt, token, given, lengths, count, options, length)
-            for begin, found in zip(range(0, end - 1, STEPS), steps, strict=False):
-                part = slice(max(done - 1 - begin, 0), end - 1 - begin)
-                if part.start < STEPS:
-                    yield found.tokens, part
-                    if end < count:  # otherwise they need not be kept
-                        known.append(np.asarray(found.tokens)[part])
-            del steps  # with its cache
-            done = end
+            steps = self.decoder(prompt, token, known[1:], lengths, end, options, length)
+            for begin, found in zip(itertools.count(1, STEPS), steps, strict=False):
+                new = found.tokens[max(len(known) - begin, 0) : end - begin]
+                known = np.concatenate([known, new])
+                yield new
 
     def together(self, prompts: Sequence[np.ndarray], new_tokens: int) -> list[list[int]]:
         """Groups the numbers of prompts, ids [n], that can be decoded at once.
