@@ -69,6 +69,7 @@ TIERS = {
     "c": Tier(32768, 400, 48),
     "c64k": Tier(65536, 200, 16),
     "q": Tier(131072, 60, 16, "coder", "uint32"),
+    "g": Tier(32768, 400, 48, "gemma", "uint32"),
 }
 
 
@@ -124,10 +125,12 @@ def plays(folder: Path) -> dict[str, str]:
     }
 
 
-def rows_of(stream: np.ndarray, seq_len: int) -> np.ndarray:
-    """Splits a stream into sequences [n, seq_len] and drops the remainder."""
-    count = len(stream) // seq_len
-    return stream[: count * seq_len].reshape(count, seq_len)
+def rows_of(stream: np.ndarray, seq_len: int, bos: tuple[int, ...] = ()) -> np.ndarray:
+    """Splits a stream into sequences [n, seq_len] that begin with `bos`; drops the remainder."""
+    own = seq_len - len(bos)
+    count = len(stream) // own
+    rows = stream[: count * own].reshape(count, own)
+    return np.concatenate([np.tile(np.array(bos, rows.dtype), (count, 1)), rows], axis=1)
 
 
 def needle_row(number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: str) -> np.ndarray:
@@ -162,7 +165,8 @@ def text_tier(
     streams.append(
         np.concatenate([[*tokenizer.encode(x), tokenizer.eos] for x in trained.values()])
     )
-    rows = np.concatenate([rows_of(x.astype(tier.dtype), tier.seq_len) for x in streams])
+    how = tier.seq_len, tokenizer.bos
+    rows = np.concatenate([rows_of(x.astype(tier.dtype), *how) for x in streams])
     if len(rows) < tier.rows:
         raise UserError(f"the packages have {len(rows)} sequences; {tier.rows} are needed")
     rows = rows[Stream(TRAINED_SEED).order(len(rows))[: tier.rows]]
@@ -193,7 +197,7 @@ def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarr
             kinds.append(text.kind)
     without = tuple(f"/{name}" for x in texts.TEXTS for name in x.files)
     django = code_stream(texts.DJANGO, packages, tokenizer, without).astype(tier.dtype)
-    django = rows_of(django, tier.seq_len)
+    django = rows_of(django, tier.seq_len, tokenizer.bos)
     wanted = tier.held_out - len(rows)
     places = np.linspace(0, len(django) - 1, wanted).astype(int)
     return np.concatenate([np.stack(rows), django[places]] if rows else [django[places]]), (
