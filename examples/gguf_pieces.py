@@ -1,4 +1,4 @@
-"""Models whose GGUF file is cut into the wheels of several PyPI packages."""
+"""Models from a GGUF file that is cut into the wheels of several PyPI packages."""
 
 import argparse
 import shutil

@@ -226,7 +226,7 @@ GEMMA_SCORES = {"ab": -1.0, "▁a": -2.0, "▁ab": -3.0, "a": -4.0, "b": -5.0, "
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """A Gemma 3 whose last layer has no window, and its tensors by their names."""
+    """A Gemma 3 without a window in its last layer, and its tensors by their names."""
     path = tmp_path_factory.mktemp("gemma") / "tiny.gguf"
     rng, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "gemma3")
     sizes = {

@@ -74,7 +74,7 @@ class Programs:
 
         The next tokens are `given`, int32 [n, B]; then they are sampled. There may be several
         prompts of one padded length (`joined`); they are deleted. Items are NumPy arrays of `STEPS`
-        steps, the last of which may exceed `new_tokens`. `length` as in `prefill`.
+        steps; the last item may exceed `new_tokens`. `length` as in `prefill`.
         """
         network = self._network
         with self._setup():
