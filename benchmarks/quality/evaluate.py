@@ -29,7 +29,7 @@ from mtraining_jax.models.sharding import parameter_names
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.models.transformer import init_model
 from mtraining_jax.parallel.mesh import make_mesh
-from mtraining_jax.tools.evaluate.engine.decode import STEPS
+from mtraining_jax.tools.evaluate.engine.decode import steps_at_once
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.network import Network
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
@@ -89,7 +89,8 @@ def row_of(name: str, timing: Timing, length: int, ideal: float) -> list[str]:
 
 def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timing:
     """Compiles and times everything with one pattern; a run generates at least `tokens` tokens."""
-    programs, tokens = Programs(loaded), -(-tokens // STEPS) * STEPS
+    at_once = steps_at_once(loaded.network)
+    programs, tokens = Programs(loaded), -(-tokens // at_once) * at_once
     rng = np.random.default_rng(0)
     ids = rng.integers(0, loaded.network.spec.vocab_size, length, np.int32)
     new_tokens, greedy = (repeats + 1) * tokens, GenerateOptions()
@@ -103,7 +104,7 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
     steps = programs.decoder(prompt, token, ids[:0, None], length, new_tokens, greedy, length)
 
     def generate() -> Array:
-        return [next(steps).tokens for _ in range(0, tokens, STEPS)][-1]
+        return [next(steps).tokens for _ in range(0, tokens, at_once)][-1]
 
     token_ms = median_ms(generate, repeats, burst=1) / tokens
     peak = peak_bytes(read.func)

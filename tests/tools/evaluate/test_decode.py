@@ -14,7 +14,8 @@ import pytest
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.transformer import graph_definition
-from mtraining_jax.tools.evaluate.engine.decode import room_for
+from mtraining_jax.tools.evaluate.engine import programs as engine_programs
+from mtraining_jax.tools.evaluate.engine.decode import Followed, room_for
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.utils.errors import UserError
@@ -70,7 +71,8 @@ def test_scores_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_
     np.testing.assert_allclose(prompt.logits[0], logits[prompt_len - 1], atol=2e-5, rtol=1e-4)
     token = jax.device_put(TEXT[[prompt_len]], prompt.density.sharding)
     given = TEXT[prompt_len + 1 : total, None]  # then one token is sampled
-    found = next(programs.decoder(prompt, token, given, prompt_len, NEW, GREEDY, total))
+    parts = programs.decoder(prompt, token, given, prompt_len, NEW + 1, GREEDY, total)
+    found = Followed(*map(np.concatenate, zip(*parts, strict=True)))
     expected = np.append(TEXT[prompt_len + 1 : total], logits[-1].argmax())
     np.testing.assert_array_equal(found.tokens[:, 0], expected)
     log_probs = np.asarray(jax.nn.log_softmax(logits[prompt_len:], axis=-1))
@@ -95,6 +97,13 @@ def dense_phi() -> Engine:
     return engine(ONE, "sparse", PHI).dense()
 
 
+@pytest.fixture(params=[1, 8])
+def at_once(request, monkeypatch):
+    """As on a CPU, and as on a GPU."""
+    monkeypatch.setattr(engine_programs, "steps_at_once", lambda network: request.param)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_longrope_follows_the_tokens_so_far_and_not_the_largest_number_of_new_ones():
     for prompt_len, expected in TOKENS.items():
         for count in (len(expected), 5, 13, 1):
@@ -158,6 +167,7 @@ def test_a_sparse_pattern_reads_a_padded_prompt_the_same_on_one_device_and_on_ei
     assert np.abs(one - dense).max() > 0.01
 
 
+@pytest.mark.usefixtures("at_once")
 def test_greedy_tokens_are_the_most_likely_ones_and_stop_where_asked():
     said = []
     found = engine(EIGHT).generate(TEXT[:PROMPT], GenerateOptions(max_new_tokens=NEW), said.append)

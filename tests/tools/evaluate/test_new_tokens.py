@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from mtraining_jax.tools.evaluate.engine.decode import STEPS, make_cache, make_decoding, make_step
+from mtraining_jax.tools.evaluate.engine import programs as engine_programs
+from mtraining_jax.tools.evaluate.engine.decode import make_cache, make_decoding, make_step
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
@@ -93,17 +94,17 @@ def test_a_step_returns_everything_in_place():
     assert int(now.cache.count) == 2 and int(now.followed.tokens[1, 0]) == int(now.token[0])
 
 
-def test_what_follows_is_read_in_parts_of_some_steps():
+def test_what_follows_is_read_in_parts_of_some_steps(monkeypatch):
+    monkeypatch.setattr(engine_programs, "steps_at_once", lambda network: 4)
     model = engine(ONE, 0.3)
     prompt = model.programs.prefill(TEXT[:PROMPT], PROMPT)()
-    token, given = first_token(prompt.logits, GREEDY), TEXT[: 2 * STEPS - 1, None]
-    how = PROMPT, 2 * STEPS + 2, GREEDY, PROMPT
-    parts = list(model.programs.decoder(prompt, token, given, *how))
-    assert [len(x.tokens) for x in parts] == [STEPS] * 3
+    token, given = first_token(prompt.logits, GREEDY), TEXT[:7, None]
+    parts = list(model.programs.decoder(prompt, token, given, PROMPT, 10, GREEDY, PROMPT))
+    assert [len(x.tokens) for x in parts] == [4] * 3  # of 9 tokens after the first
     tokens = np.concatenate([x.tokens for x in parts])[:, 0]
-    np.testing.assert_array_equal(tokens[: len(given)], given[:, 0])
-    sampled = np.concatenate([x.is_argmax for x in parts])[len(given) :]
-    assert sampled.all() and not parts[0].is_argmax.all()
+    np.testing.assert_array_equal(tokens[:7], given[:, 0])
+    is_argmax = np.concatenate([x.is_argmax for x in parts])
+    assert is_argmax[7:].all() and not is_argmax[:7].all()
 
 
 def test_answers_that_do_not_fit_are_refused():

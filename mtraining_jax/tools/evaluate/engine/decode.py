@@ -29,7 +29,7 @@ from pallas_kernels.checks import BLOCK_SIZE
 from pallas_kernels.decode import DecodeCall, combine, decode
 from pallas_kernels.key_codes import KeyCodes, block_weights, selected_blocks
 
-STEPS = 8  # after which the host reads tokens
+_STEPS = 8  # of a GPU, after which the host reads tokens; a CPU's are slow, and read one by one
 _MOST_SPARE = 512  # tokens of room that are not asked for
 # One layer, [B, Hk, S, D].
 _ONE_LAYER = P(None, None, SEQUENCE_AXES)
@@ -204,18 +204,24 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
     return jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
 
 
-def followed(step: Callable[[Decoding], Decoding], now: Decoding, steps: int) -> Iterator[Followed]:
-    """Yields what follows, NumPy arrays of `STEPS` steps, until it is at least `steps`.
+def steps_at_once(network: Network) -> int:
+    """Steps that are started together."""
+    return 1 if network.mesh.devices.flat[0].platform == "cpu" else _STEPS
+
+
+def followed(
+    step: Callable[[Decoding], Decoding], now: Decoding, steps: int, at_once: int
+) -> Iterator[Followed]:
+    """Yields what follows, NumPy arrays of `at_once` steps, until it is at least `steps`.
 
     The devices compute the next item meanwhile. All arrays are used again, so that every step has
     the same addresses: if one changed, CUDA would load the graph of a step again, which takes
     longer than the step of a small model.
     """
-    batch = now.given.shape[1]
-    sharding = now.token.sharding
-    before, spare = jax.device_put((Followed.empty(STEPS, batch),) * 2, sharding)
-    for number in range(-(-steps // STEPS)):
-        for _ in range(STEPS):
+    empty = Followed.empty(at_once, now.given.shape[1])
+    before, spare = jax.device_put((empty, empty), now.token.sharding)
+    for number in range(-(-steps // at_once)):
+        for _ in range(at_once):
             now = step(now)
         before, spare = _last_steps(now.followed, now.cache.count, spare), before
         if number:
@@ -226,8 +232,11 @@ def followed(step: Callable[[Decoding], Decoding], now: Decoding, steps: int) ->
 @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
 def _last_steps(found: Followed, count: Array, spare: Followed) -> Followed:
     """Copies the last steps into the memory of `spare`."""
-    begin = count - STEPS
-    return jax.tree.map(lambda x, to: lax.dynamic_slice_in_dim(x, begin, len(to)), found, spare)
+
+    def copy(x: Array, to: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, count - len(to), len(to))
+
+    return jax.tree.map(copy, found, spare)
 
 
 def _step_on_shard(

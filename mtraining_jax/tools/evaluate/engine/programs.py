@@ -20,11 +20,11 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.tools.evaluate.engine.decode import (
-    STEPS,
     Followed,
     followed,
     make_decoding,
     make_step,
+    steps_at_once,
 )
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.engine.passes import Prompt, make_prefill, make_score
@@ -73,8 +73,8 @@ class Programs:
         """Compiles decoding, and yields what follows a prompt and its first new token, int32 [B].
 
         The next tokens are `given`, int32 [n, B]; then they are sampled. There may be several
-        prompts of one padded length (`joined`); they are deleted. Items are NumPy arrays of `STEPS`
-        steps; the last item may exceed `new_tokens`. `length` as in `prefill`.
+        prompts of one padded length (`joined`); they are deleted. Items are NumPy arrays of
+        some steps; the last item may exceed `new_tokens`. `length` as in `prefill`.
         """
         network = self._network
         with self._setup():
@@ -87,8 +87,8 @@ class Programs:
             if key not in self._steps:
                 step = make_step(network, layout, length, options.kind)
                 self._steps[key] = step.lower(self._state, now, *how).compile()
-        run = self._steps[key]
-        return followed(lambda now: run(self._state, now, *how), now, new_tokens - 1)
+        run, at_once = self._steps[key], steps_at_once(network)
+        return followed(lambda now: run(self._state, now, *how), now, new_tokens - 1, at_once)
 
     def next_tokens(
         self, prompt: Prompt, token: Array, ids: Sequence[np.ndarray], options: GenerateOptions
@@ -107,9 +107,10 @@ class Programs:
             same = (scaling(lengths[0] + n) == scaling(length) for n in range(done, count))
             end = done + sum(itertools.takewhile(bool, same))
             steps = self.decoder(prompt, token, known[1:], lengths, end, options, length)
-            for begin, found in zip(itertools.count(1, STEPS), steps, strict=False):
+            begin = 1
+            for found in steps:
                 new = found.tokens[max(len(known) - begin, 0) : end - begin]
-                known = np.concatenate([known, new])
+                known, begin = np.concatenate([known, new]), begin + len(found.tokens)
                 yield new
 
     def together(self, prompts: Sequence[np.ndarray], new_tokens: int) -> list[list[int]]:
