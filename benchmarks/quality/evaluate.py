@@ -93,7 +93,8 @@ def time_pattern(loaded: Loaded, length: int, repeats: int, tokens: int) -> Timi
     programs, tokens = Programs(loaded), -(-tokens // at_once) * at_once
     rng = np.random.default_rng(0)
     ids = rng.integers(0, loaded.network.spec.vocab_size, length, np.int32)
-    new_tokens, greedy = (repeats + 1) * tokens, GenerateOptions()
+    # The first new token comes with the prompt.
+    new_tokens, greedy = (repeats + 1) * tokens + 1, GenerateOptions()
     forward_ms = median_ms(_forward(loaded, programs, ids), repeats)
     read = programs.prefill(ids, length)
     prefill_ms = median_ms(read, repeats)

@@ -3,10 +3,15 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
-from benchmarks.quality.evaluate import Timing, bytes_of_a_token, row_of
+import benchmarks.quality.evaluate
+from benchmarks.quality.evaluate import Timing, bytes_of_a_token, row_of, time_pattern
 from mtraining_jax.config import Config
 from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.tools.evaluate.engine import programs
+from mtraining_jax.tools.evaluate.engine.engine import Engine
+from tests.models.common import CHECKPOINTS
 
 
 def test_a_token_reads_all_weights_and_the_devices_part_of_the_cache():
@@ -27,3 +32,13 @@ def test_a_row_sets_times_against_what_is_possible():
     ]  # fmt: skip
     unknown = dataclasses.replace(timing, peak_bytes=None)
     assert row_of("replay", unknown, 131072, 0.0025)[-1] == "–"
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_all_repeats_are_timed(at_once, monkeypatch):
+    for place in (programs, benchmarks.quality.evaluate):
+        monkeypatch.setattr(place, "steps_at_once", lambda network: at_once)
+    fields = {"parallel.nodes": 1, "parallel.devices_per_node": 1}
+    loaded = Engine.load(CHECKPOINTS / "llama3_tiny", overrides=fields, tokenizer="bytes").loaded
+    timing = time_pattern(loaded, 40, 2, 3)
+    assert timing.density == 1 and timing.token > 0
