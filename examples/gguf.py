@@ -217,7 +217,9 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
 def _tokenizer(file: Gguf) -> _Tokenizer:
     kind = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre")
     if kind[0] != "gpt2" or kind[1] not in _TOKENIZERS:
-        known = " or ".join(str(("gpt2", name)) for name in _TOKENIZERS) + ", or gemma3's llama"
+        known = (
+            " or ".join(str(("gpt2", name)) for name in _TOKENIZERS) + ", or 'llama' in a gemma3"
+        )
         raise UserError(f"the tokenizer in the GGUF file is {kind}; it must be {known}")
     return _TOKENIZERS[kind[1]]
 
@@ -230,8 +232,7 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
     Raises:
         UserError: if the file has another type of tokenizer.
     """
-    data = file.metadata
-    pieces = _is_sentencepiece(file)
+    data, spm = file.metadata, _is_sentencepiece(file)
     tokens = {
         token: (number, kind)
         for number, (token, kind) in enumerate(
@@ -241,8 +242,8 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
     }
     # Where spaces are letters, a token of several spaces is found in the changed text.
     whole = {"single_word": False, "lstrip": False, "rstrip": False}
-    parts = _pieces(file) if pieces else _byte_level(_tokenizer(file))
-    merges = _merges(file) if pieces else [x.split(" ") for x in data["tokenizer.ggml.merges"]]
+    parts = _sentencepiece(file) if spm else _byte_level(_tokenizer(file))
+    merges = _merges(file) if spm else [x.split(" ") for x in data["tokenizer.ggml.merges"]]
     return {
         "version": "1.0",
         "truncation": None,
@@ -252,7 +253,7 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
                 "id": number,
                 "content": token,
                 "special": kind == _CONTROL,
-                "normalized": pieces and kind == _USER_DEFINED,
+                "normalized": spm and kind == _USER_DEFINED,
                 **whole,
             }
             for token, (number, kind) in tokens.items()
@@ -262,11 +263,11 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": "<unk>" if pieces else None,
+            "unk_token": "<unk>" if spm else None,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
-            "fuse_unk": pieces,
-            "byte_fallback": pieces,
+            "fuse_unk": spm,
+            "byte_fallback": spm,
             "ignore_merges": False,
             "vocab": {token: number for token, (number, _) in tokens.items()},
             "merges": merges,
@@ -288,7 +289,7 @@ def _byte_level(steps: _Tokenizer) -> dict[str, Any]:
     return dict(zip(names, (steps.normalizer, split, byte_level, None), strict=True))
 
 
-def _pieces(file: Gguf) -> dict[str, Any]:
+def _sentencepiece(file: Gguf) -> dict[str, Any]:
     data = file.metadata
     number = data["tokenizer.ggml.bos_token_id"]
     start, text = data["tokenizer.ggml.tokens"][number], {"Sequence": {"id": "A", "type_id": 0}}

