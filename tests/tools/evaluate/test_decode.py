@@ -15,7 +15,7 @@ from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.read import load_hf
 from mtraining_jax.models.transformer import graph_definition
 from mtraining_jax.tools.evaluate.engine import programs as engine_programs
-from mtraining_jax.tools.evaluate.engine.decode import Followed, room_for
+from mtraining_jax.tools.evaluate.engine.decode import ScoredTokens, room_for
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.utils.errors import UserError
@@ -72,7 +72,7 @@ def test_scores_are_those_of_reading_all_at_once(name, mesh, block_size, prompt_
     token = jax.device_put(TEXT[[prompt_len]], prompt.density.sharding)
     given = TEXT[prompt_len + 1 : total, None]  # then one token is sampled
     parts = programs.decoder(prompt, token, given, prompt_len, NEW + 1, GREEDY, total)
-    found = Followed(*map(np.concatenate, zip(*parts, strict=True)))
+    found = ScoredTokens(*map(np.concatenate, zip(*parts, strict=True)))
     expected = np.append(TEXT[prompt_len + 1 : total], logits[-1].argmax())
     np.testing.assert_array_equal(found.tokens[:, 0], expected)
     log_probs = np.asarray(jax.nn.log_softmax(logits[prompt_len:], axis=-1))

@@ -70,7 +70,7 @@ def test_codes_have_the_range_of_the_keys_of_a_prompt():
     prompt = programs.prefill(TEXT[:PROMPT], PROMPT)()
     keys = np.asarray(prompt.keys, np.float64)[:, 0]
     order = network.sequence_layout(keys.shape[1]).inverse()[:PROMPT]
-    cache = make_cache(network, prompt, [PROMPT], NEW)
+    cache = make_cache(network, prompt, [PROMPT], 128)
     for own, codes in zip(keys[:, order], cache.codes, strict=True):
         step = 2 * 2.6 * own.std(0) / 15
         np.testing.assert_allclose(codes.unit[0, :, 0], step, rtol=1e-4)
@@ -91,7 +91,7 @@ def test_a_step_returns_everything_in_place():
     places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(now)]
     now = step(model.loaded.state, now, *how)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(now)] == places
-    assert int(now.cache.count) == 2 and int(now.followed.tokens[1, 0]) == int(now.token[0])
+    assert int(now.cache.count) == 2 and int(now.scored.tokens[1, 0]) == int(now.token[0])
 
 
 def test_what_follows_is_read_in_parts_of_some_steps(monkeypatch):

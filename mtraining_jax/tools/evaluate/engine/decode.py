@@ -52,8 +52,8 @@ class Cache(NamedTuple):
     count: Array  # int32 scalar, number of new tokens of each sequence
 
 
-class Followed(NamedTuple):
-    """The tokens that follow, of T steps; arrays of JAX or NumPy."""
+class ScoredTokens(NamedTuple):
+    """The tokens that T steps sampled or were given, as arrays of JAX or NumPy."""
 
     tokens: Any  # int32 [T, B]
     log_probs: Any  # fp32 [T, B]
@@ -61,6 +61,7 @@ class Followed(NamedTuple):
 
     @classmethod
     def empty(cls, steps: int, batch: int) -> Self:
+        """Arrays of NumPy with room for T steps."""
         return cls(*(np.zeros((steps, batch), kind) for kind in (np.int32, np.float32, np.bool_)))
 
 
@@ -70,16 +71,12 @@ class Decoding(NamedTuple):
     cache: Cache
     token: Array  # int32 [B], which the cache lacks
     given: Array  # int32 [T, B], the tokens that follow; `NO_TOKEN` for those to be sampled
-    followed: Followed  # with room for T tokens
+    scored: ScoredTokens  # of the steps so far, with room for T
 
 
-def make_cache(
-    network: Network, prompt: Prompt, prompt_len: Sequence[int], new_tokens: int
-) -> Cache:
-    """Builds the cache after the prefill, and deletes keys and values of the prompt."""
-    tokens = prompt.keys.shape[2]
-    room = room_for(new_tokens, tokens // network.ranks)
-    layers = []
+def make_cache(network: Network, prompt: Prompt, prompt_len: Sequence[int], room: int) -> Cache:
+    """Builds the cache after the prefill, with room for new tokens; deletes that of the prompt."""
+    tokens, layers = prompt.keys.shape[2], []
     for stacked in (prompt.keys, prompt.values):
         layers.append(_with_room(network.mesh, room, stacked))
         stacked.delete()
@@ -155,11 +152,12 @@ def make_decoding(
     new_tokens: int,
 ) -> Decoding:
     """Prepares decoding from a token int32 [B], and tokens int32 [n, B] that follow it."""
-    room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks), len(token)
-    following = np.full(room, NO_TOKEN, np.int32)
+    room = room_for(new_tokens, prompt.keys.shape[2] // network.ranks)
+    following = np.full((room, len(token)), NO_TOKEN, np.int32)
     following[: len(given)] = given
-    arrays = jax.device_put((following, Followed.empty(*room)), network.replicated)
-    cache = make_cache(network, prompt, prompt_len, new_tokens)
+    empty = ScoredTokens.empty(room, len(token))
+    arrays = jax.device_put((following, empty), network.replicated)
+    cache = make_cache(network, prompt, prompt_len, room)
     return Decoding(cache, jnp.copy(token), *arrays)
 
 
@@ -192,14 +190,14 @@ def make_step(network: Network, layout: Layout, length: int, kind: str) -> Any:
         sampled = next_token(logits, kind, temperature, top_p, seed, cache.count)
         given = lax.dynamic_index_in_dim(before.given, number, keepdims=False)
         token = jnp.where(given == NO_TOKEN, sampled, given)
-        followed = jax.tree.map(
+        scored = jax.tree.map(
             lambda x, own: lax.dynamic_update_index_in_dim(x, own, number, 0),
-            before.followed,
-            Followed(token, *judge(logits, token)),
+            before.scored,
+            ScoredTokens(token, *judge(logits, token)),
         )
-        return Decoding(cache, token, before.given, followed)
+        return Decoding(cache, token, before.given, scored)
 
-    out_specs = Decoding(specs, *cast(Any, (P(), P(), Followed(*cast(Any, (P(),) * 3)))))
+    out_specs = Decoding(specs, *cast(Any, (P(), P(), ScoredTokens(*cast(Any, (P(),) * 3)))))
     out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
     return jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
 
@@ -209,28 +207,28 @@ def steps_at_once(network: Network) -> int:
     return 1 if network.mesh.devices.flat[0].platform == "cpu" else _STEPS
 
 
-def followed(
+def run_steps(
     step: Callable[[Decoding], Decoding], now: Decoding, steps: int, at_once: int
-) -> Iterator[Followed]:
-    """Yields what follows, NumPy arrays of `at_once` steps, until it is at least `steps`.
+) -> Iterator[ScoredTokens]:
+    """Takes at least `steps` steps, and yields their tokens, NumPy arrays of `at_once` steps.
 
     The devices compute the next item meanwhile. All arrays are used again, so that every step has
     the same addresses: if one changed, CUDA would load the graph of a step again, which takes
     longer than the step of a small model.
     """
-    empty = Followed.empty(at_once, now.given.shape[1])
+    empty = ScoredTokens.empty(at_once, now.given.shape[1])
     before, spare = jax.device_put((empty, empty), now.token.sharding)
     for number in range(-(-steps // at_once)):
         for _ in range(at_once):
             now = step(now)
-        before, spare = _last_steps(now.followed, now.cache.count, spare), before
+        before, spare = _last_steps(now.scored, now.cache.count, spare), before
         if number:
             yield jax.device_get(spare)
     yield jax.device_get(before)
 
 
 @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
-def _last_steps(found: Followed, count: Array, spare: Followed) -> Followed:
+def _last_steps(found: ScoredTokens, count: Array, spare: ScoredTokens) -> ScoredTokens:
     """Copies the last steps into the memory of `spare`."""
 
     def copy(x: Array, to: Array) -> Array:

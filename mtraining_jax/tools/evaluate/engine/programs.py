@@ -20,10 +20,10 @@ from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import TOKENS
 from mtraining_jax.patterns.base import ModelSizes, Pattern
 from mtraining_jax.tools.evaluate.engine.decode import (
-    Followed,
-    followed,
+    ScoredTokens,
     make_decoding,
     make_step,
+    run_steps,
     steps_at_once,
 )
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
@@ -69,7 +69,7 @@ class Programs:
         new_tokens: int,
         options: GenerateOptions,
         length: int,
-    ) -> Iterator[Followed]:
+    ) -> Iterator[ScoredTokens]:
         """Compiles decoding, and yields what follows a prompt and its first new token, int32 [B].
 
         The next tokens are `given`, int32 [n, B]; then they are sampled. There may be several
@@ -88,7 +88,7 @@ class Programs:
                 step = make_step(network, layout, length, options.kind)
                 self._steps[key] = step.lower(self._state, now, *how).compile()
         run, at_once = self._steps[key], steps_at_once(network)
-        return followed(lambda now: run(self._state, now, *how), now, new_tokens - 1, at_once)
+        return run_steps(lambda now: run(self._state, now, *how), now, new_tokens - 1, at_once)
 
     def next_tokens(
         self, prompt: Prompt, token: Array, ids: Sequence[np.ndarray], options: GenerateOptions
