@@ -23,6 +23,7 @@ from mtraining_jax.parallel.host_memory import (
 )
 from mtraining_jax.utils.errors import UserError
 
+_VECTORS = "norm.weight", ".bias", ".sinks"  # ends of names
 _RMS = 0.2  # of updates of matrices, about that of AdamW (arXiv 2502.16982)
 Parameters = dict[str, Array]  # fp32 by dotted name: "layers.self_attn.q_proj.weight"
 Schedule = Callable[[Array | int], Array]
@@ -95,7 +96,7 @@ def _decay(config: OptimizerConfig) -> optax.GradientTransformation:
     """Adds decayed parameters to updates, except biases, norms and sinks."""
 
     def decay(path: Any, update: Array, parameter: Array) -> Array:
-        if path[-1].key.endswith(("norm.weight", ".bias", ".sinks")):
+        if path[-1].key.endswith(_VECTORS):
             return update
         return update + config.weight_decay * parameter
 
@@ -107,10 +108,13 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
 
     def labels(parameters: Parameters) -> dict[str, str]:
-        return {
-            name: "muon" if name.startswith(LAYERS) and x.ndim > 2 else "adamw"
+        # Biases of experts are stacked as [L, experts, out].
+        matrices = {
+            name
             for name, x in parameters.items()
+            if name.startswith(LAYERS) and x.ndim > 2 and not name.endswith(_VECTORS)
         }
+        return {name: "muon" if name in matrices else "adamw" for name in parameters}
 
     def with_rms(x: Array) -> Array:
         return x * (_RMS * max(x.shape[-2:]) ** 0.5)

@@ -138,6 +138,28 @@ def test_arrays_on_the_host_change_no_bit(mu_dtype):
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
+def test_muon_leaves_biases_of_experts_to_adamw():
+    """They are stacked as [layers, experts, out], with as many axes as a matrix."""
+    shapes = {
+        "layers.mlp.gate_proj.weight": (2, 4, 8, 6),
+        "layers.mlp.gate_proj.bias": (2, 4, 8),
+        "layers.self_attn.q_proj.weight": (2, 8, 6),
+        "layers.self_attn.sinks": (2, 8),
+        "embed_tokens.weight": (9, 6),
+    }
+    rng = np.random.default_rng(0)
+    gradients = {name: jnp.asarray(rng.normal(size=x), jnp.float32) for name, x in shapes.items()}
+    optimizer = make_optimizer(OptimizerConfig(kind="muon", weight_decay=0.1))
+    parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    for name, moved in updates.items():
+        is_matrix = name.endswith("_proj.weight")
+        decay = 0.1 if name.endswith(".weight") else 0.0
+        # AdamW's first step has the sign of the gradient.
+        is_sign = np.allclose(moved - decay, np.sign(gradients[name]), atol=1e-5)
+        assert is_sign != is_matrix, name
+
+
 def test_clip_scales_to_the_norm_and_reports_the_norms_before():
     gradients = {"a": jnp.array([3.0, 0.0]), "layers.b": jnp.array([[4.0], [12.0]])}
     scale, norm, norms = clip(gradients, 1.0)
