@@ -180,6 +180,19 @@ def test_balance_loss_is_that_of_transformers_without_padding(lengths, golden):
     np.testing.assert_array_equal(np.any(gradient != 0, axis=(0, 3)), real > 0)
 
 
+def test_a_sequence_of_padding_has_an_auxiliary_loss_of_0():
+    """Of a batch from Python, such as the last one of an epoch; 0 / 0 would skip its step."""
+    rng = np.random.default_rng(0)
+    drawn = (jnp.asarray(rng.random((3, 1, EXPERTS)), jnp.float32) for _ in range(2))
+    one = Balance(*drawn)
+    both = Balance(*(jnp.concatenate([x, jnp.zeros_like(x)], axis=1) for x in one))
+    (loss, load), gradient = jax.value_and_grad(balance_loss, has_aux=True)(both)
+    expected, expected_load = balance_loss(one)
+    np.testing.assert_allclose(loss, expected / 2, rtol=1e-6)
+    np.testing.assert_allclose(load, expected_load / 2, rtol=1e-6)
+    assert all(np.isfinite(x).all() for x in gradient)
+
+
 def test_rematerialization_changes_nothing():
     specs = (tiny_spec(**MOE, mlp_chunk_size=8, **how) for how in ({}, REMAT))
     layers = [Experts(spec, spec.layer, "mlp", nnx.Rngs(0)) for spec in specs]

@@ -72,9 +72,11 @@ def balance_loss(sums: Balance) -> tuple[Array, Array]:
         experts are used evenly. And the load [L]: tokens of the busiest expert over the mean.
     """
     experts, tokens = sums.counts.shape[-1], jnp.sum(sums.probabilities, axis=(0, 2))
+    tokens = jnp.where(tokens > 0, tokens, 1)  # a sequence may be all padding
     fractions, means = (jnp.sum(x, axis=0) / lax.stop_gradient(tokens)[:, None] for x in sums)
     loss = experts * jnp.mean(jnp.sum(fractions * means, axis=-1))
-    load = jnp.max(sums.counts, axis=-1) / jnp.mean(sums.counts, axis=-1)
+    mean = jnp.mean(sums.counts, axis=-1)
+    load = jnp.max(sums.counts, axis=-1) / jnp.where(mean > 0, mean, 1)
     return loss, lax.stop_gradient(jnp.mean(load, axis=-1))
 
 
