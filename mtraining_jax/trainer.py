@@ -92,8 +92,9 @@ def fit(
             those of all layers are stacked.
         callbacks: see `Callback`.
         state: arrays to start from in place of model.init_from, such as the `state` of an earlier
-            result; they are donated. Its counter of steps continues. Only for a run without a
-            checkpoint to resume from.
+            result; they are donated. The optimizer's state continues, but steps, and with them the
+            schedule of `[optimizer]`, begin at 1. Only for a run without a checkpoint to resume
+            from.
 
     Returns:
         Records, the last state, and what was written.

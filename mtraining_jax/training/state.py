@@ -152,7 +152,8 @@ class StateBuilder:
                     f"but {needs} is needed"
                 )
         if not jax.tree.leaves(state.opt_state):
-            return self._initial_state(state.model)
+            model = {name: _cast(x, abstract.model[name]) for name, x in state.model.items()}
+            return self._initial_state(model)
         shapes = [jax.tree.map(lambda x: x.shape, x.opt_state) for x in (state, abstract)]
         if shapes[0] != shapes[1]:
             raise UserError(
@@ -165,6 +166,8 @@ class StateBuilder:
         zero = np.zeros((), np.int32)
         rng = jax.random.key_data(jax.random.key(self._config.run.seed, impl=PRNG_IMPL))
         new = dataclasses.replace(new, step=zero, skipped=zero, skipped_in_row=zero, rng=rng)
+        # The other run may have had frozen matrices, or moments, of another dtype.
+        new = jax.tree.map(_cast, new, abstract)
         return jax.tree.map(lambda x, place: jax.device_put(x, place.sharding), new, abstract)
 
     def _initial_state(self, parameters: Parameters) -> TrainState:
@@ -223,6 +226,10 @@ def _on_host(sharding: NamedSharding) -> NamedSharding:
     if found.memory_kind is None:  # devices to compile for, which are not there
         found = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=PINNED_HOST)
     return found
+
+
+def _cast(x: Any, like: Any) -> Any:
+    return x if x.dtype == like.dtype else x.astype(like.dtype)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Array:

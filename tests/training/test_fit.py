@@ -304,6 +304,21 @@ def test_a_run_starts_from_the_state_of_another(config):
     assert len(fit(other, state=fresh).records) == 2
 
 
+def test_a_state_with_frozen_matrices_is_trained_in_fp32(config):
+    """Frozen ones are stored in bf16, in which small updates would be lost, and moments round."""
+    config = changed(config, run={"steps": 1}, model={"dtype": "bfloat16"})
+    frozen = changed(config, run={"name": "frozen"}, optimizer={"trainable": ["norm"]})
+    first = fit(frozen).state
+    assert first.model["embed_tokens.weight"].dtype == "bfloat16"
+    second = fit(config, state=dataclasses.replace(first, opt_state=())).state
+    arrays = second.model, second.opt_state
+    assert {x.dtype.name for x in jax.tree.leaves(arrays)} == {"float32", "int32"}
+    rounded = changed(config, run={"name": "rounded"}, optimizer={"mu_dtype": "bfloat16"})
+    third = fit(rounded, state=second).state
+    assert {x.dtype.name for x in third.opt_state[0].mu.values()} == {"bfloat16"}
+    assert {x.dtype.name for x in third.opt_state[0].nu.values()} == {"float32"}
+
+
 def _after(config, steps):
     loader = Given(config).loader
     for _ in range(steps):
