@@ -74,7 +74,13 @@ def step_record(
     }
     if "auxiliary_loss" in metrics:
         record["auxiliary_loss"] = float(metrics["auxiliary_loss"])
-    record |= {name: float(x) for name, x in metrics.get("loss_terms", {}).items()}
+    terms = {name: float(x) for name, x in metrics.get("loss_terms", {}).items()}
+    if taken := sorted(terms.keys() & record.keys()):
+        raise UserError(
+            f"a callback adds a term {taken[0]!r} to the loss, but the record of a step already "
+            "has that: give it another name"
+        )
+    record |= terms
     if step in config.dense_steps:
         record["dense_step"] = True
     for name, values in layers.items():

@@ -17,6 +17,7 @@ from mtraining_jax.config import Config
 from mtraining_jax.documents import Documents
 from mtraining_jax.models.experts.mixture import balance_loss
 from mtraining_jax.models.huggingface.checksums import checksum
+from mtraining_jax.models.labels import IGNORE_LABEL
 from mtraining_jax.models.lora.projection import seeds_from
 from mtraining_jax.models.loss import count_labels, linear_cross_entropy
 from mtraining_jax.models.transformer import Attention
@@ -44,6 +45,7 @@ from mtraining_jax.training.optimizer import (
     zeros_like,
 )
 from mtraining_jax.training.state import PRNG_IMPL, StateBuilder, TrainState
+from mtraining_jax.utils.errors import UserError
 
 Batch = dict[str, Any]  # arrays, `Documents`, and of each option in "overrides"
 Metrics = dict[str, Any]
@@ -90,7 +92,7 @@ def make_train_step(
     Gradients are summed in fp32 over `optimizer.accumulation_steps` micro-batches. A step with a
     loss or gradient norm that is not finite, or a norm above `optimizer.skip_norm`, is skipped and
     counted: parameters and optimizer state stay unchanged, as they do in a batch without labels, of
-    loss 0. An observer measures attention in every step.
+    loss 0, unless `loss_terms` have a gradient. An observer measures attention in every step.
 
     With `GuardInputs`, a step may be held: then all of its state, also its counters, stays as it
     was, and the same step can be taken again.
@@ -136,7 +138,8 @@ def make_train_step(
                 usable &= norm <= config.optimizer.skip_norm
             labels = count_labels(batch["labels"])
             # AdamW would also move without a gradient.
-            applied = usable & (labels > 0) & ~held
+            learns = (labels > 0) | (norm > 0) if loss_terms else labels > 0
+            applied = usable & learns & ~held
             lr = jnp.float32(jnp.nan) if builder.own_rate else schedule(state.step)
             rate = jnp.float32(-1) if builder.own_rate else lr
             take = update_from_host if config.optimizer.offload else update
@@ -238,7 +241,7 @@ def make_gradients(
             label_weights_BS=batch.get("weights"),
             trains_weight=builder.lm_head_name in builder.trainable,
         )
-        loss = objective = total / jnp.maximum(count, 1)
+        loss = objective = total / jnp.where(count > 0, count, 1)
         if (used := layers.pop("experts", None)) is not None:
             auxiliary, load = balance_loss(used)
             objective += model.router_aux_loss_coef * len(hidden) / sequences * auxiliary
@@ -246,7 +249,12 @@ def make_gradients(
         if loss_terms:
             found: dict[str, Array] = {}
             for terms in loss_terms:
-                found |= terms(hidden, lm_head, batch)
+                more = terms(hidden, lm_head, batch)
+                if twice := sorted(found.keys() & more.keys()):
+                    raise UserError(
+                        f"two callbacks add a term {twice[0]!r} to the loss: give each its own name"
+                    )
+                found |= more
             objective += len(hidden) / sequences * sum(found.values())
             layers[LOSS_TERMS] = found
         return objective, (loss, layers)
@@ -288,8 +296,9 @@ def make_gradients(
 
     def gradients_of(trained: Parameters, frozen: Parameters, batch: Batch, drawn: Any):
         labels, weights = batch["labels"], batch.get("weights")
-        # The weights of a document sum to 1.
-        count = count_labels(labels) if weights is None else jnp.sum(weights)
+        # The weights of a document sum to 1; batches from Python may have others.
+        counted = labels != IGNORE_LABEL
+        count = count_labels(labels) if weights is None else jnp.sum(jnp.where(counted, weights, 0))
         return batch_gradients(trained, frozen, batch, (count, len(labels)), drawn)
 
     return gradients_of

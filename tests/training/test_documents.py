@@ -126,6 +126,21 @@ def test_documents_may_weigh_as_much_as_each_other(packed):
     assert abs(metrics["loss"] - packed.first(LENGTHS)[0]["loss"]) > 1e-3
 
 
+def test_weights_of_untrained_tokens_do_not_count_and_have_any_unit(packed):
+    """The loss is a weighted mean over labels: batches from Python may have such weights."""
+    batch = packed.batch(LENGTHS)
+    labels = batch["labels"]
+    weights = np.random.default_rng(0).uniform(0.5, 1, labels.shape).astype(np.float32)
+    found = []
+    for unit, others in ((1, 0), (1, 1), (1e-3, 1)):  # the last ones sum to less than 1
+        own = unit * np.where((np.asarray(labels) != -100) | (others > 0), weights, 0)
+        given = {"weights": jax.device_put(own.astype(np.float32), labels.sharding)}
+        metrics = packed.step(packed.start(), batch | given)[1]
+        found.append([metrics["loss"], metrics["grad_norm"]])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
+
+
 def test_batches_of_the_loader_say_where_documents_are_and_count_positions_in_them(packed):
     lengths = np.array([30, 57, 5, 100, 64, 40, 20, 17])
     path = packed.config.data.source_options.paths[0]

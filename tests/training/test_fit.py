@@ -270,6 +270,39 @@ def test_terms_of_callbacks_are_part_of_the_gradient_and_of_the_record(config):
     assert twice["constant"] == 3
 
 
+class Term(Callback):
+    """Adds the mean square of the hidden states to the loss."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def loss(self, hidden, lm_head, batch):
+        return {self.name: jax.numpy.mean(hidden * hidden)}
+
+
+def test_terms_of_one_name_or_of_a_metric_are_refused(config):
+    with pytest.raises(UserError, match="two callbacks add a term 'mine' to the loss: give each"):
+        fit(config, callbacks=[Term("mine"), Term("mine")])
+    with pytest.raises(UserError, match="a callback adds a term 'loss' to the loss, but the rec"):
+        fit(config, callbacks=[Term("loss")])
+
+
+def test_terms_train_batches_without_labels(config):
+    """They have a gradient; without one, nothing changes."""
+    config = changed(config, run={"steps": 1})
+    given = tokens() | {"labels": np.full((B, S), -100)}
+    for name, callback in (("alone", Callback()), ("with-term", Term("mine"))):
+        keeper = Keeper()
+        result = fit(
+            changed(config, run={"name": name}), data=iter([given]), callbacks=[keeper, callback]
+        )
+        (record,) = result.records
+        assert record["loss"] == record["labels"] == 0
+        after = jax.device_get(result.state.parameters)
+        moved = any(not np.array_equal(x, keeper.states[0][n]) for n, x in after.items())
+        assert moved == (record["grad_norm"] > 0) == ("mine" in record)
+
+
 def test_what_callbacks_do_wrong_is_named(config):
     class Taken(Callback):
         def step(self, record):
