@@ -129,14 +129,14 @@ class ModelSpec:
     def parameters(self) -> ParamTable:
         """All parameters by dotted name, with stacked layers."""
         table = FAMILIES.get(self.family)().parameters(self)
-        return with_frozen(table, self.dtype, self._trains)
+        return with_frozen(table, self.dtype, self.trains)
 
     @functools.cached_property
     def layer(self) -> ParamTable:
         """The parameters of one layer, with adapters, by their name in it."""
         table = FAMILIES.get(self.family)().layer(self)
         table = table if self.lora is None else with_adapters(table, self.lora)
-        return with_frozen(table, self.dtype, lambda name: self._trains(LAYERS + name))
+        return with_frozen(table, self.dtype, lambda name: self.trains(LAYERS + name))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -149,7 +149,8 @@ class ModelSpec:
             return self
         return dataclasses.replace(self, rope_theta=self.window_rope_theta, rope_scaling=None)
 
-    def _trains(self, name: str) -> bool:
+    def trains(self, name: str) -> bool:
+        """Whether a parameter, by dotted name, is trained."""
         if self.lora is not None:
             return is_adapter(name)
         return not self.trainable or any(part in name for part in self.trainable)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from mtraining_jax.config import Config
 from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.lora.adapters import FACTORS
+from mtraining_jax.models.parameters import LAYERS
+from mtraining_jax.models.sharding import lm_head_name
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.selection.metrics import causal_pairs
 
@@ -118,7 +120,9 @@ def adapter_products(config: Config, factors: Sequence[str] = FACTORS) -> Counte
 
 def matrix_flops(config: Config) -> float:
     """FLOP per token with matrices, forward and backward; a frozen matrix has no gradient."""
-    matrices = config.model.num_layers * sum(layer_products(config).values())
-    matrices += head_products(config)
-    adapters = config.model.num_layers * adapter_products(config).total()
-    return (4.0 if adapters else 6.0) * matrices + 6.0 * adapters
+    spec, layers = ModelSpec.from_config(config.model), config.model.num_layers
+    spec = dataclasses.replace(spec, lora=config.lora.spec, trainable=config.optimizer.trainable)
+    matrices = {f"{LAYERS}{name}": layers * n for name, n in layer_products(config).items()}
+    matrices[lm_head_name(spec)] = head_products(config)
+    found = sum((6.0 if spec.trains(name) else 4.0) * n for name, n in matrices.items())
+    return found + 6.0 * layers * adapter_products(config).total()

@@ -75,6 +75,20 @@ def test_a_record_in_numbers(config):
     assert found["mfu"] is None and found["memory_bytes_peak"] is None
 
 
+def test_frozen_matrices_have_no_gradient_to_compute(config):
+    layers, head = 2 * (2 * 32 * 96 + 2 * 32 * 48 + 3 * 32 * 40), 32 * 61
+    parts = {
+        "self_attn": 6 * 2 * (2 * 32 * 96 + 2 * 32 * 48) + 4 * (2 * 3 * 32 * 40 + head),
+        "norm": 4 * (layers + head),
+        "embed_tokens": 4 * layers + 6 * head,  # tied
+    }
+    for part, expected in parts.items():
+        partial = changed(config, optimizer={"trainable": [part]})
+        found = record(partial, 3)
+        matrices = found["flops_executed"] - found["attention_flops_executed"]
+        assert matrices == pytest.approx(256 * expected), part
+
+
 def test_speed_counts_padding_and_untrained_tokens_but_says_so(config):
     assert "  512 tokens/s  " in step_line(record(config, 3), 10)
     found = record(config, 3, labels=60)

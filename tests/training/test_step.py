@@ -226,6 +226,33 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(dense):
     assert (int(metrics["skipped"]), int(metrics["skipped_in_row"])) == (1, 0)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_gradients_of_frozen_matrices_are_not_computed(tmp_path, family):
+    """FLOP of a step, in metrics and dry runs, count none."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if "moe" in family else {}
+    found = []
+    for trainable in ([], ["norm"]):
+        config = untied(
+            tmp_path,
+            model={"family": family, **experts},
+            sparsity={"kind": "dense"},
+            parallel={"nodes": 1, "devices_per_node": 1},
+            optimizer={"trainable": trainable},
+        )
+        parts = Parts(config)
+        text = parts.step.lower(parts.builder.abstract(), next(parts.batches)).as_text()
+        parts.batches.close()
+        products = re.findall(r"dot(?:_general)?\W.*-> tensor<(.*)xf32>", text)
+        matrices = {name: x.shape for name, x in parts.builder.abstract().model.items()}
+        shapes = {
+            "x".join(map(str, shape[1:] if name.startswith("layers.") else shape))
+            for name, shape in matrices.items()
+            if name.endswith("_proj.weight") or name == "lm_head.weight"
+        }
+        found.append(shapes & set(products))
+    assert len(found[0]) >= 5 and not found[1]
+
+
 def test_frozen_matrices_are_bf16_and_stay_with_the_same_bits_as_from_fp32(folder, dense):
     config = untied(
         folder,
