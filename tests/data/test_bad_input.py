@@ -121,6 +121,7 @@ def safetensors(size=4096):
 
 
 EIGHT, IDS = npy(np.arange(8)), {"token_field": "ids"}
+WIDE_IDS = np.random.default_rng(0).integers(0, 151_936, 300)
 WORDS = 'is text, which data.source = "text" or "jsonl"'
 # Of each source, files with bad content, the fields of the section, and what the error says.
 # "PATH" is the file, "FOLDER" its folder.
@@ -168,6 +169,16 @@ FILES = {
             "PATH is truncated: shape (8,) of int64 needs 192 bytes, but the file has 191",
         ),
         ("a.bin", b"12345", {}, 'PATH is truncated or not of data.token_dtype = "uint16": its 5 b'),
+        *(
+            (
+                "a.bin",
+                WIDE_IDS.astype(has).tobytes(),
+                {"token_dtype": said},
+                f'data.paths: PATH has wider ids than data.token_dtype = "{said}": every second one'
+                f' would be below 16; set "{has}", or save the ids as .npy',
+            )
+            for said, has in [("uint16", "uint32"), ("uint16", "int64"), ("uint32", "int64")]
+        ),
         ("a.txt", b"text of an even size", {}, "PATH has neither the suffix .npy nor .bin; data.s"),
         *(
             ("a.bin", content, {"token_dtype": "uint8"}, f"data.paths: PATH is {kind}")

@@ -255,6 +255,18 @@ def test_1d_token_files_are_concatenated(tmp_path, dtype):
     assert corpus.summary == "2 files, 13 tokens"
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
+def test_ids_are_not_taken_for_wider_ones(tmp_path, dtype):
+    """Also not those of padding, or of a small vocabulary."""
+    drawn = np.random.default_rng(0).integers(0, 50_000, 300)
+    for ids in (drawn, drawn % 16, np.where(np.arange(300) < 280, 0, drawn)):
+        ids.astype(dtype).tofile(tmp_path / "a.bin")
+        _, corpus = sequences(
+            source="tokens", paths=(str(tmp_path),), token_dtype=dtype, vocab_size=50_000
+        )
+        assert corpus.summary == "1 file, 300 tokens"
+
+
 def test_rows_of_2d_files_are_documents(tmp_path):
     table = np.arange(12, dtype=np.uint32).reshape(3, 4)
     np.save(tmp_path / "a.npy", table)

@@ -26,6 +26,7 @@ _OTHER_FILES = (
     (0, b"MMIDIDX\x00\x00", "a Megatron index: the token ids are in the .bin file next to it"),
     (257, b"ustar", "a tar archive"),
 )
+_HEAD = 2**16  # bytes
 _PRINTABLE = frozenset(string.printable.encode())
 
 
@@ -52,6 +53,7 @@ def open_token_file(path: Path, token_dtype: str) -> Part:
                     f"data.paths: {path} is truncated or not of data.token_dtype = "
                     f'"{token_dtype}": its {size} bytes are not a multiple of {dtype.itemsize}'
                 )
+            _check_width(path, dtype)
             shape = (size // dtype.itemsize,)
         ids = _mapped(path, shape, dtype, offset)
     return Part(str(path), ids.reshape(-1), shape[1] if len(shape) == 2 else None)
@@ -73,6 +75,23 @@ def _check_raw(path: Path, dtype: np.dtype) -> None:
         raise UserError(
             f'data.paths: {path} {problem}; data.source = "tokens" reads NumPy files and raw token '
             "ids"
+        )
+
+
+def _check_width(path: Path, dtype: np.dtype) -> None:
+    """Rejects wider ids: their halves would be read as ids, most of them in the vocabulary."""
+    with path.open("rb") as file:
+        ids = np.frombuffer(file.read(_HEAD // 8 * 8), dtype)
+    if dtype.itemsize == 1 or ids.size < 128:
+        return
+    low, high = ids[: ids.size // 2 * 2].reshape(-1, 2).T
+    # Of ids below 2^20. Every second token of a text is not among 16 ids by chance.
+    if ((high >= 0) & (high < 16)).all() and np.unique(low).size > 16:
+        is_int64 = dtype.itemsize == 4 or not low[1::2].any()
+        raise UserError(
+            f'data.paths: {path} has wider ids than data.token_dtype = "{dtype.name}": every '
+            f'second one would be below 16; set "{"int64" if is_int64 else "uint32"}", or save the '
+            "ids as .npy, which states their type"
         )
 
 
