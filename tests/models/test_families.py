@@ -308,6 +308,15 @@ def test_gemma_3_is_written_as_it_was_trained(tmp_path, fields):
     assert read_hf_config(tmp_path, dtype=spec.dtype, remat=spec.remat) == expected
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"sliding_window": 8}, {"sliding_window": 8, "full_attention_interval": 2}]
+)
+def test_gpt_oss_is_written_as_it_was_trained(tmp_path, fields):
+    spec = tiny_spec(family="gpt_oss", num_experts=4, num_experts_per_tok=2, **fields)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(spec, "float32")))
+    assert read_hf_config(tmp_path, dtype=spec.dtype, remat=spec.remat) == spec
+
+
 # Defaults of transformers 5.24: head width, RMS epsilon, context, RoPE's base, window, full layers.
 ALL = tuple(range(12))
 DEFAULTS = {

@@ -65,7 +65,9 @@ class GptOss(Mixture):
         if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
             raw["rope_parameters"] = _YARN
         values = super().read_config(raw)
-        values["full_attention_interval"] = full_interval(raw, values["num_layers"], 2)
+        interval = full_interval(raw, values["num_layers"], 2)
+        if values["sliding_window"] is not None or interval != 1:
+            values["full_attention_interval"] = interval
         return values
 
     def write_config(self, spec: ModelSpec) -> dict[str, Any]:
