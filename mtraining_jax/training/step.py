@@ -109,7 +109,7 @@ def make_train_step(
     with a `StepAudit` `audit`, figures by name, fp32 [L, Hq] each, and optionally `masks`, an index
     with a leading layer axis; with `guard` `guard`, its `Findings`.
     """
-    schedule = make_schedule(config.optimizer, config.run.steps)
+    schedule, layout = make_schedule(config.optimizer, config.run.steps), build_layout(config)
     gradients_of = make_gradients(
         config, builder, attention, attention_inputs, observer, loss_terms
     )
@@ -120,7 +120,7 @@ def make_train_step(
         trained, frozen = builder.split(state.model)
         drawn = None if observer is None else observer.draw(key_of_step(state))
         if config.lora.dropout and config.lora.rank:
-            batch = batch | {"dropout": draw_dropout(state, batch["tokens"].shape, mesh)}
+            batch = batch | {"dropout": draw_dropout(state, batch["tokens"].shape, mesh, layout)}
         loss, gradients, by_group = gradients_of(trained, frozen, batch, drawn)
         several = config.parallel.replicas > 1
         layers = jax.tree.map(mean_over_parts, by_group) if several else dict(by_group)
@@ -198,10 +198,14 @@ def count_real_tokens(batch: Batch) -> Array:
     return jnp.sum(jnp.where(begins, documents.tokens, 0), dtype=jnp.int32)
 
 
-def draw_dropout(state: TrainState, shape: tuple[int, ...], mesh: Mesh) -> Array:
-    """Draws the dropout seeds of all tokens, fp32 [B, S], given the state before the step."""
+def draw_dropout(state: TrainState, shape: tuple[int, ...], mesh: Mesh, layout: Layout) -> Array:
+    """Draws the dropout seeds of all tokens, fp32 [B, S], given the state before the step.
+
+    A token has the same seed in all layouts, in whose order they are returned.
+    """
     bits = jax.random.bits(jax.random.fold_in(key_of_step(state), 1), shape, jnp.uint32)
-    return constrain(seeds_from(bits), mesh, TOKENS)
+    blocks = bits.reshape(shape[0], layout.num_blocks, layout.block_size)[:, layout.block_order()]
+    return constrain(seeds_from(blocks.reshape(shape)), mesh, TOKENS)
 
 
 def key_of_step(state: TrainState) -> Array:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from mtraining_jax.config import Config, validate
 from mtraining_jax.models.transformer import graph_definition
+from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
 from mtraining_jax.tools.evaluate.load import load
 from mtraining_jax.training.build import build_mesh
@@ -184,11 +185,11 @@ def test_adapters_are_not_a_checkpoint(config, tmp_path):
 
 def test_dropout_seeds_depend_on_the_run_and_the_step():
     """Values as they are, because a run may resume with a later version."""
-    zero, mesh = jnp.int32(0), make_mesh(1, 1, 1)
+    zero, mesh, layout = jnp.int32(0), make_mesh(1, 1, 1), Layout("striped", 3, 1, 1)
 
     @jax.jit
     def seeds(step, rng):
-        return draw_dropout(TrainState(step, {}, (), zero, zero, rng), (1, 3), mesh)
+        return draw_dropout(TrainState(step, {}, (), zero, zero, rng), (1, 3), mesh, layout)
 
     for step, rng, golden in (
         (5, [1, 2], [[5876476, 13788190, 7778218]]),
@@ -197,3 +198,15 @@ def test_dropout_seeds_depend_on_the_run_and_the_step():
     ):
         found = seeds(jnp.int32(step), jnp.asarray(rng, jnp.uint32))
         np.testing.assert_array_equal(found, golden)
+
+
+def test_a_token_has_the_same_dropout_on_all_meshes():
+    zero, rng = jnp.int32(0), jnp.asarray([1, 2], jnp.uint32)
+    state, found = TrainState(zero, {}, (), zero, zero, rng), {}
+    for ranks, kind in ((1, "striped"), (2, "zigzag"), (4, "striped")):
+        layout = Layout(kind, 16, ranks, 2)
+        drawn = draw_dropout(state, (2, 16), make_mesh(1, 1, ranks), layout)
+        found[ranks] = np.asarray(drawn)[:, layout.inverse()]
+    np.testing.assert_array_equal(found[2], found[1])
+    np.testing.assert_array_equal(found[4], found[1])
+    assert len(np.unique(found[1])) == 32
