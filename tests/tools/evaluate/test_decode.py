@@ -114,6 +114,17 @@ def test_longrope_follows_the_tokens_so_far_and_not_the_largest_number_of_new_on
     assert dense_phi().forced(TEXT[:52], BEFORE_64).is_argmax.all()
 
 
+def test_a_prompt_before_which_longrope_changes_is_decoded_alone():
+    model = engine(ONE, name=PHI, block_size=40)
+    prompts = [TEXT[:70], TEXT[:64], TEXT[:75]]
+    assert model.programs.together(prompts, 5) == [[0, 2], [1]]
+    found = model.generate_many(prompts, GenerateOptions(max_new_tokens=5), [frozenset()] * 3)
+    assert list(found[1].tokens) == TOKENS[64][:5]
+    # The last new token is not read.
+    assert model.programs.together([TEXT[:60], TEXT[:59]], 5) == [[0, 1]]
+    assert model.programs.together([TEXT[:60], TEXT[:59]], 6) == [[0], [1]]
+
+
 def test_a_sparse_prompt_is_read_again_where_longrope_changes():
     model = engine(ONE, "sparse", PHI)
     options = GenerateOptions(max_new_tokens=24)

@@ -120,7 +120,8 @@ class Programs:
         """
         groups: dict[Hashable, list[int]] = {}
         for number, ids in enumerate(prompts):
-            scalings = {self._network.rope_length(len(ids) + n) for n in range(1, new_tokens + 1)}
+            # The last new token is not read.
+            scalings = {self._network.rope_length(len(ids) + n) for n in range(new_tokens)}
             one = scalings.pop() if len(scalings) == 1 else (number,)
             groups.setdefault((self._network.padded_length(len(ids)), one), []).append(number)
         return list(groups.values())
