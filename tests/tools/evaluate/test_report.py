@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from mtraining_jax.tools.evaluate.report import write_report
+from mtraining_jax.tools.evaluate.report.cells import Lines
+from mtraining_jax.tools.evaluate.report.tables import tables
 from mtraining_jax.tools.evaluate.results import Results
 
 MODELS, ATTENTIONS, LENGTHS, DEPTHS = "abc", ("dense", "sparse"), (512, 1024, 2048, 4096), 5
@@ -39,7 +41,8 @@ def lines():
                 for task in TASKS:
                     for number in range(6):
                         yield {
-                            **key, "task": task, "number": number, "prompt_hash": "0",
+                            **key, "task": task, "number": number,
+                            "prompt_hash": f"{task}, {length}, {number}",
                             "depth": number % DEPTHS / 4 if task == "needle" else None,
                             "cut_tokens": 0, "density": 0.1 * (number + 1),
                             "score": score(model, attention, task, length, number),
@@ -247,5 +250,32 @@ def test_one_model_or_attention_has_no_table_of_both(tmp_path, monkeypatch, some
     assert "## Scores" in text and "Training and inference" not in text
     names = ["results.md", "depths-needle.png", "scores.png", "loss-8.png"]
     assert [path.name for path in written] == names
-    cut, scored = (40, 96) if some == "a" else (60, 144)
-    assert f"\n{cut} of {scored} prompts were too long; up to 5 tokens were removed from" in text
+    # Whatever the number of models and attentions that answer a prompt.
+    assert "\n20 of 48 prompts were too long; up to 5 tokens were removed from" in text
+
+
+def test_models_are_compared_on_the_same_prompts_only():
+    key = {"task": "needle", "attention": "dense", "length": 512}
+    prompts = {"one": "xyz", "other": "xwz"}  # as with different tokenizers
+    scores = {"one": (1.0, 1.0, 0.5), "other": (0.75, 0.0, 0.5)}
+    found = Lines(
+        key | {"model": x, "number": i, "score": scores[x][i], "prompt_hash": prompts[x][i]}
+        for x in prompts
+        for i in range(3)
+    )
+    first, second = (("other", "dense"), ("one", "dense"))
+    assert found.difference(first, second, "needle", 512) == (-0.125, 0.125, 2)
+    nothing = [line | {"prompt_hash": line["model"]} for line in found.scored]
+    assert Lines(nothing).difference(first, second, "needle", 512) is None
+
+
+def test_documents_of_several_tasks_all_count():
+    key = {"model": "one", "attention": "dense", "length": 4, "number": 0}
+    losses = {"documents": [1.0, 2.0], "package:Own": [3.0, 6.0]}
+    found = Lines(
+        key | {"task": task, "loss_by_position": x, "loss_of_last": 5.0}
+        for task, x in losses.items()
+    )
+    (table,) = tables(found)
+    assert [row[1] for row in table.rows] == ["2.000", "4.000", "5.000"]
+    assert "mean over 2 documents" in table.note

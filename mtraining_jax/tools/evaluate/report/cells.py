@@ -64,13 +64,18 @@ class Lines:
     def difference(self, first: Run, second: Run, task: str, length: int) -> Mean | None:
         """Returns the mean of the first run's score minus the second's on the same prompts."""
         lines, others = self.cell(first, task, length), self.cell(second, task, length)
-        both = sorted(lines.keys() & others.keys())
-        return Mean.of([lines[n]["score"] - others[n]["score"] for n in both]) if both else None
+        # Models with other tokenizers have other prompts of a length.
+        both = [
+            (line, others[n])
+            for n, line in sorted(lines.items())
+            if n in others and others[n]["prompt_hash"] == line["prompt_hash"]
+        ]
+        return Mean.of([line["score"] - other["score"] for line, other in both]) if both else None
 
-    def losses(self, run: Run, length: int) -> dict[int, list[float]]:
+    def losses(self, run: Run, length: int) -> dict[tuple[str, int], list[float]]:
         """Returns by document the mean loss per position bucket, and that of the last tokens."""
         return {
-            line["number"]: [*line["loss_by_position"], line["loss_of_last"]]
+            (line["task"], line["number"]): [*line["loss_by_position"], line["loss_of_last"]]
             for line in self._losses
             if (line["model"], line["attention"], line["length"]) == (*run, length)
         }

@@ -45,9 +45,10 @@ def write_results(folder: Path, pictures: Sequence[Path] = ()) -> Path:
     lines = _lines(folder, settings)
     parts = [f"# Evaluation of {' and '.join(lines.models)}\n"]
     parts.append("\n".join(settings_text(settings)) + "\n")
-    if cut := [line["cut_tokens"] for line in lines.scored if line["cut_tokens"]]:
+    prompts = {line["prompt_hash"]: line["cut_tokens"] for line in lines.scored}
+    if cut := [tokens for tokens in prompts.values() if tokens]:
         parts.append(
-            f"{len(cut)} of {len(lines.scored)} prompts were too long; up to {max(cut)} tokens "
+            f"{len(cut)} of {len(prompts)} prompts were too long; up to {max(cut)} tokens "
             "were removed from their middle, as their benchmark does.\n"
         )
     parts += [table.markdown() for table in tables(lines)]
