@@ -167,7 +167,8 @@ def _run(arguments: list[str]) -> int:
         print(flush=True)
     read, decode = sum(x.prefill_seconds for x in results), sum(x.decode_seconds for x in results)
     new = sum(len(x.tokens) for x in results)
-    rate = f" ({new / decode:.1f} tokens/s)" if new > 1 else ""
+    later = sum(max(len(x.tokens) - 1, 0) for x in results)  # the first come with the prompts
+    rate = f" ({later / decode:.1f} tokens/s)" if later else ""
     density = sum(x.density or 0 for x in results) / len(results)
     end = "" if several else f"; stopped by {_ENDS[results[0].stopped]}"
     console.print(

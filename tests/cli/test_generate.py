@@ -84,6 +84,23 @@ def test_texts_are_continued(command, monkeypatch, tmp_path):
         mtraining_jax.generate(engine, "a", max_new_tokens=1)
 
 
+def test_the_rate_is_that_of_decoded_tokens(command, monkeypatch, tmp_path):
+    (file := tmp_path / "prompts.txt").write_text("a\nb\nc\n")
+    for tokens, shown in (
+        (((1, 2, 3), (4,), ()), "4 new tokens in 1.50 s (1.3 tokens/s)\n"),
+        (((1,), (2,), (3,)), "3 new tokens in 1.50 s\n"),  # read with the prompts
+    ):
+
+        def answered(self, prompts, options, stop_ids, batch_size, on_result, tokens=tokens):
+            for number, new in enumerate(tokens):
+                on_result(number, Generated(new, "", "length", 1.0, 0.5, None))
+
+        monkeypatch.setattr(mtraining_jax.Engine, "generate_many", answered)
+        model = ("--model", FOLDER, "--tokenizer=bytes", *ON_ONE)
+        status, _, messages = command(*model, f"--prompts={file}")
+        assert status == 0 and messages.endswith(shown)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
