@@ -13,6 +13,7 @@ prompts per second. The same command resumes.
 
 import argparse
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ _COLUMNS = (
 
 def engines(folder: str, overrides: dict[str, str]) -> Iterator[tuple[str, Engine]]:
     """The engine of each arm; they share parameters and programs."""
-    sparse = Engine.load(folder, attention="sparse", overrides=overrides)
+    sparse = Engine.load(folder, attention="sparse", overrides=overrides, answers="sparse")
     network = sparse.loaded.network
     for arm, answers in zip(ARMS, (None, "dense", "sparse"), strict=True):
         if answers is None:
@@ -99,11 +100,18 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the results lack, and prints the table."""
     args = _parse(argv)
-    texts = np.load(args.texts)[:, : args.seq_len].astype(np.int32)
+    texts = _texts(args)
     numbers = args.numbers or range(len(texts))
     overrides = dict(text.split("=", 1) for text in args.override)
-    same = {"seq_len": args.seq_len, "answer": args.answer, "overrides": sorted(args.override)}
-    rows = [row for row in read_lines(args.results) if row["settings"] == same]
+    same = {
+        "seq_len": args.seq_len, "answer": args.answer, "overrides": sorted(args.override),
+        "texts": hashlib.sha256(texts.tobytes()).hexdigest(), "new_tokens": args.new_tokens,
+    }  # fmt: skip
+    folders = {name: str(Path(folder).resolve()) for name, folder in args.model}
+    rows = [
+        row for row in read_lines(args.results)
+        if row["settings"] == same and row["folder"] == folders.get(row["model"], row["folder"])
+    ]  # fmt: skip
     done = {
         (row["model"], row["arm"], row["text"] if "text" in row else f"{row['prompts']} prompts")
         for row in rows
@@ -116,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for name, folder in args.model:
         for arm, engine in engines(folder, overrides):
-            about = {"model": name, "arm": arm}
+            about = {"model": name, "folder": folders[name], "arm": arm}
             for text in numbers:
                 if (name, arm, text) not in done:
                     add(about | {"text": text} | losses_of(engine, texts[text], args.answer))
@@ -129,6 +137,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     how = f"{args.seq_len} tokens, the last {args.answer} are the answer; {len(numbers)} texts"
     page.add("# Answers as served", "", f"{setting()}. {how}.", "")
     page.add(*table_head(_COLUMNS), *table(rows))
+
+
+def _texts(args: argparse.Namespace) -> np.ndarray:
+    """Token ids of all texts, int32 [N, --seq-len]."""
+    texts = np.load(args.texts)
+    if texts.shape[1] < args.seq_len:
+        raise UserError(f"--seq-len={args.seq_len}, but texts have {texts.shape[1]} tokens")
+    if (most := max(args.batches, default=0)) > len(texts):
+        raise UserError(f"--batches={most}, but there are {len(texts)} texts")
+    return texts[:, : args.seq_len].astype(np.int32)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

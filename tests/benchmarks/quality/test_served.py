@@ -8,6 +8,8 @@ import pytest
 from benchmarks.quality import served
 from benchmarks.quality.far_copies import far_copies
 from mtraining_jax.tools.evaluate.engine.engine import Engine
+from mtraining_jax.tools.evaluate.model import Forced
+from mtraining_jax.utils.errors import UserError
 from tests.models.common import CHECKPOINTS
 
 FOLDER = CHECKPOINTS / "llama3_tiny"
@@ -51,3 +53,45 @@ def test_the_table_has_the_losses_of_the_engine_and_a_second_call_adds_nothing(t
     served.main(command)
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 9
     capsys.readouterr()
+
+
+class Counting:
+    """An engine whose losses are 1, 2, 3, ... by the number of calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def forced(self, prompt, answer):
+        self.calls += 1
+        return Forced(-np.full(len(answer), self.calls, np.float32), answer > 0, 1.0)
+
+
+def test_rows_of_other_texts_models_and_numbers_of_tokens_are_not_used(
+    tmp_path, monkeypatch, capsys
+):
+    engine = Counting()
+    monkeypatch.setattr(served, "engines", lambda *_: iter([("dense", engine)]))
+    texts = np.arange(512).reshape(2, 256)
+    np.save(tmp_path / "texts.npy", texts)
+    where = [f"--texts={tmp_path}/texts.npy", f"--results={tmp_path}/rows.jsonl", "--answer=4"]
+
+    def table(*changes, model=f"tiny={FOLDER}"):
+        served.main([f"--model={model}", "--seq-len=256", *where, "--batches", *changes])
+        return capsys.readouterr().out.splitlines()[-1].split(" | ")[2]
+
+    assert table() == table() == "1.5000" and engine.calls == 2
+    assert table("--new-tokens=9") == "3.5000"
+    assert table(model=f"tiny={tmp_path}") == "5.5000"
+    np.save(tmp_path / "texts.npy", texts + 1)
+    assert table() == "7.5000" and engine.calls == 8
+    for wrong, message in (
+        ("--seq-len=257", "--seq-len=257, but texts have 256 tokens"),
+        ("--batches=3", "--batches=3, but there are 2 texts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            table(wrong)
+
+
+def test_a_pattern_whose_new_tokens_do_not_select_is_refused():
+    with pytest.raises(UserError, match='answers = "sparse" does not fit sparsity.kind = "verti'):
+        next(served.engines(str(FOLDER), {"sparsity.kind": "vertical_slash"}))
