@@ -26,8 +26,8 @@ _COLUMNS = (
 # Both errors of a two-sided test at 0.05 with a power of 0.8, in standard errors: 1.96 + 0.84.
 _POWER = 2.8
 
-# By (length, task), then by number: a score in [0, 1] and the prompt's hash.
-Scores = dict[tuple[int, str], dict[int, tuple[float, str]]]
+# By (length, task), then by number: a score in [0, 1], the prompt's hash and how it was scored.
+Scores = dict[tuple[int, str], dict[int, tuple[float, str, str]]]
 
 
 class Difference(NamedTuple):
@@ -42,15 +42,17 @@ def scores_of(folder: Path) -> Scores:
     """All scores of a folder.
 
     Raises:
-        UserError: if it has none, or several of a prompt, by other models or attention.
+        UserError: if it has none, or those of several models or kinds of attention.
     """
     found: Scores = {}
+    runs = set()
     for line in read_lines(folder / "samples.jsonl"):
         if "score" in line:
-            of_task = found.setdefault((line["length"], line["task"]), {})
-            if line["number"] in of_task:
+            runs.add((line["model"], line["attention"]))
+            if len(runs) > 1:
                 raise UserError(f"{folder} has several models or kinds of attention; give one each")
-            of_task[line["number"]] = line["score"], line["prompt_hash"]
+            of_task = found.setdefault((line["length"], line["task"]), {})
+            of_task[line["number"]] = line["score"], line["prompt_hash"], line["how"]
     if not found:
         raise UserError(f"{folder} has no scores in samples.jsonl")
     return found
@@ -60,12 +62,14 @@ def pairs(base: Scores, other: Scores, key: tuple[int, str]) -> np.ndarray:
     """Score and base score of the prompts that both answered, [prompts, 2].
 
     Raises:
-        UserError: if a prompt differs.
+        UserError: if a prompt differs, or one answer is given and the other generated.
     """
     mine, theirs = other.get(key, {}), base.get(key, {})
     both = sorted(mine.keys() & theirs.keys())
-    if changed := [n for n in both if mine[n][1] != theirs[n][1]]:
-        raise UserError(f"prompt {changed[0]} of {key[1]}, {key[0]} tokens, differs")
+    for n in both:
+        if mine[n][1:] != theirs[n][1:]:
+            what = "prompt" if mine[n][1] != theirs[n][1] else "scoring of prompt"
+            raise UserError(f"{what} {n} of {key[1]}, {key[0]} tokens, differs")
     return np.array([(mine[n][0], theirs[n][0]) for n in both], np.float64).reshape(-1, 2)
 
 
@@ -91,7 +95,7 @@ def rows(folders: Sequence[Path]) -> Iterator[list[str]]:
         for key in keys:
             name = key[1] or f"mean of {len(keys) - 1}"
             first = [base[k] for k in base if k == key or k[0] == length and not key[1]]
-            own = np.mean([np.mean([score for score, _ in x.values()]) for x in first])
+            own = np.mean([np.mean([score for score, *_ in x.values()]) for x in first])
             count = sum(map(len, first))
             yield [str(length), name, folders[0].name, str(count), f"{100 * own:.1f}", "", "", ""]
             for folder, other in zip(folders[1:], others, strict=True):

@@ -7,13 +7,24 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import paired_tasks
+from mtraining_jax.utils.errors import UserError
 
 
 def write(folder: Path, scores: dict[str, list[float]], **changes: object) -> Path:
     """An evaluation with these scores by task."""
     folder.mkdir()
     lines = [
-        {"task": task, "length": 64, "number": i, "score": x, "prompt_hash": f"{task}{i}"} | changes
+        {
+            "model": "model",
+            "attention": "dense",
+            "task": task,
+            "length": 64,
+            "number": i,
+            "how": "forced",
+            "score": x,
+            "prompt_hash": f"{task}{i}",
+        }
+        | changes
         for task, values in scores.items()
         for i, x in enumerate(values)
     ]
@@ -63,10 +74,10 @@ def test_a_task_that_only_the_base_has_is_not_compared(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"prompt_hash": "x"}, "prompt 0 of a, 64 tokens, differs"),
-        ({"number": 0}, "several models or kinds of attention"),
+        ({"how": "generated"}, "scoring of prompt 0 of a, 64 tokens, differs"),
     ],
 )
-def test_other_prompts_and_mixed_folders_are_refused(
+def test_other_prompts_and_scorings_are_refused(
     changes: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     base = write(tmp_path / "dense", {"a": [1, 0]})
@@ -74,6 +85,16 @@ def test_other_prompts_and_mixed_folders_are_refused(
     with pytest.raises(SystemExit):
         paired_tasks.main([str(base), str(other)])
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_several_attentions_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "both", {"a": [1, 0]})
+    # Also if no prompt has two scores.
+    sparse = write(tmp_path / "sparse", {"b": [1]}, attention="sparse") / "samples.jsonl"
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(sparse.read_text())
+    with pytest.raises(UserError, match="both has several models or kinds of attention; give one"):
+        paired_tasks.scores_of(folder)
 
 
 def test_a_folder_without_scores_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
