@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 
 from mtraining_jax.tools.evaluate.engine import programs as engine_programs
-from mtraining_jax.tools.evaluate.engine.decode import make_cache, make_decoding, make_step
+from mtraining_jax.tools.evaluate.engine.decode import (
+    make_decoding,
+    make_step,
+    renew_codes,
+    renewals,
+)
 from mtraining_jax.tools.evaluate.engine.engine import Engine
 from mtraining_jax.tools.evaluate.engine.options import GenerateOptions
 from mtraining_jax.tools.evaluate.engine.programs import Programs, first_token
 from mtraining_jax.utils.errors import UserError
+from pallas_kernels.key_codes import KeyCodes
 from tests.models.common import CHECKPOINTS
 
 PROMPT, NEW = 390, 6
@@ -64,17 +70,61 @@ def test_an_answer_is_scored_as_it_is_generated():
     assert not dense.is_argmax.all()
 
 
-def test_codes_have_the_range_of_the_keys_of_a_prompt():
+def check_range(codes: KeyCodes | None, keys: np.ndarray) -> None:
+    assert codes is not None
+    step = 2 * 2.6 * keys.std(0) / 15
+    np.testing.assert_allclose(codes.unit[0, :, 0], step, rtol=1e-4)
+    np.testing.assert_allclose(codes.middle[0, :, 0], keys.mean(0) + step / 2, atol=1e-5)
+
+
+def test_codes_have_the_range_of_all_keys_when_they_were_made():
     model = engine(TWO, 0.3)
     network, programs = model.loaded.network, Programs(model.loaded)
     prompt = programs.prefill(TEXT[:PROMPT], PROMPT)()
     keys = np.asarray(prompt.keys, np.float64)[:, 0]
-    order = network.sequence_layout(keys.shape[1]).inverse()[:PROMPT]
-    cache = make_cache(network, prompt, [PROMPT], 128)
-    for own, codes in zip(keys[:, order], cache.codes, strict=True):
-        step = 2 * 2.6 * own.std(0) / 15
-        np.testing.assert_allclose(codes.unit[0, :, 0], step, rtol=1e-4)
-        np.testing.assert_allclose(codes.middle[0, :, 0], own.mean(0) + step / 2, atol=1e-5)
+    layout = network.sequence_layout(keys.shape[1])
+    keys = keys[:, layout.inverse()[:PROMPT]]
+    token, none = first_token(prompt.logits, GREEDY), np.zeros((0, 1), np.int32)
+    now = make_decoding(network, prompt, [PROMPT], token, none, NEW)
+    for own, codes in zip(keys, now.cache.codes, strict=True):
+        check_range(codes, own)
+    # Four new tokens of other sizes, on the first rank.
+    new = np.random.default_rng(0).normal(3, 9, (len(keys), 4, *keys.shape[2:]))
+    place = slice(layout.seq_len // 2, layout.seq_len // 2 + 4)
+    cached = tuple(
+        x.at[0, :, place].set(own.swapaxes(0, 1))
+        for x, own in zip(now.cache.keys, new, strict=True)
+    )
+    now = now._replace(cache=now.cache._replace(keys=cached, count=now.cache.count + 4))
+    now = renew_codes(network, layout, np.array([False]), now)
+    for own, codes in zip(keys, now.cache.codes, strict=True):
+        check_range(codes, own)
+    now = renew_codes(network, layout, np.array([True]), now)
+    for own, codes in zip(np.concatenate([keys, new], 1), now.cache.codes, strict=True):
+        check_range(codes, own)
+
+
+def test_codes_are_renewed_when_a_sequence_has_doubled(monkeypatch):
+    def steps(*arguments):
+        return {number: x.tolist() for number, x in renewals(*arguments).items()}
+
+    assert steps([3, 10], 20, 0) == {3: [True, False], 9: [True, False], 10: [False, True]}
+    # Not before they are needed.
+    expected = {8091: [True, False, False], 5000: [False, True, False]}
+    assert steps([100, 5000, 9000], 9000, 8192) == expected
+    calls, renew = [], engine_programs.renew_codes
+
+    def renewed(network, layout, renewed_B, now):
+        calls.append((renewed_B.tolist(), int(now.cache.count)))
+        return renew(network, layout, renewed_B, now)
+
+    monkeypatch.setattr(engine_programs, "renew_codes", renewed)
+    model = engine(ONE, 0.3)
+    found = model.generate(TEXT[:2], GenerateOptions(max_new_tokens=NEW), stop_ids=frozenset())
+    assert calls == [([True], 2)]
+    assert model.forced(TEXT[:2], found.tokens).is_argmax.all() and len(calls) == 2
+    model.generate(TEXT[:100], GenerateOptions(max_new_tokens=NEW), stop_ids=frozenset())
+    assert len(calls) == 2
 
 
 def test_a_step_returns_everything_in_place():

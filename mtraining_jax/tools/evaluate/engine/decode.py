@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, cast
 
 import jax
@@ -81,9 +81,11 @@ def make_cache(network: Network, prompt: Prompt, prompt_len: Sequence[int], room
         layers.append(_with_room(network.mesh, room, stacked))
         stacked.delete()
     keys, values = layers
-    count = jax.device_put(np.asarray(prompt_len, np.int32), network.replicated)
-    codes = _coded(network, network.sequence_layout(tokens), keys, count)
-    return Cache(keys, values, codes, count, jnp.zeros((), jnp.int32, device=network.replicated))
+    lengths = jax.device_put(np.asarray(prompt_len, np.int32), network.replicated)
+    count = jnp.zeros((), jnp.int32, device=network.replicated)
+    layout, all_new = network.sequence_layout(tokens), np.ones(len(prompt_len), bool)
+    codes = coded(network, layout, None, keys, lengths, count, all_new)
+    return Cache(keys, values, codes, lengths, count)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -102,32 +104,75 @@ def _with_room(mesh: Mesh, room: int, stacked_LBSHkD: Array) -> tuple[Array, ...
     return run(stacked_LBSHkD)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _coded(
-    network: Network, layout: Layout, keys: tuple[Array, ...], prompt_len: Array
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def coded(
+    network: Network,
+    layout: Layout,
+    before: tuple[KeyCodes | None, ...] | None,
+    keys: tuple[Array, ...],
+    prompt_len: Array,
+    count: Array,
+    renewed_B: Array,
 ) -> tuple[KeyCodes | None, ...]:
-    """Codes the keys of layers that select, around their mean in the prompt."""
+    """Codes the keys of layers that select, around their mean in the prompt and new tokens.
 
-    def code(keys: Array, prompt_len: Array) -> KeyCodes:
-        blocks = layout.block_ids(lax.axis_index(SEQUENCE_AXES))
-        position = blocks[:, None] * layout.block_size + jnp.arange(layout.block_size)
-        count = prompt_len[:, None, None, None]
-        own = keys[:, :, : position.size].astype(jnp.float32)
+    `before` are codes to keep in sequences that are not to be renewed, bool [B]; None if there are
+    none. The other arguments are those of a `Cache`.
+    """
+
+    def code(
+        before: KeyCodes | None, keys: Array, prompt_len: Array, count: Array, renewed_B: Array
+    ) -> KeyCodes:
+        cache = Cache((keys,), (), (), prompt_len, count - 1)  # the last token that it has
+        seen_BS = _slots(layout, cache)[2]
+        number = lax.psum(seen_BS.sum(1), SEQUENCE_AXES)[:, None, None, None]
+        own = keys.astype(jnp.float32)
 
         def mean(values: Array) -> Array:
-            total = jnp.where(position.reshape(-1, 1) < count, values, 0).sum(2, keepdims=True)
-            return lax.psum(total, SEQUENCE_AXES) / count
+            total = jnp.where(seen_BS[:, None, :, None], values, 0).sum(2, keepdims=True)
+            return lax.psum(total, SEQUENCE_AXES) / number
 
         middle = mean(own)
-        return KeyCodes.of(keys, middle, jnp.sqrt(mean((own - middle) ** 2)))
+        found = KeyCodes.of(keys, middle, jnp.sqrt(mean((own - middle) ** 2)))
+        if before is None:
+            return found
+        renewed = renewed_B[:, None, None, None]
+        return jax.tree.map(lambda x, old: jnp.where(renewed, x, old), found, before)
 
+    old_specs = None if before is None else _CODES
     run = jax.shard_map(
-        code, mesh=network.mesh, in_specs=(_ONE_LAYER, P()), out_specs=_CODES, check_vma=False
+        code,
+        mesh=network.mesh,
+        in_specs=(old_specs, _ONE_LAYER, P(), P(), P()),
+        out_specs=_CODES,
+        check_vma=False,
     )
+    old = (None,) * len(keys) if before is None else before
     return tuple(
-        run(layer, prompt_len) if network.selects(window) else None
-        for layer, window in zip(keys, network.spec.windows, strict=True)
+        run(codes, layer, prompt_len, count, renewed_B) if network.selects(window) else None
+        for codes, layer, window in zip(old, keys, network.spec.windows, strict=True)
     )
+
+
+def renewals(lengths: Sequence[int], steps: int, dense_below: int) -> dict[int, np.ndarray]:
+    """Returns before which steps the codes of which sequences are renewed, bool [B].
+
+    That is once a sequence has twice the keys that its codes have the range of, since RoPE rotates
+    later keys out of it, and tokens select.
+    """
+    found: dict[int, np.ndarray] = {}
+    for number, length in enumerate(lengths):
+        coded = length
+        while (coded := max(2 * coded, dense_below - 1)) - length < steps:
+            found.setdefault(coded - length, np.zeros(len(lengths), bool))[number] = True
+    return found
+
+
+def renew_codes(network: Network, layout: Layout, renewed_B: np.ndarray, now: Decoding) -> Decoding:
+    """Codes the keys of some sequences again, see `renewals`."""
+    cache = now.cache
+    arrays = cache.codes, cache.keys, cache.prompt_len, cache.count
+    return now._replace(cache=cache._replace(codes=coded(network, layout, *arrays, renewed_B)))
 
 
 def room_for(new_tokens: int, local_tokens: int) -> int:
@@ -208,19 +253,24 @@ def steps_at_once(network: Network) -> int:
 
 
 def run_steps(
-    step: Callable[[Decoding], Decoding], now: Decoding, steps: int, at_once: int
+    step: Callable[[Decoding], Decoding],
+    now: Decoding,
+    steps: int,
+    at_once: int,
+    before_step: Mapping[int, Callable[[Decoding], Decoding]],
 ) -> Iterator[ScoredTokens]:
     """Takes at least `steps` steps, and yields their tokens, NumPy arrays of `at_once` steps.
 
-    The devices compute the next item meanwhile. All arrays are used again, so that every step has
-    the same addresses: if one changed, CUDA would load the graph of a step again, which takes
-    longer than the step of a small model.
+    `before_step` has what else to do before a step, by its number. The devices compute the next
+    item meanwhile. All arrays are used again, so that every step has the same addresses: if one
+    changed, CUDA would load the graph of a step again, which takes longer than the step of a small
+    model.
     """
     empty = ScoredTokens.empty(at_once, now.given.shape[1])
     before, spare = jax.device_put((empty, empty), now.token.sharding)
     for number in range(-(-steps // at_once)):
-        for _ in range(at_once):
-            now = step(now)
+        for i in range(number * at_once, (number + 1) * at_once):
+            now = step(before_step[i](now) if i in before_step else now)
         before, spare = _last_steps(now.scored, now.cache.count, spare), before
         if number:
             yield jax.device_get(spare)

@@ -23,6 +23,8 @@ from mtraining_jax.tools.evaluate.engine.decode import (
     ScoredTokens,
     make_decoding,
     make_step,
+    renew_codes,
+    renewals,
     run_steps,
     steps_at_once,
 )
@@ -88,7 +90,16 @@ class Programs:
                 step = make_step(network, layout, length, options.kind)
                 self._steps[key] = step.lower(self._state, now, *how).compile()
         run, at_once = self._steps[key], steps_at_once(network)
-        return run_steps(lambda now: run(self._state, now, *how), now, new_tokens - 1, at_once)
+        renew = {}
+        if network.new_tokens is not None:
+            renew = {
+                number: functools.partial(renew_codes, network, layout, renewed_B)
+                for number, renewed_B in renewals(
+                    lengths, new_tokens - 1, network.new_tokens.dense_below
+                ).items()
+            }
+        steps = new_tokens - 1, at_once, renew
+        return run_steps(lambda now: run(self._state, now, *how), now, *steps)
 
     def next_tokens(
         self, prompt: Prompt, token: Array, ids: Sequence[np.ndarray], options: GenerateOptions
