@@ -75,6 +75,8 @@ def test_prompts_of_infinitebench_parts(tmp_path):
     assert sample.prompt.startswith("There is a function called func_12 in")
     task, sample = infinitebench(tmp_path, "math_calc", answer=[5, 6, 7, 8])
     assert task.score(sample, "5 6 8 8") == 0.5
+    long = "9" * 5000  # more digits than Python converts
+    assert task.score(sample, f"[05, 6, {long}, 8]") == 0.5
     with pytest.raises(UserError, match='the input "none" has no "func_'):
         infinitebench(tmp_path, "code_run", input="none")
 

@@ -58,8 +58,10 @@ def _number_is(answer: str, labels: Sequence[float]) -> float:
 def _right_numbers_first(answer: str, labels: Sequence[Any]) -> float:
     """Returns the fraction of the label's numbers that the answer starts with, in order."""
     wanted = labels[0] if isinstance(labels[0], list) else labels
-    said = map(int, re.findall("[0-9]+", answer))
-    right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(said, wanted, strict=False))
+    # As text, since Python does not read integers of thousands of digits.
+    said = (digits.lstrip("0") or "0" for digits in re.findall("[0-9]+", answer))
+    pairs = zip(said, map(str, wanted), strict=False)
+    right = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(list(right)) / len(wanted)
 
 
