@@ -16,7 +16,7 @@ from mtraining_jax.models.families.family import family_of
 from mtraining_jax.models.lora.adapters import FACTORS
 from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.sharding import lm_head_name
-from mtraining_jax.models.spec import ModelSpec
+from mtraining_jax.models.spec import ModelSpec, layer_windows
 from mtraining_jax.selection.metrics import causal_pairs
 
 # Dense bf16 FLOP/s from NVIDIA's data sheets, by JAX device kind. Variants that are
@@ -78,9 +78,12 @@ def step_flops(
 
 
 def audit_flops(config: Config) -> float:
-    """FLOP on all devices of an audit, enabled or not: rows of dense attention, seven products."""
+    """FLOP on all devices of an audit, enabled or not: rows of dense attention, seven products.
+
+    Layers with a window are not audited.
+    """
     model, data = config.model, config.data
-    heads = data.batch_size * model.num_layers * model.num_heads
+    heads = data.batch_size * layer_windows(model).count(None) * model.num_heads
     return 14.0 * heads * config.audit.num_queries * data.seq_len * model.head_dim
 
 

@@ -79,6 +79,10 @@ def test_audits_cost_less_than_1_percent_of_a_step_at_131072_tokens(capsys):
     # 36 layers of 16 heads of 128, 64 rows: q k, p v and p' v; q k, dO v, ds k and ds' k.
     assert rows == 36 * 16 * 7 * (2 * 64 * 131072 * 128)
     assert rows < 0.01 * step  # even of an audited step
+    # Of 34 layers of 8 heads of 256, 29 have a window and are not audited.
+    config = Config.load("gemma3_4b_128k")
+    sizes = config.data.batch_size * config.audit.num_queries * config.data.seq_len
+    assert audit_flops(config) == 5 * 8 * 7 * (2 * sizes * 256)
 
 
 def budgets(folder):
