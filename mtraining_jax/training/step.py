@@ -201,7 +201,7 @@ def count_real_tokens(batch: Batch) -> Array:
 def draw_dropout(state: TrainState, shape: tuple[int, ...], mesh: Mesh, layout: Layout) -> Array:
     """Draws the dropout seeds of all tokens, fp32 [B, S], given the state before the step.
 
-    A token has the same seed in all layouts, in whose order they are returned.
+    A token has the same seed in all layouts. They are returned in layout order.
     """
     bits = jax.random.bits(jax.random.fold_in(key_of_step(state), 1), shape, jnp.uint32)
     blocks = bits.reshape(shape[0], layout.num_blocks, layout.block_size)[:, layout.block_order()]

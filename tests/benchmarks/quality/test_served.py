@@ -56,7 +56,7 @@ def test_the_table_has_the_losses_of_the_engine_and_a_second_call_adds_nothing(t
 
 
 class Counting:
-    """An engine whose losses are 1, 2, 3, ... by the number of calls."""
+    """An engine; its losses are 1, 2, 3, ... by the number of calls."""
 
     def __init__(self):
         self.calls = 0

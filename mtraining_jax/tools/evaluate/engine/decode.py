@@ -155,7 +155,7 @@ def coded(
 
 
 def renewals(lengths: Sequence[int], steps: int, dense_below: int) -> dict[int, np.ndarray]:
-    """Returns before which steps the codes of which sequences are renewed, bool [B].
+    """Returns the sequences to renew the codes of, bool [B], by the step that comes next.
 
     That is once a sequence has twice the keys that its codes have the range of, since RoPE rotates
     later keys out of it, and tokens select.
