@@ -9,6 +9,7 @@ import math
 from jax.sharding import AbstractMesh, AxisType
 
 from mtraining_jax.config import Config
+from mtraining_jax.models.parameters import LAYERS
 from mtraining_jax.models.products import first_chunks
 from mtraining_jax.models.sharding import lm_head_name
 from mtraining_jax.models.spec import ModelSpec, layer_windows
@@ -238,7 +239,9 @@ def _layer(config: Config) -> int:
     mlp += _EXPERT_ARRAYS * chunk * model.num_experts_per_tok * model.hidden_size * size
     # Gathered matrices, their gradients, and the sums of the MLP's gradients over chunks.
     products = {name: x.size for name, x in spec.layer.items() if "vector" not in x.axes}
-    trained = adapter_products(config) or products
+    spec = dataclasses.replace(spec, lora=config.lora.spec, trainable=config.optimizer.trainable)
+    trained = {name: n for name, n in products.items() if spec.trains(LAYERS + name)}
+    trained = adapter_products(config) or trained
     matrices = sum(products.values()) * size + sum(trained.values()) * 4
     if not model.num_experts:  # XLA keeps no others of experts (compiled as above)
         matrices += 2 * 4 * sum(n for name, n in trained.items() if name.startswith("mlp."))

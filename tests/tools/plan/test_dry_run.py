@@ -486,6 +486,15 @@ def large_run(config, **parallel):
     )
 
 
+def test_frozen_matrices_have_no_gradients_in_the_workspace(config):
+    whole = large_run(config, replicas=1, nodes=2)
+    parts = [changed(whole, optimizer={"trainable": x}) for x in (["self_attn"], ["mlp"])]
+    mlp, attention = 4 * 8192 * 3 * 28672, 4 * 8192 * (2 * 8192 + 2 * 1024)
+    before, *after = (estimate_memory(x).workspace for x in (whole, *parts))
+    # The gradients of an MLP are summed over chunks, twice its size.
+    assert [before - x for x in after] == [3 * mlp, attention]
+
+
 def test_a_run_that_fits_on_no_gpus_is_told_of_other_runs(config, capsys, monkeypatch):
     large = large_run(config, replicas=1, nodes=4)
     large = changed(
