@@ -112,19 +112,23 @@ def head_products(config: Config) -> int:
 
 def adapter_products(config: Config, factors: Sequence[str] = FACTORS) -> Counter[str]:
     """Number of entries of an adapter's factors in a layer, by the name of its matrix."""
-    spec = dataclasses.replace(ModelSpec.from_config(config.model), lora=config.lora.spec)
     found = Counter()
-    for name, parameter in spec.layer.items():
+    for name, parameter in trained_spec(config).layer.items():
         module, _, factor = name.removesuffix(".weight").rpartition(".")
         if factor in factors:
             found[f"{module}.weight"] += parameter.size
     return found
 
 
+def trained_spec(config: Config) -> ModelSpec:
+    """The model with its adapters, which knows what is trained."""
+    spec, trainable = ModelSpec.from_config(config.model), config.optimizer.trainable
+    return dataclasses.replace(spec, lora=config.lora.spec, trainable=trainable)
+
+
 def matrix_flops(config: Config) -> float:
     """FLOP per token with matrices, forward and backward; a frozen matrix has no gradient."""
-    spec, layers = ModelSpec.from_config(config.model), config.model.num_layers
-    spec = dataclasses.replace(spec, lora=config.lora.spec, trainable=config.optimizer.trainable)
+    spec, layers = trained_spec(config), config.model.num_layers
     matrices = {f"{LAYERS}{name}": layers * n for name, n in layer_products(config).items()}
     matrices[lm_head_name(spec)] = head_products(config)
     found = sum((6.0 if spec.trains(name) else 4.0) * n for name, n in matrices.items())

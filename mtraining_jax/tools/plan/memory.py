@@ -14,7 +14,7 @@ from mtraining_jax.models.products import first_chunks
 from mtraining_jax.models.sharding import lm_head_name
 from mtraining_jax.models.spec import ModelSpec, layer_windows
 from mtraining_jax.parallel.mesh import AXES
-from mtraining_jax.reporting.flops import adapter_products, head_products
+from mtraining_jax.reporting.flops import adapter_products, head_products, trained_spec
 from mtraining_jax.tools.plan import pattern_costs
 from mtraining_jax.training.memory_check import shard_bytes
 from mtraining_jax.training.state import StateBuilder
@@ -239,8 +239,8 @@ def _layer(config: Config) -> int:
     mlp += _EXPERT_ARRAYS * chunk * model.num_experts_per_tok * model.hidden_size * size
     # Gathered matrices, their gradients, and the sums of the MLP's gradients over chunks.
     products = {name: x.size for name, x in spec.layer.items() if "vector" not in x.axes}
-    spec = dataclasses.replace(spec, lora=config.lora.spec, trainable=config.optimizer.trainable)
-    trained = {name: n for name, n in products.items() if spec.trains(LAYERS + name)}
+    trains = trained_spec(config).trains
+    trained = {name: n for name, n in products.items() if trains(LAYERS + name)}
     trained = adapter_products(config) or trained
     matrices = sum(products.values()) * size + sum(trained.values()) * 4
     if not model.num_experts:  # XLA keeps no others of experts (compiled as above)
