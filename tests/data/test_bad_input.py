@@ -122,6 +122,7 @@ def safetensors(size=4096):
 
 EIGHT, IDS = npy(np.arange(8)), {"token_field": "ids"}
 WIDE_IDS = np.random.default_rng(0).integers(0, 151_936, 300)
+WIDE_IDS[7] = 0  # one id 0 does not make them int64
 WORDS = 'is text, which data.source = "text" or "jsonl"'
 # Of each source, files with bad content, the fields of the section, and what the error says.
 # "PATH" is the file, "FOLDER" its folder.
