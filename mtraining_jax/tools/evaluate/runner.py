@@ -174,7 +174,7 @@ def _samples(
 def _answer(task: Task, sample: Sample | Document, model: Model, forced: bool) -> Line:
     """Asks a model one question; returns the fields of a line with its answer."""
     if isinstance(sample, Document):
-        losses = model.token_losses(sample.ids)
+        losses, density = model.losses_and_density(sample.ids)
         _check_finite(losses, sample)
         means, counts = means_by_bucket(losses)
         return {
@@ -185,6 +185,7 @@ def _answer(task: Task, sample: Sample | Document, model: Model, forced: bool) -
             "loss_by_position": means,
             "tokens_by_position": counts,
             "loss_of_last": float(losses[-LAST_TOKENS:].mean(dtype=np.float64)),
+            "density": density,
         }
     about = {
         "depth": sample.depth,

@@ -45,6 +45,7 @@ class FakeModel:
         text = f"{self.read(prompt_ids)}. That is it."[: options.max_new_tokens]
         return Generated((), text, "length", 0.5, 0.25, density=None)
 
-    def token_losses(self, tokens):
+    def losses_and_density(self, tokens):
         self.asked += 1
-        return (1 / np.arange(1, len(tokens)) + self.worse).astype(np.float32)
+        losses = (1 / np.arange(1, len(tokens)) + self.worse).astype(np.float32)
+        return losses, 1.0 if self.window is None else 0.125

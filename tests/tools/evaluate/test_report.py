@@ -54,6 +54,7 @@ def lines():
                     "model": model, "attention": attention, "length": 8, "number": number,
                     "task": "text", "prompt_hash": "0", "loss_by_position": [loss, loss + 4, loss],
                     "loss_of_last": loss + 8, "loss": loss,
+                    "density": 0.25 * (number + 1), "seconds": 2 + number,
                 }  # fmt: skip
 
 
@@ -131,7 +132,8 @@ def test_tables_of_models_and_times(report):
             shown = [text.partition(" ")[0] for text in found[str(n), x.upper()]]
             assert shown == [f"{np.mean(both):.1f}" for both in means]
     found = rows(report, "Times and density")
-    assert len(found) == 1 + 4 * 3 * 2
+    assert len(found) == 1 + 5 * 3 * 2
+    assert found["8", "C", "dense"] == ["2.5", "37.5%", "2"]  # documents have no score
     assert found["1024", "B", "sparse"] == ["2.6", "35.0%", "12"]
 
 
@@ -270,12 +272,13 @@ def test_models_are_compared_on_the_same_prompts_only():
 
 
 def test_documents_of_several_tasks_all_count():
-    key = {"model": "one", "attention": "dense", "length": 4, "number": 0}
+    key = {"model": "one", "attention": "dense", "length": 4, "number": 0, "seconds": 1}
     losses = {"documents": [1.0, 2.0], "package:Own": [3.0, 6.0]}
     found = Lines(
         key | {"task": task, "loss_by_position": x, "loss_of_last": 5.0}
         for task, x in losses.items()
     )
-    (table,) = tables(found)
+    times, table = tables(found)
+    assert times.rows == [("4", "one", "dense", "1", "–", "2")]  # an older line has no density
     assert [row[1] for row in table.rows] == ["2.000", "4.000", "5.000"]
     assert "mean over 2 documents" in table.note

@@ -94,9 +94,16 @@ class Engine:
 
         Raises UserError for too few or too many tokens, or an id outside the vocabulary.
         """
+        return self.losses_and_density(tokens)[0]
+
+    def losses_and_density(
+        self, tokens: Sequence[int] | np.ndarray
+    ) -> tuple[np.ndarray, float | None]:
+        """Returns what `token_losses` does, and the density of that pass, mean over layers."""
         ids = self._checked(tokens, least=2)
         self._check_length(len(ids) - 1, 0)
-        return self._finite(np.asarray(self.programs.score(ids[:-1], ids[1:])[0].loss), len(ids))
+        scores, density = self.programs.score(ids[:-1], ids[1:])
+        return self._finite(np.asarray(scores.loss), len(ids)), density
 
     def forced(
         self, prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray

@@ -31,7 +31,7 @@ class Lines:
     """The lines of a folder; models, attentions and tasks (with a score) as they appear."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        lines = list(lines)
+        self._all = lines = list(lines)
         self.scored = [line for line in lines if "score" in line]
         self._losses = [line for line in lines if "loss_by_position" in line]
         self.models = list(dict.fromkeys(line["model"] for line in lines))
@@ -48,6 +48,10 @@ class Lines:
     def cell(self, run: Run, task: str, length: int) -> dict[int, Line]:
         """Returns the lines of a task and length by sample number; may be empty."""
         return self._by_cell.get((run, task, length), {})
+
+    def asked(self, run: Run, length: int) -> list[Line]:
+        """Returns all lines of a length, with and without a score; may be empty."""
+        return [x for x in self._all if (x["model"], x["attention"], x["length"]) == (*run, length)]
 
     def score(self, run: Run, task: str, length: int) -> Mean | None:
         lines = self.cell(run, task, length)

@@ -54,7 +54,7 @@ def tables(lines: Lines) -> Iterator[TextTable]:
         yield _scores(lines)
         if len(lines.models) > 1 and len(lines.attentions) > 1:
             yield _trained_and_inferred(lines)
-        yield _times(lines)
+    yield _times(lines)
     for length in lines.document_lengths:
         yield _losses(lines, length)
 
@@ -124,18 +124,18 @@ def _trained_and_inferred(lines: Lines) -> TextTable:
 
 def _times(lines: Lines) -> TextTable:
     rows = []
-    for length, run in itertools.product(lines.lengths, lines.runs):
-        found = [x for task in lines.tasks for x in lines.cell(run, task, length).values()]
-        if found:
+    lengths = sorted({*lines.lengths, *lines.document_lengths})
+    for length, run in itertools.product(lengths, lines.runs):
+        if found := lines.asked(run, length):
             median = f"{float(np.median([line['seconds'] for line in found])):.3g}"
-            densities = [line["density"] for line in found if line["density"] is not None]
+            densities = [line["density"] for line in found if line.get("density") is not None]
             density = f"{float(np.mean(densities)):.1%}" if densities else _EMPTY
             rows.append((str(length), *run, median, density, str(len(found))))
     return TextTable(
         "Times and density",
         "Median seconds per sample on this machine, including the answer but not the making of the "
         "prompt. The first sample of a length compiles. Density is computed over causal pairs in "
-        "the prompt's forward pass, mean over layers and samples.",
+        "the forward pass over a prompt or document, mean over layers and samples.",
         ("length", "model", "attention", "seconds", "density", "samples"),
         rows,
         left=3,
