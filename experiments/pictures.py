@@ -1,5 +1,6 @@
-"""Plot of a tier: loss by position minus that of dense attention."""
+"""Plots of a tier: loss by position and while training, minus that of dense attention."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ from matplotlib.figure import Figure
 
 from experiments.compare import FIRST_BUCKET, Losses, band, paired
 from experiments.decision import EQUAL
+from experiments.result_lines import Line
 from experiments.variants import SPARSE, own_pattern
 from mtraining_jax.models.label_scores import bucket_names
 
@@ -73,3 +75,52 @@ def _curve(axes: object, x: np.ndarray, difference: np.ndarray, color: str, labe
     axes.plot(x, [b.mean for b in bands], marker="o", color=color, label=label)
     low, high = [b.low for b in bands], [b.high for b in bands]
     axes.fill_between(x, low, high, color=color, alpha=0.15)
+
+
+def draw_training(tier: str, lines: Iterable[Line], out: Path) -> Path | None:
+    """Plots the training loss of each arm, and its difference to dense on the same batches.
+
+    Both are means over seeds and over a tenth of the steps, differences with two standard errors.
+    Returns the file; None without a dense and a sparse arm.
+    """
+    losses: dict[str, dict[tuple[int, int], float]] = {}
+    for line in lines:
+        if line["what"] == "train" and line["tier"] == tier:
+            losses.setdefault(line["trained"], {})[line["seed"], line["step"]] = line["loss"]
+    dense = losses.pop("dense", {})
+    shared = {
+        arm: sorted(dense.keys() & own.keys(), key=lambda x: x[1]) for arm, own in losses.items()
+    }
+    shared = {arm: keys for arm, keys in shared.items() if len(keys) > 1}
+    if not shared:
+        return None
+    figure = Figure(figsize=(10, 4))
+    levels, differences = figure.subplots(1, 2)
+    drawn = [("dense", max(shared.values(), key=len), dense)]
+    drawn += [(arm, keys, losses[arm]) for arm, keys in shared.items()]
+    for arm, keys, own in drawn:
+        width = max(2, len(keys) // 10)
+        steps = _running(np.array([step for _, step in keys], float), width)[0]
+        level, _ = _running(np.array([own[key] for key in keys]), width)
+        mean, error = _running(np.array([own[key] - dense[key] for key in keys]), width)
+        levels.plot(steps, level, color=COLORS[arm], label=arm)
+        differences.plot(steps, mean, color=COLORS[arm])
+        if arm != "dense":
+            low, high = mean - 2 * error, mean + 2 * error
+            differences.fill_between(steps, low, high, color=COLORS[arm], alpha=0.15)
+    levels.set_title("training loss, nats")
+    differences.set_title("minus dense on the same batches")
+    for axes in (levels, differences):
+        axes.set_xlabel("step, mean over a tenth of all")
+    levels.legend(fontsize=8)
+    figure.suptitle(f"tier {tier}, while training")
+    figure.tight_layout()
+    path = out / f"{tier}-training.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _running(values: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means of `width` neighbors and their standard errors."""
+    windows = np.lib.stride_tricks.sliding_window_view(values, width)
+    return windows.mean(-1), windows.std(-1, ddof=1) / width**0.5

@@ -175,7 +175,8 @@ def write(lines: list[Line], out: Path) -> list[Path]:
         if importlib.util.find_spec("matplotlib"):
             from experiments import pictures
 
-            paths += filter(None, [pictures.draw(tier, found, out)])
+            drawn = pictures.draw(tier, found, out), pictures.draw_training(tier, lines, out)
+            paths += filter(None, drawn)
     paths[0].write_text("\n".join(text) + "\n")
     return paths
 

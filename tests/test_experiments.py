@@ -6,6 +6,7 @@ import types
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from experiments import (
     chats,
@@ -13,6 +14,7 @@ from experiments import (
     data,
     decision,
     measure,
+    pictures,
     report,
     result_lines,
     run,
@@ -254,6 +256,28 @@ def test_the_report_applies_the_decision_rule(tmp_path):
     assert "| dense | 0 | 4 | 0.0000 | 2.000 | 1.000 | – |" in text
     assert "| sampled_rows | dense | 0.500 | 90.0 ± 10.0 |" in text
     assert {x.name for x in written[1:]} <= {"c-loss-by-position.png"}
+
+
+def test_a_picture_compares_training_losses_of_the_same_batches(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+
+    def losses(arm, seed, values):
+        about = {"what": "train", "tier": "q", "seed": seed, "trained": arm}
+        return [about | {"step": step, "loss": x} for step, x in enumerate(values, 1)]
+
+    dense = losses("dense", 0, [5.0, 4.0, 3.0, 2.0])
+    assert pictures.draw_training("q", dense, tmp_path) is None
+    # The sparse arm has not reached step 4; seed 1 has no dense arm.
+    sparse = losses("sampled_rows", 0, [5.5, 4.3, 3.5]) + losses("sampled_rows", 1, [1.0, 1.0])
+    pictures.draw_training("q", dense + sparse, tmp_path)
+    ((levels, differences),) = (figure.axes for figure in figures)
+    assert [line.get_xdata().tolist() for line in levels.lines] == [[1.5, 2.5], [1.5, 2.5]]
+    np.testing.assert_allclose(levels.lines[1].get_ydata(), [4.9, 3.9])
+    np.testing.assert_allclose(differences.lines[1].get_ydata(), [0.4, 0.4])
+    # Two standard errors of 0.5 and 0.3: the standard deviation 0.1414 over the root of 2, twice.
+    (band,) = differences.collections
+    assert band.get_paths()[0].vertices[:, 1].min() == pytest.approx(0.2)
 
 
 def test_an_arm_with_dense_steps_is_compared_with_its_sparse_pattern(tmp_path):
