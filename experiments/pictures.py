@@ -94,7 +94,7 @@ def draw_training(tier: str, lines: Iterable[Line], out: Path) -> Path | None:
     shared = {arm: keys for arm, keys in shared.items() if len(keys) > 1}
     if not shared:
         return None
-    figure = Figure(figsize=(10, 4))
+    figure = Figure(figsize=(9, 3.4))
     levels, differences = figure.subplots(1, 2)
     drawn = [("dense", max(shared.values(), key=len), dense)]
     drawn += [(arm, keys, losses[arm]) for arm, keys in shared.items()]
@@ -116,7 +116,7 @@ def draw_training(tier: str, lines: Iterable[Line], out: Path) -> Path | None:
     figure.suptitle(f"tier {tier}, while training")
     figure.tight_layout()
     path = out / f"{tier}-training.png"
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
     return path
 
 
