@@ -47,7 +47,8 @@ def banner(
         "mesh": f"{shape} (data x node x device) of"
         f" {counted(mesh.size, device.device_kind + ' device')}"
         f" in {counted(jax.process_count(), 'process')}"
-        + (", parameters sharded" if parallel.fsdp else ""),
+        + (", parameters sharded" if parallel.fsdp else "")
+        + _unused(config, jax.device_count()),
         "attention": f"{pattern}, blocks of {sparsity.block_size} tokens,"
         f" {parallel.layout}, {parallel.ring} ring",
         "tuned": None if sparsity.tune == "none" else _tuning(config),
@@ -60,6 +61,15 @@ def banner(
         *(f"  {name:<10} {text}" for name, text in rows.items() if text is not None),
         f"attention backend: {_backend(config)}",
     ]
+
+
+def _unused(config: Config, available: int) -> str:
+    if not (idle := available - config.devices):
+        return ""
+    parallel = config.parallel
+    one_row = parallel.replicas == parallel.nodes == jax.process_count() == 1
+    how = f"; parallel.devices_per_node = {available} uses all" if one_row else ""
+    return f"; {idle} more {'is' if idle == 1 else 'are'} not used{how}"
 
 
 def _tuning(config: Config) -> str:

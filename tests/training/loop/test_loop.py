@@ -171,7 +171,8 @@ def check_records(config, records):
 def check_print(printed):
     for text in (
         "mtraining-jax: whole, 4 steps",
-        "1 x 1 x 4 (data x node x device) of 4 cpu devices in 1 process",
+        "1 x 1 x 4 (data x node x device) of 4 cpu devices in 1 process; 4 more are not used; "
+        "parallel.devices_per_node = 8 uses all",
         "attention backend: xla (no Hopper GPU)",
         "step 1/4  loss 4.",
         "done: 4 steps",
