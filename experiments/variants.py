@@ -21,7 +21,7 @@ SPARSE = (*ARMS[1:], *MIXED, *RANDOM)
 TIERS = {
     "a": ARMS, "b": ARMS, "c": (*ARMS, *MIXED, *RANDOM),
     "c64k": (*ARMS[:2], "sampled_rows_random_last", *RANDOM),
-    "q": (*ARMS[:2], "sampled_rows_random_last", *RANDOM), "g": ARMS[:2],
+    "q": (*ARMS[:2], "sampled_rows_random_last", *RANDOM, "paper"), "g": ARMS[:2],
 }  # fmt: skip
 # By tier and arm: further patterns to evaluate the model with, in addition to dense attention and
 # the pattern of its training. Some of these are patterns that no arm is trained with.
