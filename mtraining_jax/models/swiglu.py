@@ -43,7 +43,7 @@ def gated(activation: str, gate: Array, up: Array) -> Array:
     return gate * jax.nn.sigmoid(_ALPHA * gate) * (up + 1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def chunked_swiglu(
     x_TE: Array,
     gate: Projection,
@@ -54,7 +54,6 @@ def chunked_swiglu(
     kept_chunks: int = 0,
     lora: LoraSpec | None = None,
     activation: str = "silu",
-    trained: bool = True,
 ) -> Array:
     """down(silu(gate(x)) * up(x)), for at most `chunk_size` tokens at a time.
 
@@ -62,13 +61,13 @@ def chunked_swiglu(
 
     The backward pass recomputes the gate and up products, except those of the first `kept_chunks`
     chunks, named `MLP_PRODUCTS`. Gradients of weights accumulate in fp32. With `lora` only adapters
-    have gradients, and `seeds_T` are those of their `Dropout`. Without `trained` no weight has one.
+    have gradients, and `seeds_T` are those of their `Dropout`.
     """
-    how = chunk_size, kept_chunks, lora, activation, trained
+    how = chunk_size, kept_chunks, lora, activation
     return _forward(x_TE, gate, up, down, seeds_T, *how)[0]
 
 
-def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora, activation, trained):
+def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora, activation):
     def swiglu(x_CE: Array, seeds_C: Array | None) -> tuple[Array, tuple[Array, Array]]:
         project = _projector(lora, seeds_C)
         lows = project.low(x_CE, gate, _GATE), project.low(x_CE, up, _UP)
@@ -80,7 +79,7 @@ def _forward(x_TE, gate, up, down, seeds_T, chunk_size, kept_chunks, lora, activ
     return out_TE, (x_TE, gate, up, down, seeds_T, products)
 
 
-def _backward(chunk_size, kept_chunks, lora, activation, trained, residuals, d_out_TE):
+def _backward(chunk_size, kept_chunks, lora, activation, residuals, d_out_TE):
     x_TE, gate, up, down, seeds_T, kept_products = residuals
     dtype = x_TE.dtype
 
@@ -100,8 +99,6 @@ def _backward(chunk_size, kept_chunks, lora, activation, trained, residuals, d_o
         d_x_CE = project.through_A(d_x_gate, d_low_gate, gate, _GATE)
         d_x_CE += project.through_A(d_x_up, d_low_up, up, _UP)
         low_down = project.low(hidden_CF, down, _DOWN)
-        if not trained:
-            return sums, d_x_CE.astype(dtype)
         gradients = (
             project.gradients(x_CE, lows[0], d_gate_CF, d_low_gate, _GATE),
             project.gradients(x_CE, lows[1], d_up_CF, d_low_up, _UP),
@@ -109,9 +106,8 @@ def _backward(chunk_size, kept_chunks, lora, activation, trained, residuals, d_o
         )
         return jax.tree.map(jnp.add, sums, gradients), d_x_CE.astype(dtype)
 
-    weights = (gate, up, down) if trained else ()
-    weights = tuple(projection.trained(lora) for projection in weights)
-    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    trained = tuple(projection.trained(lora) for projection in (gate, up, down))
+    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
     kept, rest = token_parts((x_TE, d_out_TE, seeds_T), chunk_size, kept_chunks)
     d_x = []
     if kept[0].shape[0]:
@@ -120,8 +116,11 @@ def _backward(chunk_size, kept_chunks, lora, activation, trained, residuals, d_o
     if rest[0].shape[0]:
         sums, d_rest = lax.scan(chunk, sums, rest)
         d_x.append(d_rest.reshape(-1, x_TE.shape[1]))
-    gradients = jax.tree.map(lambda w: w.astype(dtype), sums) or (None,) * 3
-    return jnp.concatenate(d_x)[: x_TE.shape[0]], *gradients, None
+    return (
+        jnp.concatenate(d_x)[: x_TE.shape[0]],
+        *jax.tree.map(lambda w: w.astype(dtype), sums),
+        None,
+    )
 
 
 chunked_swiglu.defvjp(_forward, _backward)

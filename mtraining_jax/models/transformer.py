@@ -154,12 +154,6 @@ class SelfAttention(nnx.Module):
         return self.o_proj(out_BSHD.reshape(*out_BSHD.shape[:2], -1), seeds_BS)
 
 
-def _trains_projection(spec: ModelSpec, table: ParamTable, module: str) -> bool:
-    """Whether a projection of an MLP is trained; if one is, gradients of all are computed."""
-    names = (name for name in table if name.startswith(f"{module}.") and "_proj." in name)
-    return any(spec.trains(LAYERS + name) for name in names)
-
-
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
@@ -170,7 +164,6 @@ class MLP(nnx.Module):
         # Without rematerialization everything is saved, which needs no chunks but more memory.
         self.chunk_size = None if spec.remat == "none" else spec.mlp_chunk_size
         self.kept_chunks, self.lora = spec.mlp_kept_chunks, spec.lora
-        self.trained = _trains_projection(spec, table, name)
         self.activation = FAMILIES.get(spec.family).activation
 
     def __call__(self, x_BSE: Array, seeds_BS: Array | None) -> Array:
@@ -181,7 +174,7 @@ class MLP(nnx.Module):
         projections = (part.projection(x_BSE.dtype) for part in parts)
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         seeds_T = None if seeds_BS is None else seeds_BS.reshape(-1)
-        how = self.chunk_size, self.kept_chunks, self.lora, self.activation, self.trained
+        how = self.chunk_size, self.kept_chunks, self.lora, self.activation
         return cast(Array, chunked_swiglu(x_TE, *projections, seeds_T, *how)).reshape(x_BSE.shape)
 
 
@@ -193,7 +186,7 @@ class Experts(nnx.Module):
         self.gate_proj = Matrix(table, f"{name}.gate_proj", rngs)
         self.up_proj = Matrix(table, f"{name}.up_proj", rngs)
         self.down_proj = Matrix(table, f"{name}.down_proj", rngs)
-        self.spec, self.trained = spec, _trains_projection(spec, table, name)
+        self.spec = spec
 
     def __call__(self, x_BSE: Array, real_BS: Array | None = None) -> tuple[Array, Balance]:
         spec, matrices = self.spec, (self.gate, self.gate_proj, self.up_proj, self.down_proj)
@@ -206,7 +199,7 @@ class Experts(nnx.Module):
         saved = spec.remat == "none"
         chunks = (len(x_TE), 1) if saved else (spec.mlp_chunk_size, spec.mlp_kept_chunks)
         pairs = tuple(x.reshape(len(x_TE), -1) for x in (routed.ids, routed.weights))
-        how = *chunks, self.trained, FAMILIES.get(spec.family).activation
+        how = *chunks, spec.lora is None, FAMILIES.get(spec.family).activation
         expert_biases = None if biases[1] is None else cast(Any, biases[1:])
         out = padded_experts(x_TE, cast(Any, pairs), experts, expert_biases, *how)
         return out.reshape(x_BSE.shape), balance(routed, real_BS)
