@@ -138,7 +138,7 @@ def make_train_step(
                 usable &= norm <= config.optimizer.skip_norm
             labels = count_labels(batch["labels"])
             # AdamW would also move without a gradient.
-            learns = (labels > 0) | (norm > 0) if loss_terms else labels > 0
+            learns = norm > 0 if loss_terms else labels > 0
             applied = usable & learns & ~held
             lr = jnp.float32(jnp.nan) if builder.own_rate else schedule(state.step)
             rate = jnp.float32(-1) if builder.own_rate else lr

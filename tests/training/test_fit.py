@@ -271,13 +271,13 @@ def test_terms_of_callbacks_are_part_of_the_gradient_and_of_the_record(config):
 
 
 class Term(Callback):
-    """Adds the mean square of the hidden states to the loss."""
+    """Adds the mean square of the hidden states to the loss, times a factor."""
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, name, factor=1):
+        self.name, self.factor = name, factor
 
     def loss(self, hidden, lm_head, batch):
-        return {self.name: jax.numpy.mean(hidden * hidden)}
+        return {self.name: self.factor * jax.numpy.mean(hidden * hidden)}
 
 
 def test_terms_of_one_name_or_of_a_metric_are_refused(config):
@@ -289,18 +289,20 @@ def test_terms_of_one_name_or_of_a_metric_are_refused(config):
 
 def test_terms_train_batches_without_labels(config):
     """They have a gradient; without one, nothing changes."""
-    config = changed(config, run={"steps": 1})
+    config = changed(config, run={"steps": 1}, optimizer={"weight_decay": 0.1})
     given = tokens() | {"labels": np.full((B, S), -100)}
-    for name, callback in (("alone", Callback()), ("with-term", Term("mine"))):
+    for factor in (0, 1):
         keeper = Keeper()
         result = fit(
-            changed(config, run={"name": name}), data=iter([given]), callbacks=[keeper, callback]
+            changed(config, run={"name": f"factor-{factor}"}),
+            data=iter([given]),
+            callbacks=[keeper, Term("mine", factor)],
         )
         (record,) = result.records
         assert record["loss"] == record["labels"] == 0
         after = jax.device_get(result.state.parameters)
         moved = any(not np.array_equal(x, keeper.states[0][n]) for n, x in after.items())
-        assert moved == (record["grad_norm"] > 0) == ("mine" in record)
+        assert moved == (record["grad_norm"] > 0) == (record["mine"] > 0) == (factor > 0)
 
 
 def test_what_callbacks_do_wrong_is_named(config):
