@@ -145,6 +145,7 @@ def test_muon_leaves_biases_of_experts_to_adamw():
         "layers.mlp.gate_proj.bias": (2, 4, 8),
         "layers.self_attn.q_proj.weight": (2, 8, 6),
         "layers.self_attn.sinks": (2, 8),
+        "layers.self_attn.scale.weight": (2, 8),  # a vector, such as of a family of one's own
         "embed_tokens.weight": (9, 6),
     }
     rng = np.random.default_rng(0)
