@@ -116,15 +116,22 @@ def test_codes_are_renewed_when_a_sequence_has_doubled(monkeypatch):
 
     def renewed(network, layout, renewed_B, now):
         calls.append((renewed_B.tolist(), int(now.cache.count)))
-        return renew(network, layout, renewed_B, now)
+        units = [np.asarray(now.cache.codes[0].unit)]  # they are donated
+        now = renew(network, layout, renewed_B, now)
+        units.append(np.asarray(now.cache.codes[0].unit))
+        assert [not np.array_equal(*x) for x in zip(*units, strict=True)] == renewed_B.tolist()
+        return now
 
     monkeypatch.setattr(engine_programs, "renew_codes", renewed)
     model = engine(ONE, 0.3)
-    found = model.generate(TEXT[:2], GenerateOptions(max_new_tokens=NEW), stop_ids=frozenset())
-    assert calls == [([True], 2)]
-    assert model.forced(TEXT[:2], found.tokens).is_argmax.all() and len(calls) == 2
-    model.generate(TEXT[:100], GenerateOptions(max_new_tokens=NEW), stop_ids=frozenset())
-    assert len(calls) == 2
+    options = GenerateOptions(max_new_tokens=NEW)
+    # Before the last step, and not after it.
+    prompts = [TEXT[:2], TEXT[: NEW - 2], TEXT[: NEW - 1]]
+    found = model.generate_many(prompts, options, [frozenset()] * 3)
+    assert calls == [([True, False, False], 2), ([False, True, False], NEW - 2)]
+    assert model.forced(TEXT[:2], found[0].tokens).is_argmax.all() and len(calls) == 3
+    model.generate(TEXT[:100], options, stop_ids=frozenset())
+    assert len(calls) == 3
 
 
 def test_a_step_returns_everything_in_place():
