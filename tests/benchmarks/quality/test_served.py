@@ -1,6 +1,7 @@
 """Answers through the engine: dense, with a sparse prompt, and sparse."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -62,6 +63,7 @@ class Counting:
         self.calls = 0
 
     def forced(self, prompt, answer):
+        assert len(prompt) + len(answer) == 256
         self.calls += 1
         return Forced(-np.full(len(answer), self.calls, np.float32), answer > 0, 1.0)
 
@@ -71,25 +73,32 @@ def test_rows_of_other_texts_models_and_numbers_of_tokens_are_not_used(
 ):
     engine = Counting()
     monkeypatch.setattr(served, "engines", lambda *_: iter([("dense", engine)]))
-    texts = np.arange(512).reshape(2, 256)
+    texts = np.arange(600).reshape(2, 300)
     np.save(tmp_path / "texts.npy", texts)
     where = [f"--texts={tmp_path}/texts.npy", f"--results={tmp_path}/rows.jsonl", "--answer=4"]
 
     def table(*changes, model=f"tiny={FOLDER}"):
         served.main([f"--model={model}", "--seq-len=256", *where, "--batches", *changes])
-        return capsys.readouterr().out.splitlines()[-1].split(" | ")[2]
+        lines = capsys.readouterr().out.splitlines()
+        cells = [line.strip("| ").split(" | ") for line in lines if " | dense | " in line]
+        return {model: loss for model, _, loss, *_ in cells}
 
-    assert table() == table() == "1.5000" and engine.calls == 2
-    assert table("--new-tokens=9") == "3.5000"
-    assert table(model=f"tiny={tmp_path}") == "5.5000"
+    assert table() == {"tiny": "1.5000"}
+    np.save(tmp_path / "texts.npy", texts.astype(np.uint16))  # the same texts
+    assert table(model=f"tiny={os.path.relpath(FOLDER)}") == {"tiny": "1.5000"}
+    assert table("--new-tokens=9") == {"tiny": "3.5000"}
+    assert table("--answer=5") == {"tiny": "5.5000"}
+    assert table("--override", "model.dtype=float32") == {"tiny": "7.5000"}
+    assert table(model=f"other={FOLDER}") == {"tiny": "1.5000", "other": "9.5000"}
+    assert table(model=f"tiny={tmp_path}") == {"other": "9.5000", "tiny": "11.5000"}
     np.save(tmp_path / "texts.npy", texts + 1)
-    assert table() == "7.5000" and engine.calls == 8
+    assert table() == {"tiny": "13.5000"} and engine.calls == 14
     for wrong, message in (
-        ("--seq-len=257", "--seq-len=257, but texts have 256 tokens"),
-        ("--batches=3", "--batches=3, but there are 2 texts"),
+        (["--seq-len=301"], "--seq-len=301, but texts have 300 tokens"),
+        (["1", "3"], "--batches=3, but there are 2 texts"),
     ):
         with pytest.raises(UserError, match=message):
-            table(wrong)
+            table(*wrong)
 
 
 def test_a_pattern_whose_new_tokens_do_not_select_is_refused():
