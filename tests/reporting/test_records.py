@@ -78,7 +78,7 @@ def test_a_record_in_numbers(config):
 def test_frozen_matrices_have_no_gradient_to_compute(config):
     layers, head = 2 * (2 * 32 * 96 + 2 * 32 * 48 + 3 * 32 * 40), 32 * 61
     parts = {
-        "self_attn": 6 * 2 * (2 * 32 * 96 + 2 * 32 * 48) + 4 * (2 * 3 * 32 * 40 + head),
+        "layers.self_attn": 6 * 2 * (2 * 32 * 96 + 2 * 32 * 48) + 4 * (2 * 3 * 32 * 40 + head),
         "norm": 4 * (layers + head),
         "embed_tokens": 4 * layers + 6 * head,  # tied
     }

@@ -227,7 +227,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(dense):
 
 
 @pytest.mark.parametrize(
-    ("family", "trained"), [("qwen2", ["norm"]), ("qwen3_moe", ["self_attn", "mlp.gate."])]
+    ("family", "trained"), [("qwen2", ["norm"]), ("qwen3_moe", ["layers.self_attn", "mlp.gate."])]
 )
 def test_gradients_of_frozen_matrices_are_not_computed(tmp_path, family, trained):
     """FLOP of a step, in metrics and dry runs, count none."""
@@ -263,7 +263,7 @@ def test_frozen_matrices_are_bf16_and_stay_with_the_same_bits_as_from_fp32(folde
         sparsity={"kind": "dense"},
         parallel={"nodes": 1, "devices_per_node": 1},
         model={"dtype": "bfloat16"},
-        optimizer={"trainable": ["self_attn.q_proj", "self_attn.k_proj"], "lr": 1e-2},
+        optimizer={"trainable": ["layers.self_attn.q_proj", "self_attn.k_proj"], "lr": 1e-2},
     )
     parts = Parts(config)
     before = jax.device_get(parts.builder.fresh().parameters)

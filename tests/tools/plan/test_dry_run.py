@@ -488,7 +488,7 @@ def large_run(config, **parallel):
 
 def test_frozen_matrices_have_no_gradients_in_the_workspace(config):
     whole = large_run(config, replicas=1, nodes=2)
-    parts = [changed(whole, optimizer={"trainable": x}) for x in (["self_attn"], ["mlp"])]
+    parts = [changed(whole, optimizer={"trainable": x}) for x in (["layers.self_attn"], ["mlp"])]
     mlp, attention = 4 * 8192 * 3 * 28672, 4 * 8192 * (2 * 8192 + 2 * 1024)
     before, *after = (estimate_memory(x).workspace for x in (whole, *parts))
     # The gradients of an MLP are summed over chunks, twice its size.
