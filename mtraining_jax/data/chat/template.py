@@ -91,7 +91,7 @@ class ChatTemplate:
         other end tokens than those of a last message.
 
         The number of renderings does not depend on that of messages, unless the prompts of a
-        conversation differ.
+        conversation differ, or turns lack their end token and do not end with their content.
 
         Raises:
             UserError: If the template cannot render the conversation, ignores a part of it, or does
@@ -127,7 +127,10 @@ class ChatTemplate:
         ids, begins, ends = self._tokenizer.encode_with_offsets(text)
         trained = np.zeros(ids.shape, bool)
         for begin, end in spans:
-            trained[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end)] = True
+            # Some tokenizers trim offsets: those of a space that ends a text are empty, at its end.
+            stop = max(np.searchsorted(begins, end), np.searchsorted(ends, end, "right"))
+            if begin < end:
+                trained[np.searchsorted(ends, begin, "right") : stop] = True
         return MaskedTokens(ids, trained, note)
 
     def _answers(
@@ -199,9 +202,31 @@ class ChatTemplate:
         if not text.startswith(begin) or not _holds(text, len(begin), message):
             return []
         text, found = text.rstrip(), self._end_tokens(text[len(begin) :])
-        if found and not any(found[-n:] == ends[:n] for n in range(1, len(found) + 1)):
-            text = text.removesuffix(found[-1])  # not what ends a last message
+        if not any(found[-n:] == ends[:n] for n in range(1, len(found) + 1)):
+            before, end, _ = text.rpartition(ends[0])
+            if end and len(before) >= len(begin) and _holds(before, len(begin), message):
+                text = before + end  # other text follows the end, such as a separator
+            else:
+                text = text.removesuffix(found[-1] if found else "")  # not that of a last message
+                if (size := self._size_as_last(conversation, turn, text)) is None:
+                    return []
+                text = text[:size]
         return [(first + len(begin), first + len(text))]
+
+    def _size_as_last(self, conversation: Conversation, turn: int, text: str) -> int | None:
+        """The size of the text of a turn without what follows only if it is not the last message.
+
+        None if it does not begin as the last message would.
+        """
+        content = (conversation.messages[turn].get("content") or "").strip()
+        if content and text.endswith(content):
+            return len(text)
+        upto = dataclasses.replace(conversation, messages=conversation.messages[: turn + 1])
+        rendered = self._render_marked(upto)
+        last = rendered.text[slice(*rendered.messages.get(turn, (0, 0)))].rstrip()
+        for end in reversed(self._end_tokens(last)):
+            last = last.removesuffix(end).rstrip()
+        return len(last) if text.startswith(last) else None
 
     def _lost_thoughts(self, conversation: Conversation, rendered: Rendered) -> set[int]:
         """The messages with reasoning that is not in the text."""
