@@ -146,18 +146,18 @@ class Loader(LocalPart):
                 text += " has no effect with a single data-parallel replica"
         return text
 
-    def description_for(self, steps: int) -> str:
+    def description_for(self, steps: int, unit: str = "step") -> str:
         """The description, with the number of epochs in these steps."""
         if self.parts is not None:
             read = steps * self._data.batch_size / sum(self.parts.weights)
             parts = zip(self.parts.sequences.items(), self.parts.weights, strict=True)
             texts = [f"{read * weight / len(of):.3g} of {name}" for (name, of), weight in parts]
-            return f"{self.description}; epochs in {counted(steps, 'step')}: {', '.join(texts)}"
+            return f"{self.description}; epochs in {counted(steps, unit)}: {', '.join(texts)}"
         if self.corpus.endless:
             return self.description
         batch_size = self._data.batch_size
         epochs = steps * batch_size / self.num_sequences
-        text = f"{self.description}; {counted(steps, 'step')} = {epochs:.3g} epochs"
+        text = f"{self.description}; {counted(steps, unit)} = {epochs:.3g} epochs"
         if batch_size > self.num_sequences:
             text += f"; warning: data.batch_size = {batch_size} repeats sequences in each batch"
         return text

@@ -48,14 +48,18 @@ class Evaluator(Callback):
         assert isinstance(self._batches.loader, Loader)
         self.loader = loader = self._batches.loader
         batch_size, asked = evaluation.data.batch_size, config.eval.num_batches
-        # Rows of the last batch beyond these are of a second epoch, and do not count.
-        self._rows = min(asked * batch_size, loader.num_sequences)
-        self._num_batches = -(-self._rows // batch_size)
-        self.description = loader.description
-        if self._num_batches < asked:
-            self.description += f"; {self._num_batches} of eval.num_batches = {asked} batches"
-        if self._rows < loader.num_sequences:
-            self.description += f"; eval.num_batches = {asked} reads {self._rows:,} of them"
+        self._num_batches, self._rows = asked, asked * batch_size
+        if loader.parts is not None:  # read by weight, each in epochs of its own
+            self.description = loader.description_for(asked, "batch")
+        else:
+            # Rows of the last batch beyond these are of a second epoch, and do not count.
+            self._rows = min(self._rows, loader.num_sequences)
+            self._num_batches = -(-self._rows // batch_size)
+            self.description = loader.description
+            if self._num_batches < asked:
+                self.description += f"; {self._num_batches} of eval.num_batches = {asked} batches"
+            if self._rows < loader.num_sequences:
+                self.description += f"; eval.num_batches = {asked} reads {self._rows:,} of them"
         self._begin = loader.get_state()
         self._programs: dict[str, Any] = {}  # jitted, until `compile`
         for name, pattern in _patterns(config, evaluation).items():
@@ -104,9 +108,11 @@ class Evaluator(Callback):
             )
             sums[name] = losses.sum(0), counts.sum(0)
             if (parts := self.loader.parts) is not None:
-                part_of = parts.of(np.concatenate(sequences)[: self._rows])
+                numbers = np.concatenate(sequences)[: self._rows]
+                once = np.unique(numbers, return_index=True)[1]  # rows with each sequence
+                part_of = parts.of(numbers[once])
                 for number, part in enumerate(parts.given):
-                    rows = part_of == number
+                    rows = once[part_of == number]
                     sums[f"{name}/{part}"] = losses[rows].sum(0), counts[rows].sum(0)
         return validation_record(sums, time.perf_counter() - begin)
 

@@ -9,8 +9,8 @@ from mtraining_jax.utils.signals import redirect_to_devnull
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 file`, `2 files`, `3 processes`."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    """`1 file`, `2 files`, `3 processes`, `2 batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
 
 

@@ -69,14 +69,15 @@ def test_resumed_run_evaluates_as_one_that_was_not_interrupted(held_out, capsys,
 
 def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_path):
     """Compares with the full logits, also of each part of a mixture."""
-    tokens = np.random.default_rng(5).integers(0, VOCAB, (2, 128))
+    tokens = np.random.default_rng(5).integers(0, VOCAB, (4, 128))
     parts = {}
-    for name, row in zip(("one", "two"), tokens, strict=True):
-        np.save(tmp_path / f"{name}.npy", row.astype(np.uint16))
-        parts[name] = {"source": "tokens", "paths": [str(tmp_path / f"{name}.npy")]}
-    mixture = {"source": "mixture", "parts": parts, "batch_size": 3, "shuffle": False}
+    for name, rows, weight in (("one", tokens[:3], 1), ("two", tokens[3:], 3)):
+        np.save(tmp_path / f"{name}.npy", rows.astype(np.uint16))
+        path = str(tmp_path / f"{name}.npy")
+        parts[name] = {"source": "tokens", "paths": [path], "weight": weight}
+    mixture = {"source": "mixture", "parts": parts, "batch_size": 4, "shuffle": False}
     data = changed(config, data=mixture).data
-    asked = {"interval": 1, "num_batches": 2, "attention": "both", "data": data}
+    asked = {"interval": 1, "num_batches": 4, "attention": "both", "data": data}
     config = changed(config, parallel={"nodes": 1, "devices_per_node": 1}, eval=asked)
     mesh = build_mesh(config)
     builder = StateBuilder(config, mesh)
@@ -105,12 +106,15 @@ def test_losses_are_those_of_the_model_and_dense_and_sparse_differ(config, tmp_p
         return jax.nn.log_softmax(model.logits(hidden))[:, :-1]
 
     found = log_probabilities(one)
-    expected = -np.take_along_axis(np.asarray(found), tokens[:, 1:, None], -1)[..., 0]
+    each = -np.take_along_axis(np.asarray(found), tokens[:, 1:, None], -1)[..., 0]
+    # By weight: a quarter of 16 sequences are those of the first part, one of them twice.
+    expected = each[[0, 1, 2, 0, *[3] * 12]]
     assert first["eval_loss_dense"] == pytest.approx(expected.mean(), rel=1e-5)
-    for name, row in zip(parts, expected, strict=True):
-        assert first[f"eval_loss_dense/{name}"] == pytest.approx(row.mean(), rel=1e-5)
+    for name, rows in (("one", each[:3]), ("two", each[3:])):  # each sequence once
+        assert first[f"eval_loss_dense/{name}"] == pytest.approx(rows.mean(), rel=1e-5)
     third = expected[:, 3:7].mean()  # labels at positions 4 to 7
     assert first["eval_loss_dense_by_position"][2] == pytest.approx(third, rel=1e-5)
+    assert evaluation.description.endswith("; epochs in 4 batches: 1.33 of one, 12 of two")
 
 
 def test_all_validation_data_is_read_whatever_the_batch_size(held_out):
