@@ -225,11 +225,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """The tokenizer_config.json next to the file, if any."""
-        if not self.settings_file.exists():
-            return {}
-        with errors_as(UserError, f"{self.settings_file} cannot be read", Exception):
-            return dict(read_json(self.settings_file))
+        """The tokenizer_config.json next to the file, and special_tokens_map.json, if any.
+
+        As in transformers, the second one counts only if the first has no added_tokens_decoder.
+        """
+        found = _settings_in(self.settings_file)
+        if "added_tokens_decoder" in found:
+            return found
+        return found | _settings_in(self.settings_file.with_name("special_tokens_map.json"))
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -293,6 +296,14 @@ def beginning(bos: tuple[int, ...], text: str = "") -> str:
     """How texts with these ids begin, and the text of the ids, for messages."""
     ids = " ".join(map(str, bos))
     return f"with {text}({ids})" if bos else "without a beginning-of-sequence token"
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file, none if it does not exist."""
+    if not path.exists():
+        return {}
+    with errors_as(UserError, f"{path} cannot be read", Exception):
+        return dict(read_json(path))
 
 
 def _first_ids(processor: Mapping[str, Any]) -> tuple[int, ...]:

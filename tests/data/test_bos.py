@@ -15,7 +15,7 @@ import pytest
 
 from mtraining_jax.cli.inspect_data import main as inspect_data
 from mtraining_jax.config.load import with_bos
-from mtraining_jax.data.tokenizer import make_tokenizer
+from mtraining_jax.data.tokenizer import HuggingFaceTokenizer, make_tokenizer
 from mtraining_jax.tools.corpus.tokenizing import tokenize_corpus
 from mtraining_jax.tools.evaluate.tasks import make_tasks
 from mtraining_jax.tools.evaluate.tasks.records import iterate_records, read_text
@@ -118,6 +118,23 @@ def test_tokenizer_config_counts_as_in_transformers(tmp_path, kind, settings, te
     assert (tokenizer.checksum != plain.checksum) == changes
     # Folders of token files of earlier versions have this one.
     assert plain.checksum == zlib.crc32(Path(plain.name).read_bytes())
+
+
+@pytest.mark.parametrize("decoder", [None, {}])
+def test_special_tokens_map_counts_as_in_transformers(tmp_path, decoder):
+    """In older folders, without added_tokens_decoder, it overrides tokenizer_config.json."""
+    settings = {} if decoder is None else {"added_tokens_decoder": decoder}
+    path = write_tokenizer(tmp_path, "llama3", bos_token=None, eos_token="<|x|>", **settings)
+    end = {"content": "<|end_of_text|>", "lstrip": False, "normalized": False}
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": end, "pad_token": "<|y|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    tokenizer = HuggingFaceTokenizer(path)
+    if decoder is None:
+        assert tokenizer.special_tokens == names | {"eos_token": "<|end_of_text|>"}
+        assert tokenizer.encode("he<|y|>").tolist() == [262, 256, 264]
+    else:
+        assert tokenizer.special_tokens == {"eos_token": "<|x|>"}
+        assert tokenizer.encode("he<|x|>").tolist() == [262, 256, 264]
 
 
 @pytest.mark.parametrize("bos, ids", [(None, [1]), (False, []), ("</s>", [2]), (7, [7])])
