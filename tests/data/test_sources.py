@@ -294,6 +294,18 @@ def test_exact_finds_documents_between_eos(tmp_path):
     assert "2 files, 4 documents, 19 tokens" in corpus.summary
 
 
+@pytest.mark.parametrize("eos, kept", [(9, [1, 2, 5]), (None, [2, 4])])
+def test_exact_finds_documents_in_a_file_of_lengths(tmp_path, eos, kept):
+    documents = [[9], [1, 9, 2, 3, 9], [1, 9, 9, 4], [], [1, 9, 2, 9], [5, 6, 7, 8, 9], [4, 4]]
+    np.save(tmp_path / "a.npy", np.concatenate(documents).astype(np.uint16))
+    with (tmp_path / "a.npy.lengths").open("wb") as file:
+        np.save(file, [len(ids) for ids in documents])
+    fields = {"source": "tokens", "paths": (str(tmp_path),), "vocab_size": 10}
+    rows, corpus = sequences(mode="exact", eos=eos, **fields)
+    assert rows == [documents[number][:4] for number in kept]
+    assert f"1 file, {5 if eos else 6} documents, 21 tokens" in corpus.summary
+
+
 @pytest.mark.parametrize("ids", [[1, 2, 9, 3, 4, 5], [1, 2, 9, 3, 4, 9]])
 def test_the_last_document_may_lack_its_end_token(tmp_path, ids):
     np.save(tmp_path / "a.npy", ids)

@@ -27,7 +27,7 @@ class TokenFiles(FileSource):
 
     Documents are the rows of 2-D files. In 1-D files they are given by an optional file of lengths
     (`a.npy.lengths` for `a.npy`) or else end at eos. Mode ``concat`` joins files without adding
-    eos; ``exact`` ignores files of lengths and does not count eos. An optional `a.npy.mask` is the
+    eos; ``exact`` does not count the eos that ends a document. An optional `a.npy.mask` is the
     label mask: bool, or 0 and 1, for each token.
     """
 
@@ -106,6 +106,12 @@ def _exact_documents(files: list[Part], data: DataSpec) -> tuple[np.ndarray, np.
         if file.row_len is not None:
             begins = np.arange(0, size, file.row_len, dtype=np.int64)
             ends = begins + file.row_len
+        elif (path := _lengths_path(file)).is_file():
+            whole = read_lengths(path, size).astype(np.int64)
+            ends = np.cumsum(whole)
+            begins = ends - whole
+            if data.eos is not None:
+                ends -= (whole > 0) & (file.ids[ends - 1] == data.eos)
         else:  # the last document may lack its end token
             ends = np.append(_eos_positions(file, data), size)
             begins = np.concatenate([[0], ends[:-1] + 1])
