@@ -69,6 +69,15 @@ def test_parts_depend_on_documents_only(corpus):
     assert again == [checksum for _, checksum, _ in found]
 
 
+def test_empty_documents_at_the_end_of_a_part_belong_to_it(tmp_path):
+    """A part of empty documents only would be a token file that runs refuse."""
+    texts = ["", "a" * PART, "", "", "b" * PART, ""]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    found = parts(section(source="jsonl", paths=(str(path),)).source_options, PART)
+    assert [len(documents) for documents, _, _ in found] == [4, 2]
+
+
 def test_token_files_match_the_tokens_of_a_run(corpus, whole, tmp_path):
     totals = run(corpus, tmp_path / "one")
     tokens = sum(len(text) + 1 for text in TEXTS if text)

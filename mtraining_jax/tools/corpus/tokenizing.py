@@ -137,13 +137,14 @@ def parts(source: DocumentSource, part_bytes: int) -> Iterator[tuple[_Documents,
             content = document.tobytes()
         else:
             content = document.content
+        # Not before an empty document: files of parts cannot be empty.
+        if size >= part_bytes and content:
+            yield documents, checksum, size
+            documents, checksum, size = [], 0, 0
         # Includes the length, to detect text that moves between documents.
         checksum = zlib.crc32(content, zlib.crc32(len(content).to_bytes(8, "little"), checksum))
         size += len(content)
         documents.append((where, document))
-        if size >= part_bytes:
-            yield documents, checksum, size
-            documents, checksum, size = [], 0, 0
     if documents:
         yield documents, checksum, size
 
