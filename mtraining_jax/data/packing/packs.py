@@ -45,6 +45,13 @@ class Parts:
         ends = [0, *self.ends.tolist()]
         return dict(zip(self.given, map(range, ends, ends[1:]), strict=True))
 
+    @property
+    def frequencies(self) -> np.ndarray:
+        """How often each sequence is read, relative to their mean, float64 [n]."""
+        sizes = np.diff(self.ends, prepend=0)
+        found = np.repeat(np.array(self.weights) / sizes, sizes)
+        return found / found.mean()
+
     def of(self, sequences: np.ndarray) -> np.ndarray:
         """The index of the part of each sequence, int64 [n]."""
         return np.searchsorted(self.ends, sequences, side="right")
@@ -69,9 +76,16 @@ class PackArrays:
         return self.starts[pack], self.lengths[pack]
 
     @property
+    def frequencies(self) -> np.ndarray:
+        """As in `Parts`; 1 if this is not a mixture."""
+        return np.ones(len(self)) if self.parts is None else self.parts.frequencies
+
+    @property
     def summary(self) -> str:
-        padding = 1 - float(self.lengths.sum()) / (len(self) * self.seq_len)
-        mean = self.starts.size / len(self)
+        frequencies = self.frequencies
+        tokens = np.diff(np.cumsum(self.lengths)[self.ends - 1], prepend=0)
+        padding = max(1 - float(np.mean(frequencies * tokens)) / self.seq_len, 0.0)
+        mean = float(np.mean(frequencies * np.diff(self.ends, prepend=0)))
         return f"{mean:.1f} documents per sequence, {padding:.1%} padding{self.notes}"
 
     @property

@@ -7,6 +7,7 @@ import numpy as np
 
 from mtraining_jax.config import Config
 from mtraining_jax.data.corpus import packs_of
+from mtraining_jax.data.packing.packs import PackArrays
 from mtraining_jax.models.spec import layer_windows, windows_text
 from mtraining_jax.tools.corpus.pack_report import report_on
 from mtraining_jax.tools.plan import pattern_costs
@@ -62,7 +63,10 @@ def planned_pairs(config: Config, opened: bool = False) -> Pairs:
         )
         return dataclasses.replace(one_document, source=assumed)
     report = report_on(packs, data.seq_len, config.sparsity.block_size)
-    padded, counts = np.unique(report.padded, return_counts=True)
+    padded, kinds = np.unique(report.padded, return_inverse=True)
+    # Parts of a mixture are read by weight.
+    read = packs.frequencies if isinstance(packs, PackArrays) else np.ones(report.ends.size)
+    counts = np.bincount(kinds, np.repeat(read, report.documents_each))
     pairs = counts * (padded * (padded + 1.0) / 2)
 
     def computed(full: Callable[[int], float]) -> float:

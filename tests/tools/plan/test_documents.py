@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtraining_jax.data.corpus import packs_of
 from mtraining_jax.parallel.mesh import DOCUMENTS
 from mtraining_jax.tools.plan.compiled import abstract_batch
 from mtraining_jax.tools.plan.cost import count_flops
@@ -68,6 +69,25 @@ def test_pairs_within_documents_are_counted_if_lengths_are_known(tmp_path):
     assert short.why == "documents shorter than 129 tokens use dense attention"
     missing = changed(config, data={"paths": ["nowhere"]})
     assert "nowhere" in planned_pairs(missing).source and not planned_pairs(missing).counted
+
+
+def test_parts_of_a_mixture_are_planned_by_weight(tmp_path):
+    """One sequence of a long document is read as often as twelve of short ones."""
+    parts = {}
+    for name, lengths, weight in (("long", [128], 4), ("short", [8] * 48, 1)):
+        path = tmp_path / f"{name}.npy"
+        np.save(path, np.ones(sum(lengths), np.uint16))
+        with open(f"{path}.lengths", "wb") as file:
+            np.save(file, lengths)
+        parts[name] = {"source": "tokens", "paths": [str(path)], "weight": weight}
+    data = {"source": "mixture", "parts": parts, "mode": "pack"}
+    config = changed(tiny_config(tmp_path, sparsity={"kind": "dense"}), data=data)
+    found = planned_pairs(config)
+    whole = 128 * 129 / 2
+    assert found.causal == pytest.approx(0.8 + 0.2 * 16 * (8 * 9 / 2) / whole)
+    corpus = config.data.source_options.open(config.data, config.model.vocab_size)
+    summary = packs_of(corpus, config.data, config.sparsity.block_size).summary
+    assert summary == "4.0 documents per sequence, 0.0% padding"
 
 
 def test_expected_density_falls_with_document_length(tmp_path):
