@@ -92,6 +92,29 @@ def test_long_arrays_and_text(tmp_path):
     assert read(tmp_path, token_field=None, text_field="domain")[0][1] == "bücher"
 
 
+@pytest.mark.parametrize(
+    "spans, counted",
+    [
+        ([[0, 4], [4, 9]], False),
+        ([[4, 9], [0, 0], [0, 4]], False),
+        ([[0, 4], [3, 9]], True),
+        ([[0, 8]], True),
+        ([], True),
+    ],
+)
+def test_samples_that_their_documents_do_not_cover_are_counted(tmp_path, spans, counted):
+    columns = [*token_columns(), ("indices", "ndarray", None)]
+    sample = token_sample(np.arange(1, 10, dtype=np.uint32), omit_dtype=True)
+    whole, part = (
+        sample | {"indices": array_bytes(np.array(x, np.uint32).reshape(-1, 2))}
+        for x in ([[0, 9]], spans)
+    )
+    write_mds(tmp_path, columns, [[whole, part, part]])
+    fields = {"source": "mds", "paths": (str(tmp_path),), "token_field": "input_ids"}
+    _, corpus = sequences(seq_len=8, **fields)
+    assert ("2 samples with tokens in no document (skipped)" in corpus.summary) == counted
+
+
 def test_spans_are_documents(tmp_path):
     columns = [*token_columns(), ("indices", "ndarray", None)]
     spans = np.array([[0, 4], [4, 4], [5, 9]], np.uint32)
@@ -107,7 +130,11 @@ def test_spans_are_documents(tmp_path):
     rows, corpus = sequences(
         source="mds", paths=(str(tmp_path),), token_field="input_ids", seq_len=8, eos=0
     )
-    assert rows == [[1, 2, 3, 4, 0, 6, 7, 8]] and "3 documents, 10 tokens" in corpus.summary
+    assert rows == [[1, 2, 3, 4, 0, 6, 7, 8]]
+    assert corpus.summary == (
+        "3 documents, 10 tokens, 1 samples with tokens in no document (skipped) or in several "
+        "(repeated), 1 without content (empty or null) skipped"
+    )
     spans[2, 1] = 10
     write_mds(tmp_path, columns, [[sample | {"indices": array_bytes(spans)}]])
     assert mds_error(tmp_path) == (

@@ -6,6 +6,7 @@ columns, then all columns. All is little-endian. Files are untrusted: every size
 use.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -25,6 +26,7 @@ from mtraining_jax.data.files import (
     open_compressed,
     shown_names,
 )
+from mtraining_jax.data.masked import MaskedTokens
 from mtraining_jax.utils.errors import UserError
 from mtraining_jax.utils.fields import options
 from mtraining_jax.utils.file_limits import LARGEST_INDEX, read_json
@@ -39,6 +41,10 @@ _TYPES = {
     34: "float32", 64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in _TYPES.values()}
+
+
+# A note of `MaskedTokens`.
+_UNCOVERED = "samples with tokens in no document (skipped) or in several (repeated)"
 
 
 class Damaged(Exception):
@@ -279,9 +285,23 @@ class MosaicShards(TableSource):
         if len(values) == len(token_values):
             yield where, sample
             return
-        for number, span in enumerate(_spans(values[-1], ids.size)):
-            part = self.document([x[slice(*span)] for x in token_values], where)
-            yield f"{where}, document {number}", part
+        spans = list(_spans(values[-1], ids.size))
+        documents = [self.document([x[slice(*of)] for x in token_values], where) for of in spans]
+        if not _cover(spans, ids.size):  # counted once, with a document that has tokens
+            at = next((i for i, (begin, end) in enumerate(spans) if begin < end), 0)
+            documents = documents or [ids[:0]]
+            found = documents[at]
+            tokens = found if isinstance(found, MaskedTokens) else MaskedTokens(np.asarray(found))
+            documents[at] = dataclasses.replace(tokens, note=_UNCOVERED)
+        for number, document in enumerate(documents):
+            yield f"{where}, document {number}", document
+
+
+def _cover(spans: list[tuple[int, int]], size: int) -> bool:
+    """Whether each token of a sample of `size` tokens is in one document."""
+    filled = sorted(span for span in spans if span[0] < span[1])
+    begins, ends = [begin for begin, _ in filled], [end for _, end in filled]
+    return [*begins, size] == [0, *ends]
 
 
 def _spans(spans: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
