@@ -86,7 +86,7 @@ def sparse_attention(
     """
     length, options = query.shape[2], None
     # Layers with a sliding window have no pattern.
-    if others.get("sliding_window") is None:
+    if not _has_window(module.config, others.get("sliding_window")):
         options = _options(getattr(module.config, "sparse_attention", None))
     if options is None or (length == 1 and options.dense_new_tokens):
         how = {"scaling": scaling, "dropout": dropout, **others}
@@ -103,6 +103,13 @@ def sparse_attention(
         attend = _attend_on_gpu if query.is_cuda else _attend
         out = attend(query, key, value, blocks, columns, scale, options.block_size)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _has_window(config: Any, window: int | None) -> bool:
+    """Whether a layer has a window: of equal layers, one as long as the context is none."""
+    if window is None or len(set(getattr(config, "layer_types", None) or ())) > 1:
+        return window is not None
+    return window < config.max_position_embeddings
 
 
 def _options(entry: Any) -> _Options:

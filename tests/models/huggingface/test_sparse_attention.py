@@ -327,6 +327,29 @@ def test_generated_tokens_are_those_of_each_sequence_alone(load, torch):
         assert model.generate(ids, **static, **how).equal(expected)
 
 
+@pytest.mark.parametrize(
+    ("window", "types", "is_sparse"),
+    [
+        (None, None, True),
+        (2047, None, False),
+        (2048, None, True),
+        (262144, ["sliding_attention"] * 2, True),
+        (262144, ["sliding_attention", "full_attention"], False),
+    ],
+)
+def test_of_equal_layers_a_window_as_long_as_the_context_is_none(
+    attention, torch, window, types, is_sparse
+):
+    q, k = (torch.tensor(x).transpose(1, 2) for x in some_queries_and_keys())
+    layer, how = layer_with(**ROWS), {"scaling": 0.25, "sliding_window": window}
+    layer.num_key_value_groups = 2
+    layer.config.max_position_embeddings, layer.config.layer_types = 2048, types
+    with torch.no_grad():
+        found, _ = attention.sparse_attention(layer, q, k, k, None, **how)
+        dense, _ = attention.sdpa_attention_forward(layer, q, k, k, None, scaling=0.25)
+    assert ((found - dense).abs().max() > 0.01) == is_sparse
+
+
 def test_unsupported_cases_are_errors(load, torch):
     model, _ = load("sampled_rows", ROWS)
     ids = torch.zeros(2, 300, dtype=torch.long)
