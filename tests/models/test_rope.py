@@ -43,6 +43,9 @@ def test_the_two_interpretations_of_yarn(original, first, last):
         # The ramp would end after the last dimension, and begin before the first one.
         (10.0, 512, {}, 1.138629436, [1, 1, 1, 1, 0.9375, 0.875, 0.8125, 0.75]),
         (1e4, 64, {}, 1.138629436, [1, 0.75, 0.5, *[0.25] * 5]),
+        # It would begin after the last dimension, and end before the first one.
+        (10.0, 65536, {}, 1.138629436, [0.25] * 8),
+        (1e4, 1, {}, 1.138629436, [1] * 8),
         (1e4, 512, {"mscale": 1.5, "mscale_all_dim": 0.5}, 1.129643251, None),
         (1e4, 512, {"mscale": 1.5}, 1.138629436, None),
         (1e4, 512, {"mscale": 1.5, "mscale_all_dim": 0.5, "attention_factor": 2.0}, 2.0, None),

@@ -48,8 +48,8 @@ class YarnScaling(RopeScaling):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        # An empty range becomes a step.
-        ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        # As in transformers, an empty range becomes a step, and limits may be in reverse order.
+        ramp = np.clip((np.arange(dim // 2) - low) / ((high - low) or 1e-3), 0.0, 1.0)
         frequencies = plain * (1 - ramp) + plain / self.factor * ramp
         scale = self.attention_factor
         return frequencies, 0.1 * math.log(self.factor) + 1.0 if scale is None else scale
