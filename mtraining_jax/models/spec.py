@@ -218,3 +218,9 @@ def spec_problems(values: Any, prefix: str = "") -> Iterator[str]:
     if values.rope_scaling is not None:
         for problem in values.rope_scaling.problems(values.head_dim):
             yield f"{prefix}rope_scaling.{problem}"
+        has_sections = "window_rope_theta" in family.attention
+        if has_sections and not getattr(values.rope_scaling, "truncate", True):
+            yield (
+                f"{prefix}rope_scaling.truncate = False is unsupported by {values.family}, where "
+                "transformers ignores it; remove it"
+            )

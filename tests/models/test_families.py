@@ -366,6 +366,9 @@ ORIGINAL = "original_max_position_embeddings"
             "phi3_tiny_longrope", LONG | {"type": "yarn", ORIGINAL: 64}, {ORIGINAL: None},
             LongRopeScaling(1.0, 4096, None, (1.0,) * 4, (2.0,) * 4),
         ),
+        # Without a type there is no scaling.
+        ("phi3_tiny_longrope", LONG, {}, None),
+        ("phi3_tiny_longrope", LONG | {"rope_type": "default"}, {}, None),
         ("gpt_oss_tiny", {}, {}, None),
         ("gpt_oss_tiny", None, {}, YarnScaling(32.0, 4096, truncate=False)),
     ],
@@ -422,6 +425,7 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
     assert read_hf_config(tmp_path) == spec
 
 
+UNTRUNCATED = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
 SLIDING_FIRST = ["sliding_attention", "full_attention"]
 
 
@@ -460,6 +464,14 @@ SLIDING_FIRST = ["sliding_attention", "full_attention"]
             "llama3_tiny",
             {"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}},
             "high_freq_factor is missing",
+        ),
+        (
+            "gemma3_tiny", {"rope_parameters": {"full_attention": UNTRUNCATED}},
+            "truncate = False is unsupported by gemma3_text, where transformers ignores it; remov",
+        ),
+        (
+            "gemma3_tiny", {"rope_parameters": None, "rope_local_base_freq": 0},
+            "window_rope_theta = 0.0 must be more than 0",
         ),
         ("gemma3_tiny", {"sliding_window": None}, "full_attention_interval = 3 needs sliding_w"),
         (

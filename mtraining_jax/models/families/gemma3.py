@@ -55,7 +55,8 @@ class Gemma3(Family):
             return values
         values["full_attention_interval"] = interval
         rope = (raw.get("rope_parameters") or {}).get(SLIDING) or {}
-        base = raw.get("rope_local_base_freq") or 10000.0
+        base = raw.get("rope_local_base_freq")
+        base = 10000.0 if base is None else base
         theta, scaling = read_rope({"rope_theta": base, **rope}, {**self.defaults, **raw})
         if (theta, scaling) == (values["rope_theta"], values["rope_scaling"]):
             return values

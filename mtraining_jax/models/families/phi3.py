@@ -7,6 +7,8 @@ from mtraining_jax.models.families.family import Family
 from mtraining_jax.models.rope import LongRopeScaling
 from mtraining_jax.models.spec import ModelSpec
 
+_NAMES = "longrope", "su", "yarn"  # of LongRoPE in config.json
+
 
 class Phi3(Family):
     """Fused projections in checkpoints, and LongRoPE."""
@@ -28,12 +30,14 @@ class Phi3(Family):
     }
 
     def rope_sections(self, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
-        # In transformers it is longrope under any name, and the original context of the section is
-        # not used.
+        # In transformers it is longrope under three names, plain without any, and the original
+        # context of the section is not used.
         original = raw.get("original_max_position_embeddings", 4096)
         longrope = {"rope_type": "longrope", "original_max_position_embeddings": original}
         return [
-            {**rope, **longrope} if "long_factor" in rope else rope
+            {**rope, **longrope}
+            if "long_factor" in rope and (rope.get("rope_type") or rope.get("type")) in _NAMES
+            else rope
             for rope in super().rope_sections(raw)
         ]
 
