@@ -49,7 +49,7 @@ class _Fields:
     """The fields of adapter_config.json that describe adapters."""
 
     r: PositiveInt
-    lora_alpha: PositiveFloat = 0
+    lora_alpha: PositiveFloat = 8  # as in PEFT
     target_modules: TextList = ()
     lora_dropout: Decay = 0.0
     base_model_name_or_path: Text | None = None

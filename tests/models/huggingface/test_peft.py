@@ -129,6 +129,13 @@ def test_saved_adapters_replace_older_ones_only(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
+def test_a_missing_alpha_is_that_of_peft(tmp_path):
+    fields = json.loads((write(tmp_path) / "adapter_config.json").read_text())
+    del fields["lora_alpha"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    assert read_peft_config(tmp_path, "llama")[0].alpha == 8
+
+
 def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     lora, _ = read_peft_config(write(tmp_path, use_rslora=True), "llama")
     assert lora == LoraSpec(4, 12.0, ("q_proj", "v_proj"))
