@@ -172,7 +172,8 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
     """Returns the contents of config.json."""
     data, kind = file.metadata, file.metadata["general.architecture"]
     heads, width = data[f"{kind}.attention.head_count"], data[f"{kind}.embedding_length"]
-    usual = {"rope.scaling.type": "none", "rope.scale_linear": 1.0}
+    # Without a type, llama.cpp scales linearly by the factor.
+    usual = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scale_linear": 1.0}
     head_dim, fields = width // heads, dict(_ARCHITECTURES[kind].fields)
     if kind == "gemma3":
         head_dim, layers = data["gemma3.attention.key_length"], data["gemma3.block_count"]
@@ -183,6 +184,8 @@ def config_json(file: Gguf, dtype: str, tied: bool) -> dict[str, Any]:
             "layer_types": [kinds[n % _GEMMA_FULL_LAYERS > 0] for n in range(1, layers + 1)],
             "rope_local_base_freq": _GEMMA_WINDOW_THETA,
         }
+        usual |= {"rope.freq_base_swa": _GEMMA_WINDOW_THETA, "final_logit_softcapping": 0.0}
+        usual |= {"attention.sliding_window_pattern": _GEMMA_FULL_LAYERS}
     else:
         usual["attention.sliding_window"] = 0
     usual |= dict.fromkeys(("rope.dimension_count", "attention.key_length"), head_dim)

@@ -356,9 +356,28 @@ def test_unreadable_files_are_refused_with_a_message(llama, tmp_path, capsys):
 
 def test_other_rotary_positions_are_refused(tmp_path):
     path = tmp_path / "tiny.gguf"
-    write(path, "llama", "smollm", {}, **{"rope.dimension_count": HEAD // 2})
-    with pytest.raises(UserError, match="llama.rope.dimension_count = 32 .* must be 64"):
-        write_folder(tmp_path / "model", path)
+    for name, value, needed in (
+        ("rope.dimension_count", 32, "64"),
+        ("rope.scaling.factor", 8, "1.0"),
+    ):
+        write(path, "llama", "smollm", {}, **{name: value})
+        with pytest.raises(UserError, match=f"llama.{name} = {value} .* must be {needed}"):
+            write_folder(tmp_path / "model", path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rope.freq_base_swa", 1e5),
+        ("attention.sliding_window_pattern", 4),
+        ("final_logit_softcapping", 30.0),
+    ],
+)
+def test_another_gemma_is_refused(gemma, name, value):
+    file = examples.gguf.Gguf(gemma[0])
+    file.metadata[f"gemma3.{name}"] = value
+    with pytest.raises(UserError, match=f"gemma3.{name} = {value} in the GGUF file must be "):
+        examples.gguf.config_json(file, "float32", True)
 
 
 def test_pieces_are_joined(tmp_path):
