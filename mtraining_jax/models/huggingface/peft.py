@@ -38,7 +38,7 @@ _READ = {
     "megatron_core", "runtime_config", "qalora_group_size", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config",
 }  # fmt: skip
-_MERGE = (
+MERGE = (
     "merge the adapters with PEFT, AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
     ".merge_and_unload().save_pretrained(NEW_FOLDER), and set model.init_from to the new folder"
 )
@@ -95,10 +95,10 @@ def read_peft_config(
         needed = _FIXED.get(name)
         if value and name not in _READ and value != needed:
             given, needed = json.dumps(value), json.dumps(needed)
-            raise UserError(f"{path}: {name} = {given} must be {needed}; {_MERGE}")
+            raise UserError(f"{path}: {name} = {given} must be {needed}; {MERGE}")
     if (init := raw.get("init_lora_weights", True)) not in _INITS:
         raise UserError(
-            f"{path}: init_lora_weights = {json.dumps(init)} may change the base model; {_MERGE}"
+            f"{path}: init_lora_weights = {json.dumps(init)} may change the base model; {MERGE}"
         )
     if raw.get("exclude_modules") or isinstance(raw.get("target_modules"), str):
         # The tensors are those of the modules that match the patterns.
@@ -130,11 +130,12 @@ def is_shared(directory: str | Path, spec: ModelSpec) -> bool:
     raw, ours = read_json(Path(directory) / PEFT_CONFIG), peft_config(spec, None)
     names = "rank_pattern", "alpha_pattern"
     given, written = ({name: x.get(name) or {} for name in names} for x in (raw, ours))
-    if given != written and any(given.values()):
+    same = given == written and not raw.get("use_rslora")
+    if not same and any(given.values()):
         raise UserError(
             f"{Path(directory) / PEFT_CONFIG}: rank_pattern = {json.dumps(given[names[0]])} and "
             f"alpha_pattern = {json.dumps(given[names[1]])} are not supported, because all "
-            f"adapters must have the same rank and alpha; {_MERGE}"
+            f"adapters must have the same rank and alpha; {MERGE}"
         )
     return not given[names[0]]
 

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from mtraining_jax.models.huggingface.checksums import digest_like
 from mtraining_jax.models.huggingface.config import CONFIG_FILE, check_same_model
 from mtraining_jax.models.huggingface.names import CheckpointTensor, Part, checkpoint_tensors
-from mtraining_jax.models.huggingface.peft import BASE_DIGEST, adapter_tensors, is_shared
+from mtraining_jax.models.huggingface.peft import BASE_DIGEST, MERGE, adapter_tensors, is_shared
 from mtraining_jax.models.huggingface.tensors import PEFT_FILE, Tensors
 from mtraining_jax.models.rope.rotary import rope_frequencies
 from mtraining_jax.models.sharding import named_shapes, parameter_names
@@ -95,7 +95,10 @@ def load_peft(
     """
     directory = local_folder(directory, weights=True)
     tensors = Tensors(directory, PEFT_FILE)
-    sources = _check_tensors(tensors, adapter_tensors(spec, is_shared(directory, spec)))
+    expected = adapter_tensors(spec, is_shared(directory, spec))
+    sources = _check_tensors(tensors, expected)
+    for tensor in expected:
+        _check_diagonal(tensors, tensor)
     check_base(directory, tensors.metadata.get(BASE_DIGEST), base)
     return {name: _load_parameter(sources[name], x) for name, x in wanted.items()}
 
@@ -180,6 +183,21 @@ def _check_tensors(
         if name not in names:
             raise UserError(f"{path}: tensor {name} does not belong to this model")
     return sources
+
+
+def _check_diagonal(tensors: Tensors, tensor: CheckpointTensor) -> None:
+    """Raises a UserError if a B of several adapters has numbers outside of their blocks."""
+    starts = [(part.first_row, part.first_column) for part in tensor.parts]
+    if not any(column for _, column in starts):
+        return
+    rest = tensors.open(tensor.name)[:].copy()
+    for (row, column), (end, next_column) in zip(starts, [*starts[1:], tensor.shape], strict=True):
+        rest[row:end, column:next_column] = 0
+    if np.any(rest):
+        raise UserError(
+            f"{tensors.files[tensor.name]}: tensor {tensor.name} is not block-diagonal, as after "
+            f"more training with PEFT, where its {len(starts)} projections share a module; {MERGE}"
+        )
 
 
 def _load_parameter(sources: Sequence[_Source], wanted: jax.ShapeDtypeStruct) -> Array:

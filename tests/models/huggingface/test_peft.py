@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mtraining_jax.models.huggingface.config import read_hf_config
 from mtraining_jax.models.huggingface.peft import peft_config, read_peft_config
@@ -107,6 +107,31 @@ def test_ranks_and_alphas_that_differ_are_refused(tmp_path, name, family):
     message = f"{name} = .*are not supported.* same rank and alpha; merge the adapters"
     with pytest.raises(UserError, match=message):
         load_peft(folder, spec, wanted, {})
+
+
+def test_fused_adapters_that_were_trained_further_are_refused(tmp_path):
+    """PEFT trains the whole B, of which blocks belong to projections here."""
+    spec = tiny_spec(family="phi3", lora=LoraSpec(4, 6.0, ("q_proj", "k_proj", "v_proj")))
+    rng, state = np.random.default_rng(0), abstract_state(spec)
+    wanted = named_shapes(state, jax.tree.map(lambda _: CPU, state))
+    wanted = {name: x for name, x in wanted.items() if is_adapter(name)}
+    arrays = {n: jax.numpy.asarray(rng.normal(size=x.shape), x.dtype) for n, x in wanted.items()}
+    base = {"norm.weight": jax.numpy.ones(32)}
+    folder = save_peft(tmp_path / "adapter", spec, arrays, base=base, base_name="b")
+    found = load_peft(folder, spec, wanted, base)
+    assert all(np.array_equal(found[name], x) for name, x in arrays.items())
+    config = folder / "adapter_config.json"
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps(written | {"use_rslora": True}))
+    with pytest.raises(UserError, match="rank_pattern = .*are not supported"):
+        load_peft(folder, spec, wanted, base)
+    config.write_text(json.dumps(written))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
+    tensors[name][0, 4] = 1e-3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"{name} is not block-diagonal, .*its 3 projections"):
+        load_peft(folder, spec, wanted, base)
 
 
 def test_saved_adapters_replace_older_ones_only(tmp_path):
