@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from typing import ClassVar
@@ -415,7 +416,7 @@ def test_a_window_shorter_than_the_context_is_kept(tmp_path, window, expected):
         assert spec.windows == (expected,) * 2
 
 
-@pytest.mark.parametrize(("context", "fields"), [(512, 3), (1024, 5)])
+@pytest.mark.parametrize(("context", "fields"), [(512, 3), (1024, 6)])
 def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fields):
     # 512 / 64 is the checkpoint's own factor, which need not be written.
     spec = read_hf_config(CHECKPOINTS / "phi3_tiny_longrope", max_position_embeddings=context)
@@ -426,6 +427,24 @@ def test_phi_3_is_written_so_that_its_factor_can_be_read(tmp_path, context, fiel
 
 
 UNTRUNCATED = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+
+
+@pytest.mark.parametrize("context", [256, 1024])
+def test_longrope_is_written_for_transformers_4(tmp_path, context):
+    """It reads the original context outside of the section, and derives the factor from it."""
+    spec = tiny_spec(
+        family="llama", max_position_embeddings=context,
+        rope_scaling=LongRopeScaling(4.0, 64, None, (1.0,) * 4, (2.0,) * 4),
+    )  # fmt: skip
+    raw = hf_config(spec, "float32")
+    section, original = raw["rope_scaling"], raw["original_max_position_embeddings"]
+    derived = math.sqrt(1 + math.log(context / original) / math.log(original))
+    found = section.get("attention_factor", derived)
+    np.testing.assert_allclose((original, found), (64, math.sqrt(1 + math.log(4, 64))))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_hf_config(tmp_path, dtype=spec.dtype, remat=spec.remat) == spec
+
+
 SLIDING_FIRST = ["sliding_attention", "full_attention"]
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from mtraining_jax.models.families import FAMILIES
 from mtraining_jax.models.parameters import LAYERS, Parameter, ParamTable, matrix, vector
-from mtraining_jax.models.rope import ROPE_KINDS, RopeScaling
+from mtraining_jax.models.rope import ROPE_KINDS, LongRopeScaling, RopeScaling
 from mtraining_jax.models.spec import ATTENTION, ModelSpec
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
@@ -181,6 +181,12 @@ class Family:
         """Writes config.json for transformers 4 and 5: the inverse of `read_config`."""
         scaling = spec.rope_scaling
         scaled = None if scaling is None else scaling.to_hf(spec.max_position_embeddings)
+        original = {}
+        if isinstance(scaling, LongRopeScaling) and scaled is not None:
+            # transformers 4 reads it outside of the section only, and derives the factor from it.
+            original = {_ORIGINAL: scaled[_ORIGINAL]}
+            if scaling.factor != max(1.0, spec.max_position_embeddings / scaled[_ORIGINAL]):
+                scaled.setdefault("attention_factor", scaling.usual_attention_factor)
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -190,6 +196,7 @@ class Family:
             **{theirs: getattr(spec, ours) for ours, theirs in SIZES.items()},
             **{name: getattr(spec, name) for name in self.defaults},
             **({"sliding_window": spec.sliding_window} if self.attention else {}),
+            **original,
             "rope_scaling": scaled,
             "rope_parameters": {
                 "rope_type": "default",

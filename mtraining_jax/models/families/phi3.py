@@ -50,7 +50,6 @@ class Phi3(Family):
         if isinstance(scaling, LongRopeScaling):
             scaled = raw["rope_scaling"]
             original = scaling.original_max_position_embeddings
-            raw["original_max_position_embeddings"] = original
             derived = None if original is None else max(1.0, context / original)
             if scaling.attention_factor is None and scaling.factor == derived:
                 three = {name: scaled[name] for name in ("short_factor", "long_factor")}

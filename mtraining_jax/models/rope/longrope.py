@@ -1,5 +1,6 @@
 """LongRoPE: a separate divisor for every frequency, found by search."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -48,10 +49,17 @@ class LongRopeScaling(RopeScaling):
         original = self.original_max_position_embeddings
         assert original is not None  # see `problems`
         divisors = self.long_factor if length > original else self.short_factor
-        scale = self.attention_factor
-        if scale is None:
-            scale = math.sqrt(1 + math.log(self.factor) / math.log(original))
+        scale = self.usual_attention_factor
+        if self.attention_factor is not None:
+            scale = self.attention_factor
         return plain / np.asarray(divisors, np.float64), scale
+
+    @property
+    def usual_attention_factor(self) -> float:
+        """The scale of cosines and sines if no other one is given."""
+        original = self.original_max_position_embeddings
+        assert original is not None  # see `problems`
+        return math.sqrt(1 + math.log(self.factor) / math.log(original))
 
     @property
     def switches_at(self) -> int | None:
@@ -63,4 +71,7 @@ class LongRopeScaling(RopeScaling):
         original = rope.get("original_max_position_embeddings")
         if rope.get("factor") is None and original:
             rope = {**rope, "factor": max(1.0, context / original)}
-        return super().from_hf(rope, context)
+        found = super().from_hf(rope, context)
+        if found.attention_factor == found.usual_attention_factor:  # as `write_config` may add it
+            return dataclasses.replace(found, attention_factor=None)
+        return found
