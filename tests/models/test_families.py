@@ -367,7 +367,7 @@ ORIGINAL = "original_max_position_embeddings"
             "phi3_tiny_longrope", LONG | {"type": "yarn", ORIGINAL: 64}, {ORIGINAL: None},
             LongRopeScaling(1.0, 4096, None, (1.0,) * 4, (2.0,) * 4),
         ),
-        # Without a type there is no scaling.
+        # Without a type the divisors are not used.
         ("phi3_tiny_longrope", LONG, {}, None),
         ("phi3_tiny_longrope", LONG | {"rope_type": "default"}, {}, None),
         ("gpt_oss_tiny", {}, {}, None),

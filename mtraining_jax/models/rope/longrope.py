@@ -72,6 +72,6 @@ class LongRopeScaling(RopeScaling):
         if rope.get("factor") is None and original:
             rope = {**rope, "factor": max(1.0, context / original)}
         found = super().from_hf(rope, context)
-        if found.attention_factor == found.usual_attention_factor:  # as `write_config` may add it
+        if found.attention_factor == found.usual_attention_factor:  # of `write_config`
             return dataclasses.replace(found, attention_factor=None)
         return found

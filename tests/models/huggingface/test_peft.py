@@ -110,7 +110,7 @@ def test_ranks_and_alphas_that_differ_are_refused(tmp_path, name, family):
 
 
 def test_fused_adapters_that_were_trained_further_are_refused(tmp_path):
-    """PEFT trains the whole B, of which blocks belong to projections here."""
+    """PEFT trains the whole B, but only its blocks belong to projections here."""
     spec = tiny_spec(family="phi3", lora=LoraSpec(4, 6.0, ("q_proj", "k_proj", "v_proj")))
     rng, state = np.random.default_rng(0), abstract_state(spec)
     wanted = named_shapes(state, jax.tree.map(lambda _: CPU, state))
