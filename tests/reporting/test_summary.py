@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from mtraining_jax.callbacks import Run
 from mtraining_jax.reporting import goodput
 from mtraining_jax.reporting.goodput import KINDS, Goodput, processes_text, time_text
 from mtraining_jax.reporting.summary import already_complete
+from mtraining_jax.training.loop import reporter
+from mtraining_jax.training.loop.reporter import DispatchedStep, Reporter
 from mtraining_jax.utils.errors import UserError
 from tests.training.common import changed, tiny_config
 
@@ -143,3 +146,32 @@ def test_step_times_vary_and_devices_wait_by_process(monkeypatch):
         " median one"
     )
     assert processes_text(counted.record([counted.step_timing])) is None
+
+
+def test_a_repeated_step_neither_stalls_nor_waits_during_its_first_pass(config, monkeypatch):
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(reporter, "time", goodput.time)
+    monkeypatch.setattr(reporter, "step_record", lambda metrics, seconds, *_: dict(metrics))
+    counted, records = Goodput(), []
+    run = Run(config, types.SimpleNamespace(local_devices=()), True, print)
+    watchdog = types.SimpleNamespace(end=lambda: None)
+    callback = types.SimpleNamespace(measured=lambda metrics: None, step=records.append)
+    reported = Reporter(run, [callback], watchdog, counted)
+
+    def one_pass(step, held=False):  # 1/4 s after the pass before it
+        begun = goodput.time.perf_counter() + 0.25
+        clock.now += 2.25
+        metrics = {"step": step, "loss": 1.0, "skipped_in_row": 0, "parameter_norms": {}}
+        metrics["guard"] = types.SimpleNamespace(held=held)
+        # The batch was read in 1 s, while the devices had work.
+        how = {}, "train_step", begun, 1.0 if step == 9 else 0.125, False, None
+        reported._report(DispatchedStep(metrics, *how))
+
+    for step in range(1, 9):
+        one_pass(step)
+    for held in (True, True, False):
+        one_pass(9, held)
+    reported.close()
+    assert records[-1]["data_seconds"] == 0.25
+    assert shares(counted) == {"steps": 9 * 2.25 + 2 * 2.25 - 8 * 0.125 - 0.25, "data": 1.25}
+    assert counted.step_timing == {"step_deviation": 0.0, "host_wait": 0.25}

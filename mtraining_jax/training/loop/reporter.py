@@ -44,6 +44,7 @@ class Reporter:
         self._pending: Future[None] | None = None  # report of the last step
         self._closed = False
         self._between: Record = {}  # times of blocks before the next step
+        self._waited: tuple[float, float] | None = None  # before the first pass of a held step
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -93,13 +94,17 @@ class Reporter:
         jax.block_until_ready(dispatched.metrics)
         self._watchdog.end()
         metrics = dict(dispatched.metrics)
-        if (guard := metrics.pop("guard", None)) is not None and guard.held:
-            return  # the step is taken again
         now = time.perf_counter()
         host_wait = max(0.0, dispatched.begun - self._clock)
         data = min(host_wait, dispatched.data_seconds)
-        seconds, self._clock = now - self._clock, now
+        if (guard := metrics.pop("guard", None)) is not None and guard.held:
+            self._waited = self._waited or (host_wait, data)
+            return  # the step is taken again
         program = "profiled" if dispatched.profiled else dispatched.program
+        if self._waited is not None:  # between the passes, the devices had work
+            (host_wait, data), self._waited = self._waited, None
+            program = f"repeated {program}"
+        seconds, self._clock = now - self._clock, now
         self._goodput.step(program, seconds, host_wait, data)
         del metrics["parameter_norms"]  # many small arrays, which only outliers need
         metrics = jax.device_get(metrics)
