@@ -57,7 +57,7 @@ def summary(config: Config, history: History, wrote: Sequence[str]) -> list[str]
     rows["wrote"] = f"\n{' ' * 13}".join(wrote) or "nothing"
     lines = [f"  {name:<10} {text}" for name, text in rows.items()]
     done = f"done: {counted(history.count, 'step')} in {history.seconds:.0f} s"
-    return ["", done, *lines, "next:", *_next_steps(config, config.run.steps)]
+    return ["", done, *lines, "next:", *_next_steps(config, newest["step"])]
 
 
 def already_complete(config: Config, step: int, changed: Sequence[str] = ()) -> list[str]:
@@ -80,7 +80,8 @@ def _next_steps(config: Config, done: int) -> list[str]:
     lines = _ways_to_use(config)
     commands = {}
     if config.checkpoint.last_step:
-        commands[f"--run.steps={2 * done}"] = f"continue training from step {done}"
+        steps = 2 * done if done >= config.run.steps else config.run.steps  # if stopped early
+        commands[f"--run.steps={steps}"] = f"continue training from step {done}"
     commands["--checkpoint.resume=false"] = (
         "start from scratch; renames this run's folder to keep it"
     )

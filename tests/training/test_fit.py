@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import re
+import time
+import types
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 
 from mtraining_jax import Callback, Documents, fit
 from mtraining_jax.data.loader import Loader
+from mtraining_jax.reporting import goodput
 from mtraining_jax.training.checkpoint import read_record
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.utils.errors import UserError
@@ -232,7 +235,7 @@ def test_callbacks_are_called_in_order_and_their_entries_are_written(config):
     assert [x["step"] for x in again.records] == [3, 4]
 
 
-def test_a_callback_stops_a_run_which_the_same_call_continues(config, capsys):
+def test_a_callback_stops_a_run_which_the_same_call_continues(config, capsys, monkeypatch):
     class Stop(Callback):
         def start(self, run, state):
             self.run = run
@@ -244,8 +247,14 @@ def test_a_callback_stops_a_run_which_the_same_call_continues(config, capsys):
     config = changed(config, run={"steps": 6}, checkpoint={"interval": 50})
     result = fit(config, callbacks=[Stop()])
     assert result.stopped == "enough" and [x["step"] for x in result.records] == [1, 2, 3]
-    assert "stopped early after step 3: enough" in capsys.readouterr().out
-    assert [x["step"] for x in fit(config).records] == [4, 5, 6]
+    said = capsys.readouterr().out
+    assert "stopped early after step 3: enough" in said
+    assert "--run.steps=6\n      continue training from step 3\n" in said
+    clocks = types.SimpleNamespace(time=lambda: time.time() + 1e6, perf_counter=time.perf_counter)
+    monkeypatch.setattr(goodput, "time", clocks)
+    records = fit(config).records
+    assert [x["step"] for x in records] == [4, 5, 6]
+    assert records[-1]["wall_time"] < 1e5  # without the time between the two calls
     assert fit(config) == dataclasses.replace(fit(config), records=[], state=None)
 
 

@@ -193,10 +193,11 @@ class Trainer:
             signaled = self._asked_to_stop() and self._step < total
             why = self._run.stops_after(self._reported)
             early = self._step < total and (signaled or why is not None)
+            finished = self._step == total or (early and not signaled)
             if self._saving.is_due(self._step) or (early and self._saving.saves):
-                self._save(local=False)
+                self._save(local=False, finished=finished)
             elif self._saving.is_due_locally(self._step):
-                self._save(local=True)
+                self._save(local=True, finished=finished)
             if early or self._step == total:
                 break
             batch = self._next_batch()
@@ -302,7 +303,7 @@ class Trainer:
                 for other in later:
                     self._dispatch(other)
 
-    def _save(self, *, local: bool) -> None:
+    def _save(self, *, local: bool, finished: bool) -> None:
         self._settle(0)
         # Saving waits for the devices anyway.
         with self._reporter.paused("checkpoint"):
@@ -313,7 +314,7 @@ class Trainer:
             if self._guard is not None:
                 extras[_GUARD] = self._guard.state()
             extras[END_TOKENS] = self._end_tokens
-            extras[_GOODPUT] = self._goodput.state(finished=self._step == self._config.run.steps)
+            extras[_GOODPUT] = self._goodput.state(finished=finished)
             self._saving.save(self._step, self._state, extras, local=local)
             if not local:
                 for callback in self._callbacks:
