@@ -160,7 +160,8 @@ def _speed(history: History) -> str:
     if last["mfu"] is not None:
         text += f", MFU {median('mfu'):.1%}"
     if last["memory_bytes_peak"] is not None:
-        text += f", peak memory {last['memory_bytes_peak'] / 2**30:.1f} GiB"
+        peak = max(record["memory_bytes_peak"] for record in history.last)  # of dense steps, too
+        text += f", peak memory {peak / 2**30:.1f} GiB"
     note = note_on_density(last)
     return text if note is None else f"{text}; {note}"
 

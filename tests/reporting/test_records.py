@@ -185,6 +185,10 @@ def test_dense_steps_of_a_sparse_run_are_reported_separately(config):
     assert "speed      2.000 s/step (median of 2 sparse steps after warm-up)" in text
     assert "dense      2 of the 6 steps: 8.000 s/step (median of 2)" in text
     assert "attention  37.5% of the causal pairs computed in the 4 sparse steps" in text
+    for i, one in enumerate(records, 1):
+        one["memory_bytes_peak"] = i * 2**30
+    text = "\n".join(summary(config, History(records), []))
+    assert "dense-equivalent, peak memory 6.0 GiB" in text  # that of the last dense step
     only = "\n".join(summary(config, History([dense]), []))
     assert "speed      8.000 s/step (last step)" in only and "dense      " not in only
     assert "attention  all of the causal pairs computed, in 1 dense step" in only

@@ -55,7 +55,7 @@ def line_chart(chart: Chart, runs: Sequence[Run]) -> str:
 
     figure, axes = _axes()
     names = [name for name in chart.metrics if name in {curve[1] for curve in curves}]
-    single, notes = len(runs) == 1, []
+    single, windows = len(runs) == 1, []
     for i, name, steps, values in curves:
         number = names.index(name)
         color = COLORS[(number if single else i) % len(COLORS)]
@@ -65,7 +65,7 @@ def line_chart(chart: Chart, runs: Sequence[Run]) -> str:
             axes.plot(*_thinned(steps, values, _MAX_POINTS), color=color, alpha=0.3, linewidth=0.8)
             values = np.convolve(values, np.ones(window) / window, "valid")
             steps = steps[window - 1 :]
-            notes.append(f"<br>Bold: mean over {window} steps.")
+            windows.append(window)
         marker = "o" if len(steps) <= 30 else ""
         axes.plot(*_thinned(steps, values, _MAX_POINTS), dash, color=color, marker=marker)
     _hide_rounding(axes, np.concatenate([x for *_, x in curves]), chart.unit.startswith("%"))
@@ -101,7 +101,11 @@ def line_chart(chart: Chart, runs: Sequence[Run]) -> str:
     }
     tips = _tips(axes, chart.unit, shown)
     svg = svg.replace("</svg>", f"<g>{tips}</g></svg>")
-    return figure_of(chart.title, chart.unit, svg, keys + notes[:1])
+    if windows:
+        least, most = min(windows), max(windows)
+        of = f"{least}" if least == most else f"{least} to {most}"
+        keys.append(f"<br>Bold: mean over {of} steps.")
+    return figure_of(chart.title, chart.unit, svg, keys)
 
 
 def heat_map(run: Run, name: str, title: str) -> str:
@@ -193,11 +197,16 @@ def _tips(axes: Any, unit: str, curves: dict[str, list[np.ndarray]]) -> str:
     size = f'y="{top:.0f}" height="{scale * box.height:.0f}"'
     by_position, form = "position" in axes.get_xlabel(), ".2%" if unit.startswith("%") else ".4g"
     bands = []
+
+    def place_of(step: float) -> str:
+        return f"position {short_power(2 ** int(step))}" if by_position else f"step {step:,.0f}"
+
     for step, left, right in zip(steps, edges, edges[1:], strict=False):
-        lines = [f"position {short_power(2 ** int(step))}" if by_position else f"step {step:,.0f}"]
+        lines = [place_of(step)]
         for label, (known, values) in curves.items():
-            value = values[np.abs(known - step).argmin()]
-            lines.append(f"{label.strip()} {value:{form}}")
+            nearest = int(np.abs(known - step).argmin())
+            of = "" if known[nearest] == step else f" ({place_of(float(known[nearest]))})"
+            lines.append(f"{label.strip()} {values[nearest]:{form}}{of}")
         text = "&#10;".join(html.escape(line.strip()) for line in lines)
         place = f'x="{left:.1f}" width="{right - left:.1f}"'
         bands.append(f"<rect {place} {size}><title>{text}</title></rect>")

@@ -78,13 +78,14 @@ _FACTS = (
     ("median step", "step_seconds", "median", "{:.3g} s"),
     ("median speed", "tokens_per_second", "median", "{:,.0f} tokens/s"),
     ("MFU", "mfu", "median", "{:.1%}"),
-    ("peak memory", "memory_bytes_peak", "last", "{:.1f} GiB"),
+    ("peak memory", "memory_bytes_peak", "max", "{:.1f} GiB"),
     ("time in steps, with restarts", "time_share/steps", "last", "{:.1%}"),
     ("skipped steps", "skipped_steps", "last", "{:.0f}"),
 )
 _STATISTICS = {
     "first": lambda x: x[0], "last": lambda x: x[-1], "end": lambda x: x[-10:].mean(),
-    "mean": np.mean, "median": lambda x: np.median(x[_WARM_UP:] if len(x) > _WARM_UP else x),
+    "max": np.max, "mean": np.mean,
+    "median": lambda x: np.median(x[_WARM_UP:] if len(x) > _WARM_UP else x),
 }
 # fmt: on
 

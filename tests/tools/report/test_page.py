@@ -141,6 +141,27 @@ def test_waiting_for_data_is_shown_apart_from_the_step_that_waits(tmp_path):
     ) in said
 
 
+def test_runs_of_different_lengths_are_shown_with_their_own_steps(tmp_path):
+    for name, steps in {"long": 100, "short": 60}.items():
+        (tmp_path / name).mkdir()
+        records = [
+            # The peak is that of a process, and the run was restarted after step 50.
+            {"step": i, "loss": 100 / i, "memory_bytes_peak": (3 if i <= 50 else 2) * 2**30}
+            | ({"eval_loss": float(i)} if i % 20 == 0 else {})
+            for i in range(1, steps + 1)
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_page([tmp_path / "long", tmp_path / "short"], out := tmp_path / "page.html")
+    text = out.read_text(encoding="utf-8")
+    assert "Bold: mean over 3 to 5 steps." in text
+    assert Reader(text).texts["dd"].count("3.0 GiB") == 2
+    tips = re.findall("<title>(step 100&#10;.*?)</title>", text)
+    assert tips[0].split("&#10;") == [
+        "step 100", "long training 1", "long validation 100", "short training 1.667 (step 60)",
+        "short validation 60 (step 60)",
+    ]  # fmt: skip
+
+
 def test_a_page_has_only_the_sections_of_its_data(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
