@@ -86,7 +86,7 @@ class RunConfig:
     epochs: PositiveFloat | None = None
     """Passes over the training data, instead of run.steps."""
     log_interval: PositiveInt = 1
-    """Print metrics every N steps."""
+    """Print the metrics of every N-th step; metrics.jsonl has those of all."""
     step_timeout_seconds: PositiveInt = 1800
     """Stop the run if a step takes longer; most likely a device hangs."""
     compile_cache_dir: PathText = "auto"

@@ -378,6 +378,19 @@ def test_display_shows_loss_and_eta(config, terminal, capsys):
     assert ("━" in printed) == terminal
 
 
+def test_the_eta_on_a_terminal_counts_long_steps_and_pauses(config):
+    display = Display(console=Console(file=io.StringIO(), force_terminal=True))
+    start(display, changed(config, run={"steps": 10}))
+    clock = types.SimpleNamespace(now=0.0)
+    (task,) = display._bar.tasks
+    display._bar.get_time = task._get_time = lambda: clock.now
+    for step, seconds in enumerate((100, 40, 40, 340), 1):  # an evaluation before the last one
+        clock.now += seconds
+        display.step(record(config, step))
+    assert task.time_remaining == 6 * 420 / 3  # the first step is slow
+    display.close()
+
+
 def test_display_of_other_processes_is_silent(config, capsys):
     display = Display(enabled=False)
     display.say("nothing")
