@@ -118,6 +118,7 @@ def heat_map(run: Run, name: str, title: str) -> str:
 
     layers, heads = values.shape[1], values[0, 0].size
     steps, values = _thinned(steps, values.reshape(len(steps), -1), _MAX_COLUMNS)
+    steps, values = _evenly_spaced(steps, values)
     low, high = np.nanmin(values), np.nanmax(values)
     figure, axes = _axes()
     half = (steps[-1] - steps[0]) / max(1, len(steps) - 1) / 2 or 0.5
@@ -220,6 +221,16 @@ def _step_axis(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if axes.get_xlim()[1] >= 10_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _evenly_spaced(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest values at equal distances, as columns of a picture have, if steps have others."""
+    gaps = np.diff(steps)
+    if len(np.unique(gaps)) < 2 or (gaps <= 0).any():
+        return steps, values
+    count = min(_MAX_COLUMNS, round((steps[-1] - steps[0]) / gaps.min()) + 1)
+    even = np.linspace(steps[0], steps[-1], count)
+    return even, values[np.abs(steps - even[:, None]).argmin(1)]
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,6 @@
 """The HTML page about runs."""
 
+import base64
 import html
 import importlib.util
 import io
@@ -202,6 +203,23 @@ def test_rounding_errors_are_not_drawn_as_data(tmp_path):
     ticks = re.findall("<text[^>]*>([0-9.]+%)", figures["Density"])
     assert "100.0%" in ticks and all(len(x) <= 6 for x in ticks)
     assert max(float(x[:-1]) for x in ticks) == 100
+
+
+def test_columns_of_a_heat_map_stand_at_their_steps(tmp_path):
+    """Audits of a run that resumed with a longer interval."""
+    from PIL import Image
+
+    (folder := tmp_path / "run").mkdir()
+    recall = {1: 0.0, 2: 0.5, 3: 0.5, 4: 0.5, 7: 0.5, 10: 1.0}
+    records = [{"step": step, "recall_per_head": [[x]]} for step, x in recall.items()]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_page([folder], out := tmp_path / "page.html")
+    (code,) = re.findall(r'<image [^>]*base64,\s*([^"]+)"', out.read_text(encoding="utf-8"))
+    pixels = np.array(Image.open(io.BytesIO(base64.b64decode(code))).convert("RGB"))
+    row = pixels[len(pixels) // 2]
+    widths = [np.all(row == color, axis=1).mean() for color in (row[0], row[-1])]
+    # Of ten columns, step 1 has its own; that of step 9 is nearest to 10, too.
+    assert widths == pytest.approx([0.1, 0.2], abs=0.01)
 
 
 def test_values_are_shown_under_the_mouse(folders, page, tmp_path):
