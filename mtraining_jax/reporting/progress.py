@@ -67,7 +67,7 @@ class Display(Callback):
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=self._console,
-            speed_estimate_period=math.inf,  # by default 30 s, of which long steps leave no sample
+            speed_estimate_period=math.inf,  # by default 30 s, too short for long steps
         )
         done = int(state.step)
         self._task = self._bar.add_task("train", total=self._total, completed=done, status="")
