@@ -72,6 +72,7 @@ class LongRopeScaling(RopeScaling):
         if rope.get("factor") is None and original:
             rope = {**rope, "factor": max(1.0, context / original)}
         found = super().from_hf(rope, context)
-        if found.attention_factor == found.usual_attention_factor:  # of `write_config`
+        # `write_config` writes the usual factor for transformers 4.
+        if found.attention_factor == found.usual_attention_factor:
             return dataclasses.replace(found, attention_factor=None)
         return found
