@@ -59,12 +59,16 @@ def losses_of(
     Returns:
         The losses of seeds with all sequences; and (trained, inferred, seed) of incomplete
         measurements, which are skipped.
+
+    Raises:
+        UserError: if arms of a seed were measured on different validation sequences.
     """
     found: dict[tuple[str, str, int], dict[int, Line]] = {}
     for line in lines:
         if line["what"] == "loss" and line["tier"] == tier:
             key = line["trained"], line["inferred"], line["seed"]
             found.setdefault(key, {}).setdefault(line["number"], line)
+    _check_same_sequences(found)
     numbers = sorted({number for x in found.values() for number in x})
     partial = [key for key, x in found.items() if len(x) < len(numbers)]
     result = {}
@@ -80,6 +84,20 @@ def losses_of(
             float(np.mean([[x["density"] for x in row] for row in table])),
         )
     return result, partial
+
+
+def _check_same_sequences(found: dict[tuple[str, str, int], dict[int, Line]]) -> None:
+    of_seed: dict[int, tuple[str, str | None]] = {}
+    for (trained, inferred, seed), lines in found.items():
+        arm = f"{trained} used with {inferred}"
+        for line in lines.values():
+            other, expected = of_seed.setdefault(seed, (arm, line.get("held_out")))
+            if line.get("held_out") != expected:
+                raise UserError(
+                    f"seed {seed}: {arm} and {other} were measured on different validation "
+                    f"sequences (held_out = {line.get('held_out')} and {expected}), which do not "
+                    "pair; keep their results in different folders"
+                )
 
 
 def _from_first(line: Line, name: str, missing: float) -> list[float]:

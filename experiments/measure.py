@@ -109,10 +109,11 @@ class Measurement:
                 yield wanted, functools.partial(recalled, problem)
             return
         held = np.load(self._data / "heldout.npy", mmap_mode="r")
-        kinds = json.loads((self._data / "sources.json").read_text())["kinds"]
-        for number, (row, kind) in enumerate(zip(held, kinds, strict=True)):
-            wanted = {"what": "loss", "length": len(row), "number": number, "kind": kind}
-            yield wanted, functools.partial(losses, row)
+        sources = json.loads((self._data / "sources.json").read_text())
+        which = sources["heldout.npy"]["sha256 of ids"][:16]
+        shared = {"what": "loss", "length": held.shape[1], "held_out": which}
+        for number, (row, kind) in enumerate(zip(held, sources["kinds"], strict=True)):
+            yield {**shared, "number": number, "kind": kind}, functools.partial(losses, row)
         if self.about["trained"] == "dense" and inferred not in variants.NEEDLES_OF_DENSE:
             return
         essays = {"essays": str(self._data / "prose.txt")}

@@ -175,6 +175,30 @@ def test_measuring_resumes_where_it_stopped(tmp_path, overrides):
     assert result_lines.read_lines(results) == lines
 
 
+def test_losses_of_different_validation_sequences_do_not_pair(tmp_path, overrides):
+    results = tmp_path / "c-s0.jsonl"
+
+    def measure_dense_with(pattern, token):
+        held = np.full((2, 256), token, np.uint16)
+        np.save(tmp_path / "heldout.npy", held)
+        digest = hashlib.sha256(held.tobytes()).hexdigest()
+        sources = {"kinds": ["text", "text"], "heldout.npy": {"sha256 of ids": digest}}
+        (tmp_path / "sources.json").write_text(json.dumps(sources))
+        config = variants.arm_config("c", pattern, overrides("c"))
+        made = measure.Measurement("c", "dense", 0, results=results, data=tmp_path)
+        assert made.run(FakeEngine(), {pattern: config})
+
+    measure_dense_with("window", token=1)
+    measure_dense_with("xattention", token=1)
+    found, partial = compare.losses_of(compare.read(tmp_path), "c")
+    assert not partial and compare.paired(*found.values(), "last").shape == (1, 2)
+    results.unlink()
+    measure_dense_with("window", token=1)
+    measure_dense_with("xattention", token=2)
+    with pytest.raises(UserError, match="dense used with xattention and dense used with window"):
+        compare.losses_of(compare.read(tmp_path), "c")
+
+
 def synthetic_losses(differences, sequences=24, seeds=3, buckets=13, spread=0.01):
     """Lines of a tier: losses that fall with position, plus a difference for each arm."""
     random = np.random.default_rng(3)
