@@ -223,7 +223,10 @@ def _time_lines(
         what = f"a FORECAST from rates that were not all measured:\n  {gpu.forecast}"
     yield f"{_step(config)} time in seconds: {what}"
     for name, value in parts.items():
-        yield f"  {name:<20} {value:{form}}"
+        each = ""
+        if name == "attention" and config.sparsity.pattern.sparse:
+            each = f"  {value / flops.density / 100:.3g} per % of the pairs"
+        yield f"  {name:<20} {value:{form}}{each}"
     yield f"  {'total':<20} {total:{form}}  {tokens / total:,.0f} tokens/s, MFU {mfu:.0%}"
     if _mixed(config):
         program = _dense(config)

@@ -23,14 +23,17 @@ from mtraining_jax.patterns.xattention import XAttention
 
 # (tokens of a sequence, density), ascending.
 #
-# Lists per row of blocks: sampled rows at tau 0.9 with SmolLM2-135M, on H200s; from
-# benchmarks/results frontier-8192-h200-2026-11-22.md, frontier-32768-h200-2026-11-22.md,
-# frontier-65536-h200-2026-11-24.md, step-patterns-h200-2026-11-23.md and, as the mean of its steps,
-# step-chosen-524288-h200-2026-11-24.md.
-_LISTS = ((8192, 0.233), (32768, 0.152), (65536, 0.109), (131072, 0.100), (524288, 0.046))
+# Lists per row of blocks: sampled rows at tau 0.9 with a trained Qwen2.5-Coder-1.5B, from
+# benchmarks/results/density-by-length-h200-2026-11-30.md. At 1048576 tokens the mean of three texts
+# (0.039 to 0.087); the last entry continues the power of -0.30 of the first five.
+_LISTS = (
+    (8192, 0.264), (16384, 0.209), (32768, 0.174), (65536, 0.138), (131072, 0.113),
+    (524288, 0.085), (1048576, 0.062), (4194304, 0.040),
+)  # fmt: skip
 _LISTS_SHARE = 0.9
-# Vertical-slash at top-p 0.9 with the same model (the same files), and at 524288 tokens the mean
-# reported by MTraining (arXiv 2510.18830, section 5).
+# Vertical-slash at top-p 0.9 with SmolLM2-135M (frontier-8192-h200-2026-11-22.md,
+# frontier-32768-h200-2026-11-22.md and step-patterns-h200-2026-11-23.md there), and at 524288 tokens
+# the mean reported by MTraining (arXiv 2510.18830, section 5).
 _VERTICAL_SLASH = ((8192, 0.441), (32768, 0.365), (131072, 0.212), (524288, 0.063))
 
 # Computed pairs grow with the mass fraction p as a power of 1 / (1.08 - p): sampled rows of
@@ -68,7 +71,7 @@ def _between(measured: tuple[tuple[int, float], ...], tokens: int) -> float:
     return float(np.exp(np.interp(np.log(tokens), lengths, densities)))
 
 
-_AS_MEASURED = "assumed by length, as measured with SmolLM2-135M"
+_AS_MEASURED = "assumed by length, as measured with {}"
 _NOT_KNOWN = "ASSUMED: not known for this pattern; define expected_density in its class"
 
 
@@ -92,7 +95,8 @@ def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
         case RowPattern():
             selected = density_of_lists(tokens, pattern.tau)
             density = selected + pattern.random_block_prob * (1 - selected)
-            return density, _NOT_KNOWN if is_user_pattern else _AS_MEASURED
+            why = _AS_MEASURED.format("Qwen2.5-Coder-1.5B; texts differ by half")
+            return density, _NOT_KNOWN if is_user_pattern else why
         case FlexPrefill():
             # No published mean density of arXiv 2502.20766's settings is known.
             return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
@@ -108,7 +112,8 @@ def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
             return tiles / (rows * rows / 2), exact
         case AdaSpa():
             return 1 - pattern.sparsity, "1 - sparsity"
-    why = _NOT_KNOWN if is_user_pattern else f"{_AS_MEASURED} and, at 512K, by MTraining"
+    why = _AS_MEASURED.format("SmolLM2-135M and, at 512K, by MTraining")
+    why = _NOT_KNOWN if is_user_pattern else why
     return _between(_VERTICAL_SLASH, tokens), why
 
 

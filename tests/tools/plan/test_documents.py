@@ -98,14 +98,14 @@ def test_expected_density_falls_with_document_length(tmp_path):
         data={"mode": "pack", "eos": 0, "seq_len": 2**18},
     )
     one = planned_pairs(config)
-    assert one.density == pytest.approx((0.100 * 0.046) ** 0.5)  # logarithmic interpolation
+    assert one.density == pytest.approx((0.113 * 0.085) ** 0.5)  # logarithmic interpolation
     path, lengths = config.data.source_options.paths[0], np.array([2**17, 2**16, 2**16])
     np.save(path, np.ones(lengths.sum(), np.uint16))
     with open(f"{path}.lengths", "wb") as file:
         np.save(file, lengths)
     found = planned_pairs(config)
     # The long document has twice as many pairs as both others together.
-    assert found.density == pytest.approx((4 * 0.100 + 2 * 0.109) / 6, rel=1e-4)
+    assert found.density == pytest.approx((4 * 0.113 + 2 * 0.138) / 6, rel=1e-4)
     more = planned_pairs(changed(config, sparsity={"tau": 0.95}))
     assert more.density == pytest.approx(1.41 * found.density, rel=0.01)
     columns = VERTICAL_SLASH | {"block_size": 128, "min_sparse_tokens": 0}
