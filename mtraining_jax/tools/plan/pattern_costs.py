@@ -31,9 +31,9 @@ _LISTS = (
     (524288, 0.085), (1048576, 0.062), (4194304, 0.040),
 )  # fmt: skip
 _LISTS_SHARE = 0.9
-# Vertical-slash at top-p 0.9 with SmolLM2-135M (frontier-8192-h200-2026-11-22.md,
-# frontier-32768-h200-2026-11-22.md and step-patterns-h200-2026-11-23.md there), and at 524288 tokens
-# the mean reported by MTraining (arXiv 2510.18830, section 5).
+# Vertical-slash at top-p 0.9 with SmolLM2-135M (there: frontier-8192-h200-2026-11-22.md,
+# frontier-32768-h200-2026-11-22.md and step-patterns-h200-2026-11-23.md), and at 524288 tokens the
+# mean reported by MTraining (arXiv 2510.18830, section 5).
 _VERTICAL_SLASH = ((8192, 0.441), (32768, 0.365), (131072, 0.212), (524288, 0.063))
 
 # Computed pairs grow with the mass fraction p as a power of 1 / (1.08 - p): sampled rows of
