@@ -285,6 +285,32 @@ def test_predicted_step_times_are_near_measured_ones(name, devices, tokens, mode
     assert sum(found.values()) == pytest.approx(measured, rel=0.05), found
 
 
+def test_a_step_of_a_million_tokens_is_near_the_measured_one(capsys):
+    """Qwen2.5-Coder-1.5B: benchmarks/results/density-by-length-h200-2026-11-30.md."""
+    sizes = {
+        "hidden_size": 1536, "num_layers": 28, "num_heads": 12, "num_kv_heads": 2,
+        "intermediate_size": 8960, "max_position_embeddings": 2**20, "remat": "full_offload",
+    }  # fmt: skip
+    replayed = {"kind": "benchmarks.replay:Replay", "replay_of": "sampled_rows"}
+    overrides = {
+        "parallel.devices_per_node": 1,
+        "data.seq_len": 2**20,
+        "sparsity.replay_density": 0.0386,  # that of the step
+        **{f"model.{field}": value for field, value in sizes.items()},
+        **{f"sparsity.{field}": value for field, value in replayed.items()},
+    }
+    config = Config.load("qwen3b_512k", overrides)
+    memory = estimate_memory(config)
+    assert memory.total / GIB == pytest.approx(54.1, rel=0.05)
+    assert memory.host / GIB == pytest.approx(170.6, rel=0.01)
+    found = seconds(config, H200, memory, count_flops(config))
+    assert sum(found.values()) == pytest.approx(58.73, rel=0.05), found
+    options = [f"--{name}={value}" for name, value in overrides.items()]
+    assert main(["--config=qwen3b_512k", "--dry-run=estimate", *options]) == 0
+    share = re.search(r"attention +([\d.]+)  ([\d.]+) per % of the pairs", capsys.readouterr().out)
+    assert float(share[1]) == pytest.approx(float(share[2]) * 3.86, rel=0.01)
+
+
 def test_predicted_selection_time_is_near_the_measured_one():
     config = Config.load(
         "qwen3b_512k",
