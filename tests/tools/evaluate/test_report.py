@@ -124,6 +124,7 @@ def test_scores_are_means_of_samples_and_of_differences(report):
 
 def test_tables_of_models_and_times(report):
     found = rows(report, "Training and inference")
+    assert "## Training and inference\n\nPercent, mean of 2 tasks. Rows: " in report[0]
     assert list(found)[:5] == [("length", "model"), ("512", "A"), ("512", "B"), ("512", "C"),
                                ("1024", "A")]  # fmt: skip
     for n in LENGTHS:
@@ -274,11 +275,16 @@ def test_models_are_compared_on_the_same_prompts_only():
 def test_documents_of_several_tasks_all_count():
     key = {"model": "one", "attention": "dense", "length": 4, "number": 0, "seconds": 1}
     losses = {"documents": [1.0, 2.0], "package:Own": [3.0, 6.0]}
-    found = Lines(
+    lines = [
         key | {"task": task, "loss_by_position": x, "loss_of_last": 5.0}
         for task, x in losses.items()
-    )
+    ]
+    found = Lines([*lines, lines[0] | {"model": "two"}])
     times, table = tables(found)
-    assert times.rows == [("4", "one", "dense", "1", "–", "2")]  # an older line has no density
+    assert times.rows == [  # an older line has no density
+        ("4", "one", "dense", "1", "–", "2"),
+        ("4", "two", "dense", "1", "–", "1"),
+    ]
     assert [row[1] for row in table.rows] == ["2.000", "4.000", "5.000"]
+    assert "mean over 2 documents" in table.note
     assert "mean over 2 documents" in table.note
