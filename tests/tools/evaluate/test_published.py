@@ -9,7 +9,7 @@ import pytest
 
 from mtraining_jax.data.tokenizer import ByteTokenizer
 from mtraining_jax.tools.evaluate.tasks import GROUPS, make_tasks
-from mtraining_jax.tools.evaluate.tasks.metrics import edit_similarity, overlap_f1, words_f1
+from mtraining_jax.tools.evaluate.tasks.metrics import best, edit_similarity, overlap_f1, words_f1
 from mtraining_jax.tools.evaluate.tasks.published.infinitebench import InfiniteBench
 from mtraining_jax.tools.evaluate.tasks.published.longbench import (
     LongBench,
@@ -183,6 +183,7 @@ def test_invalid_files(tmp_path, content, sentence):
 def test_metrics():
     assert words_f1("The red, red car", "a red car") == pytest.approx(4 / 5)
     assert overlap_f1([], ["x"]) == 0
+    assert best(words_f1, "a", []) == 0
     assert edit_similarity("abcd", "abxd") == 0.75
     # "a c" is common; the reference's second sentence has no match. 2 of 3, and 2 of 5 words.
     assert rouge_l("a b c.", "a c d. e f.") == pytest.approx(2 * (2 / 3) * 0.4 / (2 / 3 + 0.4))
@@ -190,6 +191,8 @@ def test_metrics():
     assert rouge_l_sum("A b c.\nx e", "a, c d\ne f") == pytest.approx(3 / 5)
     # Words of the answer remain before the one that is common.
     assert rouge_l_sum("y x", "x y") == pytest.approx(1 / 2)
+    # Of equally long subsequences the one earlier in the reference counts: "x" in both lines.
+    assert rouge_l_sum("y x\nx", "x y") == pytest.approx(2 / 5)
     assert rouge_l_sum("", "a") == 0
 
 
