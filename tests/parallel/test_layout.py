@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtraining_jax.attention.order import layout_for_ring
 from mtraining_jax.parallel.layout import KINDS, Layout
 
 LONGEST = 4 * 4 * 6 * 5  # tokens of the largest layout in `layouts`
@@ -58,6 +59,11 @@ def test_striped_over_nodes_puts_adjacent_blocks_on_different_nodes():
     layout = Layout("striped", 8, 4, 1, nodes=2)
     blocks = [layout.block_ids(rank).tolist() for rank in range(4)]
     assert blocks == [[0, 4], [2, 6], [1, 5], [3, 7]]  # ranks 0, 1: node 0
+    for sizes, ring, same in [
+        ((2, 2), "gather", True), ((2, 2), "hierarchical", True),
+        ((2, 2), "flat", False), ((4,), "gather", False),
+    ]:  # fmt: skip
+        assert (layout_for_ring("striped", 8, sizes, 1, ring) == layout) == same
 
 
 def test_zigzag_pairs_chunks_from_both_ends():
