@@ -140,6 +140,9 @@ class ChoiceContract:
         assert not np.triu(np.ones((SEQ_LEN, SEQ_LEN), bool), 1)[None, None][mask[:1, :1]].any()
         if not self.rows_may_be_empty:
             assert mask.any(-1).all()
+        density, why = pattern_costs.expected_density(self.settings, SEQ_LEN)
+        if why.startswith("exact"):
+            np.testing.assert_allclose(pairs, density * SEQ_LEN * (SEQ_LEN + 1) / 2, rtol=0.02)
 
     def test_an_index_has_the_capacity_assumed_by_memory_estimates(self):
         index, _ = self.chosen()
