@@ -177,7 +177,7 @@ def test_column_tiles_of_other_documents_are_skipped():
         assert not own.size or first <= own[0] and end == own[-1] + 1
     # All columns in 4 blocks of each of 8 documents: 1 + 2 + 3 + 4 tiles in each, instead of all
     # earlier ones; of every third column 1.33 tiles per document.
-    before, after = ((x.column_tiles - x.first_column_tile) for x in (walked(whole)[0], rows))
+    before, after = (x.from_first(x.column_tiles) for x in (walked(whole)[0], rows))
     first_head = rows.head == 0
     assert after[first_head].sum() == 8 * 10 - 1  # the first row lists its own block
     assert before[walked(whole)[0].head == 0].sum() == 32 * 33 // 2 - 1

@@ -11,6 +11,9 @@ import pytest
 
 from pallas_kernels.index import BlockMaskIndex, DenseIndex, Segment, VerticalSlashIndex
 from pallas_kernels.tiles import NO_DIAGONAL
+from pallas_kernels.work.items import QueryItem
+from pallas_kernels.work.lists import Sizes
+from pallas_kernels.work.query_work import query_work
 from tests.pallas_kernels.helpers import cases
 from tests.pallas_kernels.helpers.cases import Size
 
@@ -96,6 +99,25 @@ def visits(tiles, num_rows, num_columns, by_rows):
     return computed, masked
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def items(tiles, sizes):
+    return query_work(tiles, None, sizes).items
+
+
+def check_items(tiles, num_rows, num_columns, expected):
+    """Each row's item has as many key blocks as expected, int [B, Hq, rows], from the first on."""
+    found = items(tiles, Sizes(BATCH, HEADS, num_rows, num_columns, HEADS))
+    item = QueryItem(*np.asarray(found).T)
+    assert len({*zip(item.batch, item.head, item.block, strict=True)}) == expected.size
+    np.testing.assert_array_equal(item.tiles, expected[item.batch, item.head, item.block])
+    _, first, last = jax.device_get(lists(tiles, num_rows, num_columns, True))
+    if first.ndim == 4:  # several runs, of which the first may be empty
+        run = np.argmax(last > first, axis=2)[:, :, None]
+        first = np.take_along_axis(first, run, axis=2)[:, :, 0]
+    filled = item.tiles > 0
+    np.testing.assert_array_equal(item.first[filled], first[tuple(x[filled] for x in item[:3])])
+
+
 def segments_of(kind):
     """The segments of all ranks of a layout."""
     count = NUM_BLOCKS // RANKS
@@ -179,6 +201,7 @@ def test_tiles_of_concatenated_stripes_match_the_index(name, skip_own):
             computed, masked = visits(tiles, query.num_blocks, keys.size, by_rows)
             np.testing.assert_array_equal(computed, expected)
             np.testing.assert_array_equal(masked, expected & on_diagonal)
+        check_items(tiles, query.num_blocks, keys.size, expected.sum(-1))
         assert skip_own == (tiles.diagonal == NO_DIAGONAL) or rank == 1
 
 
