@@ -366,6 +366,53 @@ def test_windows_of_several_ranks_cost_an_exchange_of_heads(config, remat, dtype
     assert not any("exchange for windows" in x for x in others)
 
 
+def test_copies_and_collectives_take_the_time_of_their_bytes():
+    """Of Qwen2.5-3B on 8 GPUs with FSDP, 2 sequences of 524288 tokens, at the rates of an H200."""
+
+    def parts(**fields):
+        options = {name.replace("__", "."): value for name, value in fields.items()}
+        config = Config.load("qwen3b_512k", {"data.batch_size": 2} | options)
+        memory = estimate_memory(config)
+        return memory, seconds(config, H200, memory, count_flops(config))
+
+    tokens, layers = 2 * 524288 // 8, 36
+    memory, found = parts(optimizer__accumulation_steps=2, model__mlp_kept_chunks=2)
+    # Gate and up products of two chunks of 16384 tokens in bf16, read and written twice.
+    kept = 2 * layers * 2 * 2 * 16384 * 11008 * 2
+    assert found["MLP products kept"] == pytest.approx(4 * kept / H200.copy_bytes)
+    read_and_written = 3 * memory.parameters + 4 * memory.parameters  # and two moments
+    assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=1e-6)
+    assert found["optimizer"] == pytest.approx(read_and_written / H200.copy_bytes, rel=1e-6)
+    # In each of two micro-batches, parameters twice in bf16, gradients once in fp32.
+    moved = 2 * 7 * (2 * memory.parameters / 4 * 2 + memory.parameters)
+    assert found["gathering parameters"] == pytest.approx(moved / H200.link_bytes)
+
+    _, found = parts(lora__rank=32)
+    # The inputs and outputs of 7 products, 4.5 times.
+    sides = (2048 + 2048) * 2 + (2048 + 256) * 2 + (2048 + 11008) * 3
+    moved = 4.5 * 2 * tokens * layers * sides
+    assert found["adapters"] == pytest.approx(moved / H200.copy_bytes)
+
+    # The input of every layer and both moments, to the host and back.
+    of_layers = tokens * 2048 * 2 * layers
+    memory, found = parts(model__remat="attention_offload", optimizer__offload=True)
+    moments = 2 * memory.parameters
+    assert memory.host == pytest.approx(of_layers + moments, rel=1e-3)
+    assert found["offload copies"] == pytest.approx(2 * memory.host / H200.offload_bytes)
+    _, found = parts(
+        model__remat="attention_offload", optimizer__offload=True, optimizer__accumulation_steps=2
+    )
+    assert found["offload copies"] == pytest.approx(2 * memory.host / H200.offload_bytes)
+    # Parameters and gradients 7 times, moments 4 times.
+    memory, found = parts(model__remat="attention_offload", optimizer__offload="all")
+    moved = 2 * of_layers + 11 * (memory.host - of_layers) / 4
+    assert found["offload copies"] == pytest.approx(moved / H200.offload_bytes)
+
+    _, found = parts(model__num_heads=64, model__hidden_size=8192, model__num_kv_heads=8)
+    heads = tokens * 64 * 128 * 2
+    assert found["copies of heads"] == pytest.approx(10 * heads * layers / H200.copy_bytes)
+
+
 def test_the_host_holds_sums_of_gradients_over_micro_batches(config):
     def host(steps):
         offload = {"offload": "all", "accumulation_steps": steps}
@@ -406,11 +453,11 @@ def test_without_selection_only_work_lists_are_built():
 
 
 def test_score_time_is_bound_by_products_or_exponentials():
-    def choosing(**sparsity):
+    def choosing(gpu=H200, **sparsity):
         overrides = {f"sparsity.{name}": value for name, value in sparsity.items()}
         config = Config.load("qwen3b_512k", overrides)
         flops = count_flops(config)
-        time = seconds(config, H200, estimate_memory(config), flops)["index selection"]
+        time = seconds(config, gpu, estimate_memory(config), flops)["index selection"]
         return time, kernel_seconds(128, 1.0, flops.attention_dense * 4 / 14, 0.0) / config.devices
 
     (few, forward), (strides, _) = (
@@ -425,6 +472,12 @@ def test_score_time_is_bound_by_products_or_exponentials():
     assert strides - few == pytest.approx(forward / 8)
     assert softmax > forward / 2  # of one product, half of a forward pass
     assert exact - few == pytest.approx(softmax / FP8_SPEEDUP, rel=1e-5)
+    # Only the kernels for Hopper score keys in 8 bits.
+    (exact, _), (few, _) = (
+        choosing(A100_40GB, kind="sampled_rows", probe_queries_per_block=128),
+        choosing(A100_40GB, kind="vertical_slash"),
+    )
+    assert exact - few == pytest.approx(softmax / A100_40GB.scores_share, rel=1e-5)
     assert replayed == pytest.approx(strides)
 
 
@@ -519,6 +572,17 @@ def test_frozen_matrices_have_no_gradients_in_the_workspace(config):
     before, *after = (estimate_memory(x).workspace for x in (whole, *parts))
     # The gradients of an MLP are summed over chunks, twice its size.
     assert [before - x for x in after] == [3 * mlp, attention]
+
+
+def test_the_output_layer_of_a_large_vocabulary_takes_the_workspace(config):
+    large = changed(config, model={"vocab_size": 2**16})
+    # fp32 logits and their gradients of a chunk, and 4 arrays of the hidden size; 4 ranks.
+    activations = 24 * 2**16 * (4 + 4) + 4 * (2 * 128 // 4) * 32 * 4
+    # The weight and two copies of its gradient; a frozen weight is stored in the compute dtype.
+    for trainable, copies in (((), 3), (("mlp",), 0)):
+        memory = estimate_memory(changed(large, optimizer={"trainable": trainable}))
+        head = copies * 4 * 2**16 * 32
+        assert memory.workspace + memory.gradients == activations + head
 
 
 def test_a_run_that_fits_on_no_gpus_is_told_of_other_runs(config, capsys, monkeypatch):
