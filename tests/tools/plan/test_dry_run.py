@@ -653,6 +653,11 @@ def test_proposals_take_the_least_time_and_respect_both_memories(config):
     assert all_on_gpus.memory <= 60 * GIB and all_on_gpus.host == 0
     assert everything.cost < all_on_gpus.cost
     assert fastest(base, H200, GIB) is None
+    # Two GPUs need all of the state in host memory, which replicas do not allow.
+    pair = changed(base, parallel={"nodes": 1, "devices_per_node": 2}, data={"seq_len": 2**15})
+    least = fastest(pair, H200, 30 * GIB).options
+    assert {"--parallel.fsdp=true", "--optimizer.offload=all"} < {*least}
+    assert fastest(changed(pair, parallel={"replicas": 2}), H200, 30 * GIB) is None
 
 
 def test_a_proposal_is_compiled_if_the_run_was(config, capsys, monkeypatch):
