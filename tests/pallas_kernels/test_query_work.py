@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import Columns, DiagonalTiles
 from pallas_kernels.tiles import COLUMN_TILE, Tiles
 from pallas_kernels.work.items import KEY_COLUMNS, KeyItem, QueryItem
-from pallas_kernels.work.key_work import KeyWork, key_work
+from pallas_kernels.work.key_work import PARTS, KeyWork, join_parts, key_work
 from pallas_kernels.work.lists import Sizes
 from pallas_kernels.work.query_work import (
     CACHED_BLOCKS,
@@ -40,12 +40,12 @@ def _items(blocks: int, dense: bool = True) -> tuple[Size, np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def _query_work(tiles: Tiles, columns: Columns | None, size: Size) -> QueryWork:
+def _query_work(tiles: Tiles | None, columns: Columns | None, size: Size) -> QueryWork:
     return query_work(tiles, columns, _sizes(size))
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def _key_work(tiles: Tiles, columns: Columns | None, size: Size) -> KeyWork:
+def _key_work(tiles: Tiles | None, columns: Columns | None, size: Size) -> KeyWork:
     return key_work(tiles, columns, _sizes(size))
 
 
@@ -178,6 +178,7 @@ def test_column_tiles_of_other_documents_are_skipped():
     # All columns in 4 blocks of each of 8 documents: 1 + 2 + 3 + 4 tiles in each, instead of all
     # earlier ones; of every third column 1.33 tiles per document.
     before, after = (x.from_first(x.column_tiles) for x in (walked(whole)[0], rows))
+    np.testing.assert_array_equal(rows.column_tile(after), rows.column_tiles)
     first_head = rows.head == 0
     assert after[first_head].sum() == 8 * 10 - 1  # the first row lists its own block
     assert before[walked(whole)[0].head == 0].sum() == 32 * 33 // 2 - 1
@@ -186,3 +187,25 @@ def test_column_tiles_of_other_documents_are_skipped():
     every = walked(whole)[1]
     every = (blocks - every.first_row)[every.kind == KEY_COLUMNS]
     assert steps[: every.size // 2].sum() == 8 * 10 and steps.sum() < 0.2 * every.sum()
+    # Columns in a call of their own.
+    alone, of_keys = _query_work(None, columns, size), _key_work(None, columns, size)
+    found = _fields(np.asarray(alone.items))
+    assert alone.run_first is None and not found.tiles.any()
+    assert found.steps.sum() == after.sum()
+    assert of_keys.first.shape == of_keys.last.shape == (1, 2, blocks)
+    assert of_keys.items.shape[0] == of_columns.sum()
+
+
+def test_sums_of_parts_replace_the_gradients_of_split_key_blocks():
+    """Of keys and values in one array."""
+    batch, kv_heads, blocks, dim = 2, 3, 5, 4
+    heavy = np.array([[[4, 1], [0, 2], [3, 4]], [[2, 0], [1, 3], [0, 1]]], np.int32)
+    rng = np.random.default_rng(0)
+    keys = rng.integers(9, size=(2, batch, blocks * 128, kv_heads, dim)).astype(np.float32)
+    parts = rng.integers(9, size=(2, batch, 2 * PARTS * 128, kv_heads, dim)).astype(np.float32)
+    expected = keys.copy()
+    for b, h, m in np.ndindex(*heavy.shape):
+        of_block = parts[:, b, :, h].reshape(2, 2, PARTS, 128, dim)[:, m].sum(1)
+        expected[:, b, 128 * heavy[b, h, m] :, h][:, :128] = of_block
+    found = join_parts(*map(jnp.asarray, (heavy, keys, parts)))
+    np.testing.assert_array_equal(found, expected)
