@@ -167,6 +167,12 @@ def test_text_is_reported_when_it_is_final():
     assert reported[0] == "é" and "".join(reported) == "é, E so "
     text.add(ord("D"))
     assert text.stopped and text.end() == "é, E so " == "".join(reported)
+    # A run of bytes is final when it ends, and holds back nothing before it.
+    reported = []
+    text = GrowingText(tokenizer("llama"), ("bX",), reported.append)
+    for token, expected in (("b", ""), ("<0x41>", "b"), ("▁a", "bA a"), ("b", "bA a")):
+        text.add(*ids_of("llama", token))
+        assert "".join(reported) == expected
     assert possible_start("abc", ("bcd", "x")) == 1
     assert possible_start("abc", ()) == 3
 
