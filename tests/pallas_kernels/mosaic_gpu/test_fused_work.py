@@ -227,3 +227,12 @@ def test_sequences_shorter_than_a_wave_rise(wave, signs):
     tiles = DiagonalTiles.full(1, 2, 9, 9, G, causal=True)
     work = fused_work(tiles, None, Sizes(1, 2, 9, 9, 2), wave=wave)
     assert {KeyItem(*item).sign for item in np.asarray(work.items).tolist()} == signs
+
+
+def test_documents_shorter_than_a_wave_rise():
+    size = Size(1, 2, 2, 9, 9, G, dim=0)
+    tiles, _ = cases.tiles_and_columns(cases.dense_documents(size, [[3, 6]]), size)
+    work = fused_work(tiles, None, Sizes(1, 2, 9, 9, 2), wave=5)
+    items = (KeyItem(*item) for item in np.asarray(work.items).tolist())
+    signs = {(item.block < 3, item.sign) for item in items}
+    assert signs == {(True, 1), (False, 1), (False, -1)}
