@@ -14,6 +14,7 @@ from mtraining_jax.patterns.budgets import FixedBudget, MInference
 from mtraining_jax.patterns.sampled_rows import SampledRows
 from mtraining_jax.patterns.vertical_slash import VerticalSlash
 from mtraining_jax.selection.context import SelectionContext
+from mtraining_jax.selection.segments import sparse_segments
 from mtraining_jax.tools.plan.pattern_costs import capacities
 from tests.patterns import inputs
 
@@ -73,6 +74,14 @@ def test_documents_share_the_column_capacity_by_length(name):
     assert capacity(NUM_BLOCKS)[1] == 128
     # 512 blocks: room for 32 columns in total, but at least 4 for each of 170 documents.
     assert capacity(512)[1] == 768
+
+
+def test_padding_belongs_to_no_document():
+    documents = Documents.from_lengths([[20, 40]], 128, 8)
+    found = sparse_segments(SelectionContext(jnp.arange(16), 16, documents=documents), 3, 8)
+    assert found.slot_of_block.tolist() == [[0] * 3 + [1] * 5 + [3] * 8]
+    assert found.first.tolist() == [[0, 3, 16]] and found.tokens.tolist() == [[20, 40, 0]]
+    assert found.inside.sum() == found.length.sum() == 8
 
 
 def test_the_column_capacity_covers_the_budgets_of_each_document():
