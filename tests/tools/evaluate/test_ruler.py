@@ -167,6 +167,10 @@ def test_questions_from_files(name, option, data, tmp_path):
         assert sample.references == ("red 2", "that")
         assert sample.prompt.count("red text") == 4  # its article first, then others
         assert sample.prompt.endswith("Question: Which red 2? Answer:")
+        for size, red in ((1, 1), (3, 3), (6, 4), (8, 4), (10, 4)):
+            shown = re.findall(r"(red|blue) text (\d)", task.build(size, 650, 1, 0).prompt)
+            assert ("red", "2") in shown and len(shown) == size
+            assert sum(kind == "red" for kind, _ in shown) == red
     else:
         assert sample.references == ("her 1",)
         assert "Title 1\nOne. Two." in sample.prompt and "Title 2\nThree." in sample.prompt
