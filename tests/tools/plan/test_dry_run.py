@@ -19,6 +19,7 @@ from mtraining_jax.models.loss import linear_cross_entropy
 from mtraining_jax.models.spec import ModelSpec
 from mtraining_jax.parallel.mesh import HEADS, SEQUENCE_AXES, make_mesh
 from mtraining_jax.parallel.ring import ring_attention
+from mtraining_jax.patterns.moba import MoBA
 from mtraining_jax.reporting.flops import audit_flops, idle_parameters, matrix_flops
 from mtraining_jax.tools.plan.compiled import Compiled
 from mtraining_jax.tools.plan.cost import count_flops, rates_missing, seconds
@@ -33,6 +34,7 @@ from mtraining_jax.tools.plan.memory import (
     pinned_limit,
     planned_state,
 )
+from mtraining_jax.tools.plan.pattern_costs import query_copies
 from mtraining_jax.training.build import build_layout, build_mesh, build_pattern
 from mtraining_jax.training.state import StateBuilder
 from pallas_kernels.index import BlockMaskIndex
@@ -146,6 +148,8 @@ def test_query_copies_are_counted(config, top_k, copies):
     # Six fp32 arrays per copy; 2048 tokens are 8 chunks.
     queries = 4 * 2048 // config.ranks * config.model.num_heads * config.model.head_dim
     assert total(top_k) - total(1) == 6 * copies * queries
+    assert query_copies(MoBA(256, top_k, 128), 2048 // 128) == copies
+    assert query_copies(config.sparsity.pattern, 2048 // 128) == 0
 
 
 @pytest.mark.parametrize(
