@@ -120,11 +120,12 @@ def seconds(config: Config, gpu: Gpu, memory: Memory, flops: Flops) -> dict[str,
     if memory.host:
         activations = offloaded(config)
         state = memory.host - activations
-        moved = activations * micro_batches + state
         if config.optimizer.offload == "all":
-            # Of four parts, parameters and gradients are copied 7 times instead of 4, and 6 times
-            # more in each further micro-batch.
-            moved += state / 4 * (7 - 4 + 6 * (micro_batches - 1)) / 2
+            # Parameters and gradients are copied 7 times and both moments 4 times, and gradients
+            # with their sums, a fifth part, and parameters 6 times more in a further micro-batch.
+            part = state / (4 if micro_batches == 1 else 5)
+            state = part * (7 + 4 + 6 * (micro_batches - 1)) / 2
+        moved = activations * micro_batches + state
         result["offload copies"] = 2 * moved / gpu.offload_bytes
     # The update reads parameters, gradients and moments and writes all except the gradients.
     # Frozen parameters take no part in it.

@@ -411,6 +411,12 @@ def test_copies_and_collectives_take_the_time_of_their_bytes():
     memory, found = parts(model__remat="attention_offload", optimizer__offload="all")
     moved = 2 * of_layers + 11 * (memory.host - of_layers) / 4
     assert found["offload copies"] == pytest.approx(moved / H200.offload_bytes)
+    # The host also keeps sums of gradients, and another micro-batch copies 6 times.
+    memory, found = parts(
+        model__remat="attention_offload", optimizer__offload="all", optimizer__accumulation_steps=2
+    )
+    moved = 2 * of_layers + (11 + 6) * (memory.host - of_layers / 2) / 5
+    assert found["offload copies"] == pytest.approx(moved / H200.offload_bytes)
 
     _, found = parts(model__num_heads=64, model__hidden_size=8192, model__num_kv_heads=8)
     heads = tokens * 64 * 128 * 2
