@@ -129,8 +129,11 @@ def test_a_gpu_has_a_peak_rate_and_memory(config):
     found = record(config, 1, devices=devices)
     assert (found["memory_bytes_in_use"], found["memory_bytes_peak"]) == (3 << 30, 8 << 30)
     assert found["mfu"] == pytest.approx(found["flops_model"] / 0.5 / 4 / 989.4e12)
-    found["mfu"] = 0.4321
-    assert "MFU 43.2%  memory 3.0 GiB, peak 8.0" in step_line(found, 10)
+    found |= {"mfu": 0.4321, "tflops_per_device_executed": 412.3}
+    for dense, text in ((4123.0, "4123"), (41.23, "41.2"), (0.4123, "0.412")):
+        found["tflops_per_device_dense_equivalent"] = dense
+        rates = f"412 TFLOP/s per device executed  {text} dense-equivalent  MFU 43.2%"
+        assert f"{rates}  memory 3.0 GiB, peak 8.0" in step_line(found, 10)
 
 
 def test_all_output_of_a_replay_is_marked(config, capsys):
@@ -164,6 +167,7 @@ def test_the_summary_excludes_warm_up_and_traced_steps(config):
         traced["profiled"] = True
     (speed,) = [line for line in summary(config, History(records), []) if "speed" in line]
     assert "2.000 s/step (median of 3 steps after warm-up), 128 tokens/s" in speed
+    assert "  loss       2.000 -> 2.000" in summary(config, History(records), [])  # of one step
     (speed,) = [line for line in summary(config, History(records[:1]), []) if "speed" in line]
     assert "9.000 s/step (last step)" in speed
     (speed,) = [line for line in summary(config, History(records[:3]), []) if "speed" in line]

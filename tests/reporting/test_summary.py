@@ -138,6 +138,7 @@ def test_step_times_vary_and_devices_wait_by_process(monkeypatch):
     clock, counted = Clock(monkeypatch), Goodput()
     for seconds in (60.0, 9.0, 1.0, 3.0):  # the first two warm up
         clock.step(counted, seconds, host_wait=seconds / 2)
+    clock.step(counted, 50.0, host_wait=1.0, program="dense_step")  # fewer steps than the other
     assert counted.step_timing == {"step_deviation": 0.5, "host_wait": 1.0}
     record = counted.record([counted.step_timing, {}, {"step_deviation": 0.1, "host_wait": 7.0}])
     assert record["step_deviation_by_process"] == [0.5, 0.0, 0.1]
