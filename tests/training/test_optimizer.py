@@ -159,6 +159,10 @@ def test_muon_leaves_biases_of_experts_to_adamw():
         # AdamW's first step has the sign of the gradient.
         is_sign = np.allclose(moved - decay, np.sign(gradients[name]), atol=1e-5)
         assert is_sign != is_matrix, name
+        if is_matrix:  # of each layer and expert; bounds as in test_fit.py
+            sizes = np.linalg.svd(moved - decay, compute_uv=False)
+            sizes /= 0.2 * max(moved.shape[-2:]) ** 0.5
+            assert sizes.max() < 1.25 and np.median(sizes, axis=-1).min() > 0.6, name
 
 
 def test_clip_scales_to_the_norm_and_reports_the_norms_before():
