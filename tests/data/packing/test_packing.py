@@ -375,10 +375,11 @@ def test_packing_errors(tmp_path):
 
 def test_only_documents_that_are_trained_in_whole_are_split(tmp_path):
     long = np.arange(10, 20)
-    masks = {1: np.ones(10, int), 2: np.arange(10) > 0, 3: np.arange(10) < 9}
+    masks = {1: np.ones(10, int), 2: np.arange(8) > 0, 3: np.arange(10) < 9}
     rows = [{"ids": [1, 2], "m": [0, 1]}]
     rows += [
-        {"ids": (long * k).tolist(), "m": mask.astype(int).tolist()} for k, mask in masks.items()
+        {"ids": (long[: mask.size] * k).tolist(), "m": mask.astype(int).tolist()}
+        for k, mask in masks.items()
     ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
