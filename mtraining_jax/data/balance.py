@@ -63,7 +63,7 @@ class Densities:
             old = self._after[newest]
             measured = np.asarray(measured, np.float64)
             seen = np.isfinite(measured)
-            new = np.where(seen, KEEP * old + (1 - KEEP) * np.where(seen, measured, 0.0), old)
+            new = np.where(seen, KEEP * old + (1 - KEEP) * measured, old)
             kept = {at: x for at, x in self._after.items() if at >= step - 2 * DELAY}
             self._after = kept | {step: new}
             self._changed.notify_all()

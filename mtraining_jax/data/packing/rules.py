@@ -63,8 +63,7 @@ def packed_order(blocks: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarr
 def chunked(starts: np.ndarray, lengths: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """Splits documents, int64 [d] in tokens, every `longest` tokens into starts and lengths [p]."""
     pieces = -(-lengths // longest)
-    ends = np.cumsum(pieces)
-    within = np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - pieces, pieces)
+    within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     cut = within * longest
     return np.repeat(starts, pieces) + cut, np.minimum(np.repeat(lengths, pieces) - cut, longest)
 
