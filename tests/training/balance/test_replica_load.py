@@ -9,8 +9,10 @@ import pytest
 from mtraining_jax.config import Config
 from mtraining_jax.parallel.layout import Layout
 from mtraining_jax.parallel.mesh import make_mesh
+from mtraining_jax.reporting.flops import matrix_flops
 from mtraining_jax.tools.balance.replica_load import assumed_densities, balance_of
 from mtraining_jax.tools.balance.tuner import Tuner
+from mtraining_jax.tools.plan.kernel_times import matmul_rate
 from mtraining_jax.tools.plan.pattern_costs import density_of_lists
 from mtraining_jax.training.checkpoint.run_folder import checkpoint_folder
 from mtraining_jax.training.device_batches import DeviceBatches
@@ -139,3 +141,11 @@ def test_a_dense_step_is_predicted_to_be_dense(packed):
     assert record["density_by_length"][4] == pytest.approx(1, abs=1e-6)
     for name in ("attention_imbalance", "step_imbalance"):
         assert record[name] == pytest.approx(record[f"{name}_predicted"], rel=1e-5)
+    # A step also has the matrix products, which take every replica the same time.
+    attention_ms = np.array(record["attention_ms_by_group"])
+    products = matrix_flops(config) * config.tokens_per_step / config.devices
+    step_ms = attention_ms + 1e3 * products / matmul_rate(config.model.hidden_size, config.ranks)
+    for name, times in (("attention", attention_ms), ("step", step_ms)):
+        imbalance = times.max() / times.mean() - 1
+        assert record[f"{name}_imbalance"] - 1 == pytest.approx(imbalance, rel=1e-6)
+        assert imbalance > 1e-3, name
