@@ -141,8 +141,8 @@ def test_arrays_on_the_host_change_no_bit(mu_dtype):
 def test_muon_leaves_biases_of_experts_to_adamw():
     """They are stacked as [layers, experts, out], with as many axes as a matrix."""
     shapes = {
-        "layers.mlp.gate_proj.weight": (2, 4, 8, 6),
-        "layers.mlp.gate_proj.bias": (2, 4, 8),
+        "layers.mlp.gate_proj.weight": (2, 4, 24, 6),
+        "layers.mlp.gate_proj.bias": (2, 4, 24),
         "layers.self_attn.q_proj.weight": (2, 8, 6),
         "layers.self_attn.sinks": (2, 8),
         "layers.self_attn.scale.weight": (2, 8),  # a vector, such as of a family of one's own
@@ -166,7 +166,7 @@ def test_muon_leaves_biases_of_experts_to_adamw():
 
 
 def test_clip_scales_to_the_norm_and_reports_the_norms_before():
-    gradients = {"a": jnp.array([3.0, 0.0]), "layers.b": jnp.array([[4.0], [12.0]])}
+    gradients = {"a": jnp.array([1.0, -2.0, 2.0]), "layers.b": jnp.array([[2.0] * 4, [6.0] * 4])}
     scale, norm, norms = clip(gradients, 1.0)
     assert float(norm) == 13.0
     assert jax.tree.map(np.ndarray.tolist, jax.device_get(norms)) == {
