@@ -193,6 +193,12 @@ def test_dense_steps_of_a_sparse_run_are_reported_separately(config):
         one["memory_bytes_peak"] = i * 2**30
     text = "\n".join(summary(config, History(records), []))
     assert "dense-equivalent, peak memory 6.0 GiB" in text  # that of the last dense step
+    # Of all steps, also those before the checkpoint; unknown in older checkpoints.
+    for saved, lowest in ((None, 0.0), (0.25, 0.25), (0.5, 0.375)):
+        history = History()
+        history.restore(2, saved)
+        history.step(dense), history.step(records[3])
+        assert history.save() == lowest
     only = "\n".join(summary(config, History([dense]), []))
     assert "speed      8.000 s/step (last step)" in only and "dense      " not in only
     assert "attention  all of the causal pairs computed, in 1 dense step" in only
