@@ -81,8 +81,7 @@ def test_adamw_equals_optax_adamw_and_spares_biases_and_norms():
     rng = np.random.default_rng(0)
     for _ in range(3):
         gradients = {name: jnp.asarray(rng.normal(size=3), jnp.float32) for name in NAMES}
-        updates, my_state = ours.update(gradients, my_state, mine)
-        mine = {name: mine[name] - config.lr * updates[name] for name in NAMES}
+        mine, my_state = update(ours, gradients, my_state, mine, config.lr, True, 1.0)
         updates, their_state = theirs.update(gradients, their_state, expected)
         expected = optax.apply_updates(expected, updates)
     for name in NAMES:
