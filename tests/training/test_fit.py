@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from mtraining_jax import Callback, Documents, fit
+from mtraining_jax.data.given import GivenBatches
 from mtraining_jax.data.loader import Loader
 from mtraining_jax.reporting import goodput
 from mtraining_jax.training.checkpoint import read_record
@@ -80,6 +81,17 @@ def test_labels_follow_from_tokens_and_documents(config):
     assert derived["labels"] == stated["labels"] == B * (11 + 19 + 4)
     assert derived["real_tokens"] == B * sum(lengths)
     assert derived["loss"] == stated["loss"] and derived["grad_norm"] == stated["grad_norm"]
+
+
+def test_own_weights_are_read_in_layout_order(config):
+    order, columns = np.random.default_rng(0).permutation(S), np.arange(1, S, 2)
+    layout = {"permutation": order, "rows": np.arange(B), "columns": columns, "block_size": 8}
+    weights = np.arange(B * S).reshape(B, S)
+    given = iter([tokens() | {"weights": weights}, tokens()])
+    batches = GivenBatches(given, config.data, vocab_size=VOCAB, weighted=True, **layout)
+    np.testing.assert_array_equal(next(batches)["weights"], weights[:, order[columns]])
+    with pytest.raises(UserError, match="batch 2 of .* has no weights, which loss.weighting = "):
+        next(batches)
 
 
 def test_own_batches_resume_exactly_with_a_state_and_begin_again_without(config, capsys):
