@@ -128,7 +128,7 @@ def test_documents_weigh_the_same_and_parts_of_a_batch_may_have_no_label(on_eigh
     assert abs(loss - golden["masked_loss"]) > 1e-3
 
 
-def test_a_batch_without_labels_changes_nothing(on_eight):
+def test_a_batch_without_labels_changes_nothing_and_one_label_does(on_eight):
     state, _ = on_eight.step(on_eight.start(), on_eight.batch)
     labels, weights = on_eight.batch["labels"], on_eight.batch["weights"]
     none = {"labels": jnp.full_like(labels, -100), "weights": jnp.zeros_like(weights)}
@@ -140,3 +140,7 @@ def test_a_batch_without_labels_changes_nothing(on_eight):
         np.testing.assert_array_equal(after.parameters[name], parameter)
     for old, new in zip(*map(jax.tree.leaves, (before.opt_state, after.opt_state)), strict=True):
         np.testing.assert_array_equal(old, new)
+    one = {name: array.at[0, 5].set(1) for name, array in none.items()}
+    moved, metrics = on_eight.step(after, on_eight.with_arrays(one))
+    assert metrics["labels"] == 1
+    assert any((moved.parameters[name] != x).any() for name, x in before.parameters.items())
