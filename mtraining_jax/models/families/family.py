@@ -182,11 +182,9 @@ class Family:
         scaling = spec.rope_scaling
         scaled = None if scaling is None else scaling.to_hf(spec.max_position_embeddings)
         original = {}
-        if isinstance(scaling, LongRopeScaling) and scaled is not None:
-            # transformers 4 reads it outside of the section only, and derives the factor from it.
-            original = {_ORIGINAL: scaled[_ORIGINAL]}
-            if scaling.factor != max(1.0, spec.max_position_embeddings / scaled[_ORIGINAL]):
-                scaled.setdefault("attention_factor", scaling.usual_attention_factor)
+        if isinstance(scaling, LongRopeScaling):
+            # transformers 4 reads it outside of the section only.
+            original = {_ORIGINAL: scaling.original_max_position_embeddings}
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,

@@ -72,7 +72,14 @@ class LongRopeScaling(RopeScaling):
         if rope.get("factor") is None and original:
             rope = {**rope, "factor": max(1.0, context / original)}
         found = super().from_hf(rope, context)
-        # `write_config` writes the usual factor for transformers 4.
+        # `to_hf` writes the usual factor for transformers 4.
         if found.attention_factor == found.usual_attention_factor:
             return dataclasses.replace(found, attention_factor=None)
+        return found
+
+    def to_hf(self, context: int) -> dict[str, Any]:
+        found, original = super().to_hf(context), self.original_max_position_embeddings
+        # Without it, transformers 4 derives it from the two contexts.
+        if original is not None and self.factor != max(1.0, context / original):
+            found.setdefault("attention_factor", self.usual_attention_factor)
         return found
