@@ -71,7 +71,8 @@ def _between(measured: tuple[tuple[int, float], ...], tokens: int) -> float:
     return float(np.exp(np.interp(np.log(tokens), lengths, densities)))
 
 
-_AS_MEASURED = "assumed by length, as measured with {}"
+_LISTS_MEASURED = "assumed by length, as measured with Qwen2.5-Coder-1.5B; texts differ by ± 50 %"
+_COLUMNS_MEASURED = "assumed by length, as measured with SmolLM2-135M and, at 512K, by MTraining"
 _NOT_KNOWN = "ASSUMED: not known for this pattern; define expected_density in its class"
 
 
@@ -95,8 +96,7 @@ def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
         case RowPattern():
             selected = density_of_lists(tokens, pattern.tau)
             density = selected + pattern.random_block_prob * (1 - selected)
-            why = _AS_MEASURED.format("Qwen2.5-Coder-1.5B; texts differ by half")
-            return density, _NOT_KNOWN if is_user_pattern else why
+            return density, _NOT_KNOWN if is_user_pattern else _LISTS_MEASURED
         case FlexPrefill():
             # No published mean density of arXiv 2502.20766's settings is known.
             return density_of_lists(tokens), "assumed: as for patterns with lists per row of blocks"
@@ -112,8 +112,7 @@ def expected_density(pattern: Pattern, tokens: int) -> tuple[float, str]:
             return tiles / (rows * rows / 2), exact
         case AdaSpa():
             return 1 - pattern.sparsity, "1 - sparsity"
-    why = _AS_MEASURED.format("SmolLM2-135M and, at 512K, by MTraining")
-    why = _NOT_KNOWN if is_user_pattern else why
+    why = _NOT_KNOWN if is_user_pattern else _COLUMNS_MEASURED
     return _between(_VERTICAL_SLASH, tokens), why
 
 
