@@ -110,8 +110,8 @@ class Measurement:
             return
         held = np.load(self._data / "heldout.npy", mmap_mode="r")
         sources = json.loads((self._data / "sources.json").read_text())
-        which = sources["heldout.npy"]["sha256 of ids"][:16]
-        shared = {"what": "loss", "length": held.shape[1], "held_out": which}
+        digest = sources["heldout.npy"]["sha256 of ids"][:16]
+        shared = {"what": "loss", "length": held.shape[1], "held_out": digest}
         for number, (row, kind) in enumerate(zip(held, sources["kinds"], strict=True)):
             yield {**shared, "number": number, "kind": kind}, functools.partial(losses, row)
         if self.about["trained"] == "dense" and inferred not in variants.NEEDLES_OF_DENSE:

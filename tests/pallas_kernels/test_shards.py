@@ -111,7 +111,7 @@ def check_items(tiles, num_rows, num_columns, expected):
     assert len({*zip(item.batch, item.head, item.block, strict=True)}) == expected.size
     np.testing.assert_array_equal(item.tiles, expected[item.batch, item.head, item.block])
     _, first, last = jax.device_get(lists(tiles, num_rows, num_columns, True))
-    if first.ndim == 4:  # several runs, of which the first may be empty
+    if first.ndim == 4:  # several runs; the first may be empty
         run = np.argmax(last > first, axis=2)[:, :, None]
         first = np.take_along_axis(first, run, axis=2)[:, :, 0]
     filled = item.tiles > 0
